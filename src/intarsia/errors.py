@@ -1,0 +1,39 @@
+"""What can go wrong, in the user's words."""
+
+from __future__ import annotations
+
+
+class IntarsiaError(Exception):
+    """The root of every error this package raises on purpose."""
+
+
+class CaptureError(IntarsiaError):
+    """The model could not be turned into a graph."""
+
+
+class LoweringError(IntarsiaError):
+    """A decomposition or a pass over the graph was set up wrongly or broke the graph."""
+
+
+class ConversionError(IntarsiaError):
+    """A node could not be turned into layers; the message is the reason."""
+
+
+class NetworkError(IntarsiaError):
+    """A layer network is malformed, or an edit would make it so."""
+
+
+class EngineError(IntarsiaError):
+    """An engine refused to build or failed to run a piece."""
+
+
+class PartitionError(IntarsiaError):
+    """A plan is invalid, or full compilation was asked for and is impossible."""
+
+
+class InputError(IntarsiaError, ValueError):
+    """A compiled module was called with something it was not compiled for."""
+
+
+class RewriteError(IntarsiaError):
+    """A rewriting pattern broke the network, loops, or was registered wrongly."""
