@@ -1,0 +1,447 @@
+"""Network, Layer and Tensor: thin views over an `onnx_ir` graph, its nodes and its values."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.errors import NetworkError
+from intarsia.network import dtypes
+from intarsia.network.attributes import from_attr, to_attr
+
+if TYPE_CHECKING:
+    from intarsia.network.signature import FLayerInfoMemo
+
+Dim = int | str | None  # a size, a symbol such as "s0" or "2*s0", or unknown
+Shape = tuple[Dim, ...]
+OPSET = 23
+MICROSOFT = "com.microsoft"
+
+_guards = threading.local()
+
+
+class Tensor:
+    """A value of a network: what a layer makes or a network is given.
+
+    `Tensor(name=..., dtype=..., shape=...)` adds an input to the network under guard.
+
+    >>> from intarsia.network import Network, Tensor, net_guard
+    >>> net = Network()
+    >>> with net_guard(net):
+    ...     a = Tensor("a", torch.float32, (2, "n"))
+    ...     (a + 1.0).mark_output("b")
+    >>> print(net)
+    network(a: f32[2, n]) -> (b: f32[2, n])
+      b = Add(a, 1.0)
+    """
+
+    __slots__ = ("value",)
+    value: ir.Value
+
+    def __init__(self, name: str, dtype: torch.dtype | ir.DataType, shape: Sequence[Dim]) -> None:
+        self.value = default_net().add_input(name, dtype, shape).value
+
+    @staticmethod
+    def of(value: ir.Value) -> Tensor:
+        """The view of a raw value."""
+        view = object.__new__(Tensor)
+        view.value = value
+        return view
+
+    # A view has no identity of its own: two views of one value are one tensor.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tensor) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        from intarsia.network.text import type_text
+
+        return f"Tensor({self.name}: {type_text(self.value)})"
+
+    @property
+    def name(self) -> str:
+        return self.value.name or ""
+
+    @property
+    def dtype(self) -> ir.DataType:
+        if self.value.dtype is None:
+            raise NetworkError(f"tensor {self.name} has no dtype")
+        return self.value.dtype
+
+    @property
+    def shape(self) -> Shape:
+        shape = self.value.shape
+        if shape is None:
+            raise NetworkError(f"tensor {self.name} has no shape")
+        return tuple(d if isinstance(d, int) else d.value for d in shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.value.shape) if self.value.shape is not None else len(self.shape)
+
+    @property
+    def network(self) -> Network:
+        graph = self.value.graph
+        if graph is None:
+            raise NetworkError(f"tensor {self.name} belongs to no network")
+        return Network.of(graph)
+
+    @property
+    def constant(self) -> np.ndarray[Any, Any] | None:
+        """The value, where it is known when the network is made."""
+        found = self.value.const_value
+        return None if found is None else found.numpy()
+
+    def get_parent(self) -> Layer | None:
+        """The layer that makes this tensor; None for inputs and constants."""
+        producer = self.value.producer()
+        return None if producer is None else Layer(producer)
+
+    def get_users(self) -> list[Layer]:
+        """The layers that read this tensor, each once, in order of use."""
+        return [Layer(node) for node in dict.fromkeys(use.node for use in self.value.uses())]
+
+    def is_output(self) -> bool:
+        return self.value.is_graph_output()
+
+    def is_input(self) -> bool:
+        return self.value.is_graph_input()
+
+    def mark_output(self, name: str | None = None) -> None:
+        """Make this tensor an output of its network."""
+        default_net(self).mark_output(self, name)
+
+    def replace_all_uses_with(self, new: Tensor) -> None:
+        """Let every reader of this tensor, and the network's outputs, read `new` instead."""
+        self.network.replace_all_uses(self, new)
+
+    # Operators are filled in by functional.py, which knows the operations.
+    if TYPE_CHECKING:
+
+        def __add__(self, other: Any) -> Tensor: ...
+        def __radd__(self, other: Any) -> Tensor: ...
+        def __sub__(self, other: Any) -> Tensor: ...
+        def __rsub__(self, other: Any) -> Tensor: ...
+        def __mul__(self, other: Any) -> Tensor: ...
+        def __rmul__(self, other: Any) -> Tensor: ...
+        def __truediv__(self, other: Any) -> Tensor: ...
+        def __rtruediv__(self, other: Any) -> Tensor: ...
+        def __pow__(self, other: Any) -> Tensor: ...
+        def __matmul__(self, other: Any) -> Tensor: ...
+        def __neg__(self) -> Tensor: ...
+        def __lt__(self, other: Any) -> Tensor: ...
+        def __gt__(self, other: Any) -> Tensor: ...
+        def __le__(self, other: Any) -> Tensor: ...
+        def __ge__(self, other: Any) -> Tensor: ...
+        def __and__(self, other: Any) -> Tensor: ...
+        def __or__(self, other: Any) -> Tensor: ...
+        def __invert__(self) -> Tensor: ...
+
+
+class Layer:
+    """One operation of a network."""
+
+    __slots__ = ("node",)
+
+    def __init__(self, node: ir.Node) -> None:
+        self.node = node
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layer) and self.node is other.node
+
+    def __hash__(self) -> int:
+        return id(self.node)
+
+    def __repr__(self) -> str:
+        from intarsia.network.text import layer_text
+
+        return f"Layer({layer_text(self.node)})"
+
+    @property
+    def name(self) -> str:
+        return self.node.name or ""
+
+    @property
+    def kind(self) -> str:
+        """The operator: `Add`, or `com.microsoft::BiasGelu` outside ONNX's own domain."""
+        node = self.node
+        return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+    @property
+    def network(self) -> Network:
+        if self.node.graph is None:
+            raise NetworkError(f"layer {self.name} was removed from its network")
+        return Network.of(self.node.graph)
+
+    def as_layer(self) -> ir.Node:
+        """The raw `onnx_ir` node."""
+        return self.node
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """An attribute as a Python value."""
+        attr = self.node.attributes.get(name)
+        return default if attr is None else from_attr(attr)
+
+    def get_inputs(self, *indices: int) -> list[Tensor | None]:
+        """The inputs at these positions, or all; an input left out is None."""
+        values = self.node.inputs if not indices else [self.node.inputs[i] for i in indices]
+        return [None if value is None else Tensor.of(value) for value in values]
+
+    def get_outputs(self, *indices: int) -> list[Tensor]:
+        """The outputs at these positions, or all."""
+        values = self.node.outputs if not indices else [self.node.outputs[i] for i in indices]
+        return [Tensor.of(value) for value in values]
+
+    def mark_as_removed(self) -> None:
+        """Take this layer out of its network; nothing may read it any more."""
+        if self.node.graph is not None:
+            self.network.remove(self)
+
+    def is_removed(self) -> bool:
+        return self.node.graph is None
+
+
+class Network:
+    """A graph of layers that an engine is built from.
+
+    >>> net = Network("tiny")
+    >>> with net_guard(net):
+    ...     (Tensor("a", torch.float32, (3,)) * 2.0).mark_output("y")
+    >>> [layer.kind for layer in net.get_layers()]
+    ['Mul']
+    """
+
+    def __init__(self, name: str = "network") -> None:
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name)
+        self.graph.meta["intarsia.network"] = self
+        self.memo: FLayerInfoMemo | None = None
+        self._layers: dict[str, ir.Node] = {}
+        self._names: dict[str, int] = {}
+        self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
+        self._before: ir.Node | None = None
+        self.scope = ""
+
+    @staticmethod
+    def of(graph: ir.Graph) -> Network:
+        """The network a raw graph belongs to, made on first sight for a graph made elsewhere."""
+        found = graph.meta.get("intarsia.network")
+        if isinstance(found, Network):
+            return found
+        net = object.__new__(Network)
+        net.__dict__.update(Network().__dict__)
+        net.graph = graph
+        graph.meta["intarsia.network"] = net
+        for node in graph:
+            node.name = net.unique_name(node.name or node.op_type.lower())
+            net._layers[node.name] = node
+        return net
+
+    @property
+    def name(self) -> str:
+        return self.graph.name or "network"
+
+    def __str__(self) -> str:
+        from intarsia.network.text import network_text
+
+        return network_text(self)
+
+    def __len__(self) -> int:
+        return len(self.graph)
+
+    def get_inputs(self) -> list[Tensor]:
+        return [Tensor.of(value) for value in self.graph.inputs]
+
+    def get_outputs(self) -> list[Tensor]:
+        return [Tensor.of(value) for value in self.graph.outputs]
+
+    def get_layers(self) -> Iterator[Layer]:
+        """The layers in order; safe against edits made while iterating."""
+        return (Layer(node) for node in self.graph)
+
+    def get_layer_by_name(self, name: str) -> Layer | None:
+        node = self._layers.get(name)
+        return None if node is None else Layer(node)
+
+    def is_input(self, tensor: Tensor) -> bool:
+        return tensor.value.is_graph_input() and tensor.value.graph is self.graph
+
+    def is_output(self, tensor: Tensor) -> bool:
+        return tensor.value.is_graph_output() and tensor.value.graph is self.graph
+
+    def unique_name(self, hint: str) -> str:
+        """`hint`, or `hint_1`, `hint_2`, ... if taken."""
+        count = self._names.get(hint)
+        if count is None:
+            self._names[hint] = 0
+            return hint
+        while True:
+            count += 1
+            name = f"{hint}_{count}"
+            if name not in self._names:
+                self._names[hint] = count
+                self._names[name] = 0
+                return name
+
+    def add_input(self, name: str, dtype: torch.dtype | ir.DataType, shape: Sequence[Dim]) -> Tensor:
+        value = ir.Value(
+            name=self.unique_name(name), type=ir.TensorType(_onnx_dtype(dtype)), shape=ir.Shape(shape)
+        )
+        self.graph.inputs.append(value)
+        return Tensor.of(value)
+
+    def add_constant(self, array: ir.TensorProtocol, name: str | None = None) -> Tensor:
+        """A constant; small equal ones are shared."""
+        shape = tuple(int(d) for d in array.shape)  # type: ignore[arg-type]
+        key = (array.dtype, shape, array.tobytes()) if array.nbytes <= 64 and name is None else None
+        if key is not None and (found := self._constants.get(key)) is not None:
+            return Tensor.of(found)
+        value = ir.Value(
+            name=self.unique_name(name or "const"),
+            type=ir.TensorType(array.dtype),
+            shape=ir.Shape(shape),
+            const_value=array,
+        )
+        self.graph.register_initializer(value)
+        if key is not None:
+            self._constants[key] = value
+        return Tensor.of(value)
+
+    def add_layer(
+        self,
+        op_type: str,
+        inputs: Sequence[Tensor | None],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        outputs: Sequence[tuple[ir.DataType, Shape]],
+        domain: str = "",
+        version: int | None = None,
+        name: str | None = None,
+    ) -> Layer:
+        """Append (or, under `before`, insert) a layer whose outputs have these types and shapes."""
+        layer_name = self.unique_name(name or self.scope or op_type.lower())
+        values = [
+            ir.Value(
+                name=layer_name if i == 0 else f"{layer_name}.{i}",
+                type=ir.TensorType(dtype),
+                shape=ir.Shape(shape),
+            )
+            for i, (dtype, shape) in enumerate(outputs)
+        ]
+        attrs = [to_attr(key, item) for key, item in (attributes or {}).items() if item is not None]
+        node = ir.Node(
+            domain,
+            op_type,
+            [None if tensor is None else tensor.value for tensor in inputs],
+            attrs,
+            outputs=values,
+            version=version,
+            name=layer_name,
+        )
+        if domain and domain not in self.graph.opset_imports:
+            self.graph.opset_imports[domain] = 1
+        if self._before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(self._before, node)
+        self._layers[layer_name] = node
+        return Layer(node)
+
+    @contextlib.contextmanager
+    def before(self, layer: Layer) -> Iterator[None]:
+        """While open, new layers are put right before `layer` and not at the end."""
+        outer, self._before = self._before, layer.node
+        try:
+            yield
+        finally:
+            self._before = outer
+
+    def mark_output(self, tensor: Tensor, name: str | None = None) -> None:
+        value = tensor.value
+        if name is not None and value.name != name:
+            value.name = self.unique_name(name)
+        self.graph.outputs.append(value)
+
+    def remove(self, layer: Layer) -> None:
+        """Take a layer out; an error if anything still reads it."""
+        for value in layer.node.outputs:
+            readers = [use.node.name for use in value.uses()]
+            if readers or value.is_graph_output():
+                who = ", ".join(str(r) for r in readers) or "the network's outputs"
+                raise NetworkError(f"layer {layer.name} cannot be removed: {value.name} is read by {who}")
+        self.graph.remove(layer.node, safe=True)
+        self._layers.pop(layer.name, None)
+        if self.memo is not None:
+            self.memo.remove(layer.name)
+
+    def replace_all_uses(self, old: Tensor, new: Tensor) -> None:
+        """Redirect every use of `old`, network outputs included; refused if that would close a cycle."""
+        if old == new:
+            return
+        if new.value.graph is not self.graph:
+            raise NetworkError(f"{new.name} does not belong to the network of {old.name}")
+        users = {use.node for use in old.value.uses()}
+        if _reaches(new.value, users):
+            raise NetworkError(f"replacing {old.name} with {new.name} would close a cycle")
+        for use in tuple(old.value.uses()):
+            use.node.replace_input_with(use.idx, new.value)
+        for i, value in enumerate(self.graph.outputs):
+            if value is old.value:
+                self.graph.outputs[i] = new.value
+        if self.memo is not None:
+            self.memo.uses_moved(old, new)
+
+    def verify(self) -> None:
+        """Raise NetworkError unless the network is well formed."""
+        from intarsia.network.verify import verify
+
+        verify(self)
+
+
+def _reaches(value: ir.Value, users: set[ir.Node]) -> bool:
+    """Whether `value` is computed from a node in `users`."""
+    producer = value.producer()
+    stack = [] if producer is None else [producer]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node in users:
+            return True
+        for parent in node.predecessors():
+            if parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return False
+
+
+def _onnx_dtype(dtype: torch.dtype | ir.DataType) -> ir.DataType:
+    return dtypes.to_onnx(dtype) if isinstance(dtype, torch.dtype) else dtype
+
+
+@contextlib.contextmanager
+def net_guard(net: Network) -> Iterator[Network]:
+    """While open, functionals of this thread add their layers to `net`."""
+    stack: list[Network] = _guards.__dict__.setdefault("stack", [])
+    stack.append(net)
+    try:
+        yield net
+    finally:
+        stack.pop()
+
+
+def default_net(*tensors: Any) -> Network:
+    """The network under guard; without a guard, the one the given tensors belong to."""
+    stack: list[Network] = _guards.__dict__.get("stack", [])
+    if stack:
+        return stack[-1]
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            return tensor.network
+    raise NetworkError("no network is under guard; open one with `with net_guard(net):`")

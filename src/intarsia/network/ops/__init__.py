@@ -1,0 +1,1 @@
+"""The operations, a file a family; `intarsia.network.functional` gathers them."""

@@ -1,0 +1,75 @@
+"""A network as readable text, one layer a line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from intarsia.network.network import Network
+
+_SHORT = {
+    ir.DataType.FLOAT: "f32",
+    ir.DataType.DOUBLE: "f64",
+    ir.DataType.FLOAT16: "f16",
+    ir.DataType.BFLOAT16: "bf16",
+    ir.DataType.INT8: "i8",
+    ir.DataType.INT16: "i16",
+    ir.DataType.INT32: "i32",
+    ir.DataType.INT64: "i64",
+    ir.DataType.UINT8: "u8",
+    ir.DataType.BOOL: "bool",
+}
+
+
+def type_text(value: ir.Value) -> str:
+    """`f32[2, n]`"""
+    dtype = "?" if value.dtype is None else _SHORT.get(value.dtype, value.dtype.name.lower())
+    if value.shape is None:
+        return f"{dtype}[...]"
+    dims = ["?" if not isinstance(d, int) and d.value is None else str(d) for d in value.shape]
+    return f"{dtype}[{', '.join(dims)}]"
+
+
+def operand_text(value: ir.Value | None) -> str:
+    """A name; small constants as their value, large ones as `name<type>`."""
+    if value is None:
+        return "_"
+    array = value.const_value
+    if array is None:
+        return value.name or "?"
+    if array.size <= 8 and value.shape is not None:
+        data = array.numpy()
+        if data.dtype.kind not in "biuf":
+            data = data.astype(np.float32)
+        return repr(data.tolist())
+    return f"{value.name}<{type_text(value)}>"
+
+
+def layer_text(node: ir.Node) -> str:
+    """`y = Softmax(x) {axis=-1}`"""
+    outputs = ", ".join(value.name or "?" for value in node.outputs)
+    operands = ", ".join(operand_text(value) for value in node.inputs)
+    kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    attributes = ", ".join(f"{name}={_attr_text(attr)}" for name, attr in node.attributes.items())
+    return f"{outputs} = {kind}({operands})" + (f" {{{attributes}}}" if attributes else "")
+
+
+def _attr_text(attr: ir.Attr) -> str:
+    value = attr.value
+    if isinstance(value, ir.Graph):
+        return f"<{len(value)} layers>"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return repr(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+def network_text(net: Network) -> str:
+    """The whole network."""
+    inputs = ", ".join(f"{value.name}: {type_text(value)}" for value in net.graph.inputs)
+    outputs = ", ".join(f"{value.name}: {type_text(value)}" for value in net.graph.outputs)
+    lines = [f"{net.name}({inputs}) -> ({outputs})"]
+    lines += [f"  {layer_text(node)}" for node in net.graph]
+    return "\n".join(lines)

@@ -1,0 +1,190 @@
+"""What a node of the lowered graph is: compute, a free rider, a view, control flow, or random."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import fx
+
+_SYM_OPERATORS: frozenset[Any] = frozenset(
+    {
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.truediv,
+        operator.floordiv,
+        operator.mod,
+        operator.pow,
+        operator.neg,
+        operator.pos,
+        operator.abs,
+        operator.lt,
+        operator.le,
+        operator.eq,
+        operator.ne,
+        operator.ge,
+        operator.gt,
+        operator.and_,
+        operator.or_,
+        operator.xor,
+        operator.not_,
+        operator.invert,
+        operator.lshift,
+        operator.rshift,
+        min,
+        max,
+        abs,
+        int,
+        float,
+        bool,
+        round,
+    }
+)
+_SIZE_PACKETS = frozenset(
+    {torch.ops.aten.sym_size, torch.ops.aten.sym_numel, torch.ops.aten.sym_stride, torch.ops.aten.sym_storage_offset}
+)
+# Views whose result depends on more than the shape of what they look at: recomputing them is not free.
+_NOT_RIDERS = frozenset({torch.ops.aten.as_strided, torch.ops.aten._to_copy, torch.ops.aten.contiguous})
+_CONTROL_FLOW_NAMES = frozenset({"cond", "while_loop", "scan", "map_impl", "associative_scan"})
+
+
+def is_free(node: fx.Node) -> bool:
+    """True when the node makes no layer: constants, `getitem`, sizes, and arithmetic on sizes."""
+    if node.op == "get_attr":
+        return True
+    if node.op != "call_function":
+        return False
+    target = node.target
+    return target is operator.getitem or is_size(node) or _is_scalar_arithmetic(node)
+
+
+def is_compute(node: fx.Node) -> bool:
+    """True when the node does work that some segment has to hold."""
+    return node.op in ("call_function", "call_method", "call_module") and not is_free(node)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """True for `operator.getitem`, which picks one result of a node with several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_size(node: fx.Node) -> bool:
+    """True for nodes that read a size, stride or element count off a tensor."""
+    return node.op == "call_function" and getattr(node.target, "overloadpacket", node.target) in _SIZE_PACKETS
+
+
+def is_control_flow(node: fx.Node) -> bool:
+    """True for `torch.cond`, `while_loop`, `scan` and their kin, which keep a segment of their own."""
+    target = node.target
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _CONTROL_FLOW_NAMES
+
+
+def is_view(node: fx.Node) -> bool:
+    """True when the node returns one tensor that shares its first argument's memory."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and _is_view_op(target)
+
+
+def is_ordered(node: fx.Node) -> bool:
+    """True for nodes whose mutual order shows: they draw random numbers or have side effects."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+    return node.op == "call_function" and not is_control_flow(node) and node.is_impure()
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The graph's compute nodes, in graph order."""
+    return [node for node in graph.nodes if is_compute(node)]
+
+
+def op_name(node: fx.Node) -> str:
+    """The operator's name as people write it, such as `aten.add.Tensor`."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return target.name()
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    module = getattr(target, "__module__", "")
+    name = getattr(target, "__name__", str(target))
+    return f"operator.{name}" if module == "_operator" else name
+
+
+def modules(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """The modules the node was traced in, outermost first, as (qualified path, class or its name)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, kind in stack.values():
+        yield _clean_path(path), kind
+
+
+def module_path(node: fx.Node) -> str:
+    """The qualified path of the innermost module the node was traced in; empty for the root."""
+    path = ""
+    for path, _ in modules(node):  # noqa: B007 - the last one counts
+        pass
+    return path
+
+
+def source_line(node: fx.Node, *, full: bool = False) -> str:
+    """Where in the user's code the node comes from, as `file.py:12`; empty when unknown."""
+    trace = node.stack_trace
+    if not trace:
+        return ""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    if not frames:
+        return ""
+    path, line = frames[-1]
+    return f"{path if full else PurePath(path).name}:{line}"
+
+
+def whereabouts(node: fx.Node) -> str:
+    """Name, module path and source line of a node in one readable clause."""
+    parts = [node.name]
+    if path := module_path(node):
+        parts.append(f"in {path}")
+    if line := source_line(node):
+        parts.append(f"at {line}")
+    return " ".join(parts)
+
+
+def _is_scalar_arithmetic(node: fx.Node) -> bool:
+    target = node.target
+    named = (
+        getattr(target, "__module__", None) in ("math", "torch") and getattr(target, "__name__", "").startswith("sym_")
+    )
+    if target not in _SYM_OPERATORS and not named and getattr(math, getattr(target, "__name__", ""), None) is not target:
+        return False
+    # `operator.add` on tensors is work; on sizes it is not.
+    value = node.meta.get("val")
+    if value is not None:
+        return not isinstance(value, torch.Tensor)
+    return not any(isinstance(arg.meta.get("val"), torch.Tensor) for arg in node.all_input_nodes)
+
+
+@cache
+def _is_view_op(target: torch._ops.OpOverload) -> bool:
+    schema = target._schema
+    if target.overloadpacket in _NOT_RIDERS or schema.is_mutable or len(schema.returns) != 1:
+        return False
+    result = schema.returns[0]
+    first = schema.arguments[0] if schema.arguments else None
+    if result.alias_info is None or first is None or first.alias_info is None:
+        return False
+    tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+    return str(result.type) == "Tensor" and tensors == 1
+
+
+def _clean_path(path: str) -> str:
+    # torch.export writes "L['self'].layers.0" or "layers.0", by version and by mode.
+    path = re.sub(r"^L\['self'\]\.?", "", path)
+    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    return path.lstrip(".")

@@ -1,0 +1,70 @@
+"""The support table: which engine takes which node, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from torch import fx
+
+from intarsia.errors import PartitionError
+
+PYTORCH = "pytorch"
+
+
+@dataclass(frozen=True, eq=False)
+class SupportTable:
+    """Engines in priority order, and for every refused node the reason, engine by engine.
+
+    The last engine is `"pytorch"`, which takes everything.
+
+    Example:
+        >>> table = SupportTable(("onnxruntime", "pytorch"), {})
+        >>> table.engines
+        ('onnxruntime', 'pytorch')
+    """
+
+    engines: tuple[str, ...]
+    refusals: Mapping[fx.Node, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.engines or self.engines[-1] != PYTORCH:
+            raise PartitionError(f"engines={self.engines!r} must end with {PYTORCH!r}, which takes every node")
+        if len(set(self.engines)) != len(self.engines):
+            raise PartitionError(f"engines={self.engines!r} names an engine twice")
+        object.__setattr__(self, "refusals", MappingProxyType(dict(self.refusals)))
+
+    def accepts(self, node: fx.Node, engine: str) -> bool:
+        """True when `engine` takes `node`."""
+        return engine == PYTORCH or engine not in self.refusals.get(node, ())
+
+    def reason(self, node: fx.Node, engine: str) -> str | None:
+        """Why `engine` does not take `node`; None where it does."""
+        return None if engine == PYTORCH else self.refusals.get(node, {}).get(engine)
+
+    def choice(self, node: fx.Node) -> str:
+        """The first engine, in priority order, that takes `node`."""
+        refused = self.refusals.get(node)
+        if not refused:
+            return self.engines[0]
+        return next(engine for engine in self.engines if engine == PYTORCH or engine not in refused)
+
+    def reasons(self, node: fx.Node, engine: str) -> dict[str, str]:
+        """Why the node is on `engine` and on none that comes before it."""
+        refused = self.refusals.get(node)
+        if not refused:
+            return {}
+        before = self.engines[: self.engines.index(engine)]
+        return {name: refused[name] for name in before if name in refused}
+
+    def with_refusals(self, more: Mapping[fx.Node, Mapping[str, str]]) -> SupportTable:
+        """A new table with further refusals; a reason already given stays, since it came first."""
+        merged = dict(self.refusals)
+        for node, reasons in more.items():
+            merged[node] = {**reasons, **merged.get(node, {})}
+        return replace(self, refusals=merged)
+
+    def with_engines(self, engines: tuple[str, ...]) -> SupportTable:
+        """A new table over other engines or another order; reasons are kept."""
+        return replace(self, engines=engines)

@@ -1,0 +1,145 @@
+"""Units: what a segment takes whole or not at all, and which must come before which."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from intarsia.errors import PartitionError
+from intarsia.partition.border import constant_value, input_symbols, producer, symbol_of
+from intarsia.partition.nodes import is_compute, is_control_flow, is_free, is_ordered, is_size, is_view, whereabouts
+from intarsia.partition.schedule import Problem
+from intarsia.partition.table import SupportTable
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The graph as the scheduler sees it.
+
+    `nodes[v]` are the compute nodes of unit `v` in graph order; `before[v]` the units it depends on, all
+    smaller. `riders` are views of graph inputs that every engine takes: they are recomputed by whoever
+    reads them, cost nothing and tie nothing together.
+    """
+
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    before: tuple[tuple[int, ...], ...]
+    riders: tuple[fx.Node, ...]
+
+    def problem(self, table: SupportTable) -> Problem:
+        """The units coloured by the engine each goes to; control flow gets a colour of its own."""
+        number = {engine: place for place, engine in enumerate(table.engines)}
+        colours = []
+        for unit, members in enumerate(self.nodes):
+            alone = len(members) == 1 and is_control_flow(members[0])
+            colours.append(-1 - unit if alone else number[table.choice(members[0])])
+        return Problem(colours, self.before)
+
+
+def find_riders(graph: fx.Graph, table: SupportTable) -> dict[fx.Node, None]:
+    """Views of graph inputs, and views of those, that every engine of the table takes."""
+    riders: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_view(node) or node in table.refusals:
+            continue
+        base, *others = node.all_input_nodes
+        rooted = base in riders or (base.op == "placeholder" and isinstance(base.meta.get("val"), torch.Tensor))
+        if rooted and all(is_free(other) or other.op == "placeholder" for other in others):
+            riders[node] = None
+    return riders
+
+
+def find_units(graph: fx.Graph, table: SupportTable, groups: Sequence[Sequence[fx.Node]] = ()) -> Units:
+    """Divide the compute nodes into units; each of `groups` becomes one."""
+    riders = find_riders(graph, table)
+    grouped = {node for group in groups for node in group}
+    riders = {node: None for node in riders if node not in grouped}
+    owner: dict[fx.Node, int] = {}
+    members: list[list[fx.Node]] = []
+    for group in groups:
+        for node in group:
+            owner[node] = len(members)
+        members.append(list(group))
+    for node in graph.nodes:
+        if is_compute(node) and node not in owner and node not in riders:
+            owner[node] = len(members)
+            members.append([node])
+    needs = _dependencies(graph, riders)
+    before: list[dict[int, None]] = [{} for _ in members]
+    for node, unit in owner.items():
+        for earlier in needs[node]:
+            if owner[earlier] != unit:
+                before[unit][owner[earlier]] = None
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    order = _topological([position[nodes[0]] for nodes in members], before, members)
+    rank = {unit: place for place, unit in enumerate(order)}
+    return Units(
+        tuple(tuple(sorted(members[unit], key=position.__getitem__)) for unit in order),
+        tuple(tuple(sorted(rank[earlier] for earlier in before[unit])) for unit in order),
+        tuple(riders),
+    )
+
+
+def _dependencies(graph: fx.Graph, riders: Mapping[fx.Node, None]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For every node, the compute nodes it rests on directly, seen through free nodes and riders."""
+    symbols = input_symbols(graph)
+    rests: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    last_ordered: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        if _recomputable(node, symbols):
+            rests[node] = ()
+            continue
+        found: dict[fx.Node, None] = {}
+        for value in node.all_input_nodes:
+            source = producer(value)
+            if is_compute(source) and source not in riders:
+                found[source] = None
+            else:
+                found.update(dict.fromkeys(rests[source]))
+        if is_compute(node) and is_ordered(node):
+            # Random numbers are drawn, and effects happen, in the order the user wrote.
+            if last_ordered is not None:
+                found[last_ordered] = None
+            last_ordered = node
+        rests[node] = tuple(found)
+    return rests
+
+
+def _recomputable(node: fx.Node, symbols: Mapping[object, object]) -> bool:
+    """True for values any segment can have without waiting for another."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    if not is_free(node):
+        return False
+    return constant_value(node) is not None or (is_size(node) and symbol_of(node) in symbols)
+
+
+def _topological(
+    position: Sequence[int], before: Sequence[Mapping[int, None]], members: Sequence[Sequence[fx.Node]]
+) -> list[int]:
+    """Units in dependency order, graph order where free to choose."""
+    after: list[list[int]] = [[] for _ in before]
+    missing = [len(earlier) for earlier in before]
+    for unit, earlier in enumerate(before):
+        for other in earlier:
+            after[other].append(unit)
+    ready = [(position[unit], unit) for unit, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, unit = heapq.heappop(ready)
+        order.append(unit)
+        for later in after[unit]:
+            missing[later] -= 1
+            if not missing[later]:
+                heapq.heappush(ready, (position[later], later))
+    if len(order) < len(before):
+        stuck = next(unit for unit, count in enumerate(missing) if count and len(members[unit]) > 1)
+        names = ", ".join(whereabouts(node) for node in members[stuck])
+        raise PartitionError(f"an atomic pattern holds [{names}], but a node between them is outside it")
+    return order
