@@ -227,7 +227,8 @@ class Network:
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
         self._before: ir.Node | None = None
-        self.scope = ""
+        self.scope = ""  # how layers made now are called
+        self.origin: dict[str, str] | None = None  # where they come from: module path, source line
 
     @staticmethod
     def of(graph: ir.Graph) -> Network:
@@ -344,6 +345,7 @@ class Network:
             outputs=values,
             version=version,
             name=layer_name,
+            metadata_props=None if self.origin is None else dict(self.origin),
         )
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1

@@ -7,6 +7,7 @@ below zero marks a unit that shares its run with no other.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -196,8 +197,6 @@ def _backwards(problem: Problem) -> Runs:
 def _tighten(problem: Problem, runs: Runs, *, effort: int = 4_000_000) -> Runs:
     """Leave out any run the others can absorb, as far as `effort` unit visits allow."""
     sequence = [problem.colours[run[0]] for run in runs]
-    if any(colour < 0 for colour in sequence):
-        return runs
     tries = effort // max(1, len(problem))
     place = 0
     while place < len(sequence) and tries > 0:
@@ -214,21 +213,18 @@ def _tighten(problem: Problem, runs: Runs, *, effort: int = 4_000_000) -> Runs:
 
 def _fit(problem: Problem, sequence: Sequence[int]) -> Runs | None:
     """Every unit into the first run of its colour that may hold it, or None where the sequence is too short."""
-    following: dict[int, list[int]] = {}  # colour -> for each place, the first run of that colour from there on
-    for colour in set(sequence):
-        nearest = [-1] * (len(sequence) + 1)
-        for place in range(len(sequence) - 1, -1, -1):
-            nearest[place] = place if sequence[place] == colour else nearest[place + 1]
-        following[colour] = nearest
+    places: dict[int, list[int]] = {}
+    for place, colour in enumerate(sequence):
+        places.setdefault(colour, []).append(place)
     level: list[int] = []
     runs: Runs = [[] for _ in sequence]
     for unit, colour in enumerate(problem.colours):
-        if colour not in following:
-            return None
         earliest = max((level[earlier] for earlier in problem.before[unit]), default=0)
-        place = following[colour][earliest]
-        if place < 0:
+        own = places.get(colour, [])
+        nearest = bisect_left(own, earliest)
+        if nearest == len(own):
             return None
+        place = own[nearest]
         level.append(place)
         runs[place].append(unit)
     return merge(problem, [run for run in runs if run])

@@ -74,6 +74,7 @@ class Signature:
 
     inputs: tuple[TensorSpec | Fixed, ...]
     in_spec: pytree.TreeSpec
+    keywords: tuple[str, ...]  # the keyword arguments, in the order of capture
     out_spec: pytree.TreeSpec
     outputs: tuple[TensorSpec | Fixed, ...]
     batch: Dim | None  # the length of dimension 0 that micro-batches divide
@@ -121,8 +122,7 @@ class Signature:
         return self.batch is not None and len(spec.shape) > 0 and spec.shape[0] == self.batch
 
     def _ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        names = self.in_spec.children()[1].context or []
-        known = {name: kwargs[name] for name in names if name in kwargs}
+        known = {name: kwargs[name] for name in self.keywords if name in kwargs}
         return known | {name: value for name, value in kwargs.items() if name not in known}
 
     def _bind(self, found: dict[str, int], dim: str, size: int, want: TensorSpec) -> None:

@@ -21,7 +21,7 @@ _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
 
 @dataclass(frozen=True)
 class State:
-    """A tensor of the model that the graph reads: all its names, the first being the one in the graph."""
+    """A tensor of the model: all the names it has there (more than one where weights are tied)."""
 
     tensor: torch.Tensor
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """The name in the graph."""
+        """The first of its names."""
         return self.names[0]
 
     @property
@@ -84,6 +84,7 @@ def trace(
     inputs: list[fx.Node] = []
     entries: list[TensorSpec | Fixed] = []
     names = _names(model)
+    known: dict[int, State] = {}
     for node, spec in zip(holders, specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             if isinstance(spec.arg, ConstantArgument) or not isinstance(node.meta["val"], torch.Tensor):
@@ -96,7 +97,7 @@ def trace(
             entries.append(tensor_spec(node.name, node.meta["val"]))
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             assert spec.target is not None
-            states[node] = _state(program, names, spec.target, bool(spec.persistent))
+            states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
         else:
             raise CaptureError(f"the model takes {spec.target!r}, a {spec.kind.name.lower()}, into its graph")
     signature = _signature(program, entries, args, kwargs)
@@ -148,14 +149,20 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _state(program: ExportedProgram, names: dict[int, list[str]], target: str, persistent: bool) -> State:
+def _state(
+    program: ExportedProgram,
+    names: dict[int, list[str]],
+    target: str,
+    persistent: bool,
+    known: dict[int, State],
+) -> State:
     tensor = program.state_dict.get(target)
     if tensor is None:
         tensor = program.constants[target]
     if not isinstance(tensor, torch.Tensor):
         raise CaptureError(f"the graph reads {target!r}, which is a {type(tensor).__name__}")
-    others = [n for n in names.get(id(tensor), []) if n != target]
-    return State(tensor, (target, *others), persistent)
+    # Tied weights are one state, under whichever of their names the graph reads them.
+    return known.setdefault(id(tensor), State(tensor, tuple(names.get(id(tensor), [target])), persistent))
 
 
 def _signature(
@@ -188,6 +195,7 @@ def _signature(
     return Signature(
         inputs=tuple(entries),
         in_spec=in_spec,
+        keywords=tuple(kwargs or {}),
         out_spec=out_spec,
         outputs=tuple(outputs),
         batch=first.shape[0] if first is not None else None,
