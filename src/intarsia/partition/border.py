@@ -123,7 +123,11 @@ class _Walk:
     def _output(self, node: fx.Node) -> None:
         for value in node.all_input_nodes:
             self.returned[value] = None
-            direct = value.op == "placeholder" or is_compute(value) or (is_getitem(value) and is_compute(producer(value)))
+            direct = (
+                value.op == "placeholder"
+                or is_compute(value)
+                or (is_getitem(value) and is_compute(producer(value)))
+            )
             if not direct:
                 self._need(value, self.epilogue)
 

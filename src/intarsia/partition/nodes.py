@@ -48,7 +48,12 @@ _SYM_OPERATORS: frozenset[Any] = frozenset(
     }
 )
 _SIZE_PACKETS = frozenset(
-    {torch.ops.aten.sym_size, torch.ops.aten.sym_numel, torch.ops.aten.sym_stride, torch.ops.aten.sym_storage_offset}
+    {
+        torch.ops.aten.sym_size,
+        torch.ops.aten.sym_numel,
+        torch.ops.aten.sym_stride,
+        torch.ops.aten.sym_storage_offset,
+    }
 )
 # Views whose result depends on more than the shape of what they look at: recomputing them is not free.
 _NOT_RIDERS = frozenset({torch.ops.aten.as_strided, torch.ops.aten._to_copy, torch.ops.aten.contiguous})
@@ -83,7 +88,7 @@ def is_size(node: fx.Node) -> bool:
 def is_control_flow(node: fx.Node) -> bool:
     """True for `torch.cond`, `while_loop`, `scan` and their kin, which keep a segment of their own."""
     target = node.target
-    return isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _CONTROL_FLOW_NAMES
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW_NAMES
 
 
 def is_view(node: fx.Node) -> bool:
@@ -108,11 +113,7 @@ def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
 def op_name(node: fx.Node) -> str:
     """The operator's name as people write it, such as `aten.add.Tensor`."""
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return target.name()
-    if isinstance(target, str):
-        return target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return str(target)
     module = getattr(target, "__module__", "")
     name = getattr(target, "__name__", str(target))
@@ -158,10 +159,14 @@ def whereabouts(node: fx.Node) -> str:
 
 def _is_scalar_arithmetic(node: fx.Node) -> bool:
     target = node.target
-    named = (
-        getattr(target, "__module__", None) in ("math", "torch") and getattr(target, "__name__", "").startswith("sym_")
-    )
-    if target not in _SYM_OPERATORS and not named and getattr(math, getattr(target, "__name__", ""), None) is not target:
+    named = getattr(target, "__module__", None) in ("math", "torch") and getattr(
+        target, "__name__", ""
+    ).startswith("sym_")
+    if (
+        target not in _SYM_OPERATORS
+        and not named
+        and getattr(math, getattr(target, "__name__", ""), None) is not target
+    ):
         return False
     # `operator.add` on tensors is work; on sizes it is not.
     value = node.meta.get("val")

@@ -99,7 +99,9 @@ class Plan:
                 if node not in position:
                     raise PartitionError(f"segment {number} holds {node.name}, which is not in the graph")
                 if not is_compute(node):
-                    raise PartitionError(f"segment {number} holds {node.name}, which does no work ({node.op})")
+                    raise PartitionError(
+                        f"segment {number} holds {node.name}, which does no work ({node.op})"
+                    )
                 if node in homes:
                     raise PartitionError(f"{whereabouts(node)} is in segments {homes[node]} and {number}")
                 homes[node] = number
@@ -126,7 +128,7 @@ class Plan:
             for node in segment.nodes:
                 if is_control_flow(node) and (len(segment.nodes) > 1 or not segment.do_not_merge):
                     raise PartitionError(
-                        f"segment {number} merges {whereabouts(node)} with other nodes; control flow stands alone"
+                        f"segment {number} merges {whereabouts(node)} with others; control flow stands alone"
                     )
 
     def _verify_crossings(self, edges: list[Border]) -> None:
@@ -136,10 +138,14 @@ class Plan:
                 if held is None or isinstance(held, torch.Tensor):
                     continue
                 if isinstance(held, (list, tuple)):
-                    raise PartitionError(f"{whereabouts(value)} is a list and crosses the border of segment {number}")
+                    raise PartitionError(
+                        f"{whereabouts(value)} is a list and crosses the border of segment {number}"
+                    )
                 # A scalar may cross only where it is born: an input of the graph, or the result of compute.
                 if is_free(value) and constant_value(value) is None and not _born_of_compute(value):
-                    raise PartitionError(f"{whereabouts(value)} is no tensor and crosses the border of segment {number}")
+                    raise PartitionError(
+                        f"{whereabouts(value)} is no tensor and crosses the border of segment {number}"
+                    )
 
     def __str__(self) -> str:
         from intarsia.partition.text import plan_text

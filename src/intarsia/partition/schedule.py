@@ -128,7 +128,9 @@ def _after(problem: Problem) -> list[list[int]]:
     return after
 
 
-def _heights(colours: Sequence[int], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[int]:
+def _heights(
+    colours: Sequence[int], before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]
+) -> list[int]:
     """How many colour changes at least follow each unit, plus one."""
     heights = [1] * len(colours)
     for unit in range(len(colours) - 1, -1, -1):
@@ -212,7 +214,7 @@ def _tighten(problem: Problem, runs: Runs, *, effort: int = 4_000_000) -> Runs:
 
 
 def _fit(problem: Problem, sequence: Sequence[int]) -> Runs | None:
-    """Every unit into the first run of its colour that may hold it, or None where the sequence is too short."""
+    """Every unit into the first run of its colour that may hold it, or None if the sequence is too short."""
     places: dict[int, list[int]] = {}
     for place, colour in enumerate(sequence):
         places.setdefault(colour, []).append(place)

@@ -30,7 +30,9 @@ class SupportTable:
 
     def __post_init__(self) -> None:
         if not self.engines or self.engines[-1] != PYTORCH:
-            raise PartitionError(f"engines={self.engines!r} must end with {PYTORCH!r}, which takes every node")
+            raise PartitionError(
+                f"engines={self.engines!r} must end with {PYTORCH!r}, which takes every node"
+            )
         if len(set(self.engines)) != len(self.engines):
             raise PartitionError(f"engines={self.engines!r} names an engine twice")
         object.__setattr__(self, "refusals", MappingProxyType(dict(self.refusals)))

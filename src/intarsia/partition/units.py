@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,15 @@ from torch import fx
 
 from intarsia.errors import PartitionError
 from intarsia.partition.border import constant_value, input_symbols, producer, symbol_of
-from intarsia.partition.nodes import is_compute, is_control_flow, is_free, is_ordered, is_size, is_view, whereabouts
+from intarsia.partition.nodes import (
+    is_compute,
+    is_control_flow,
+    is_free,
+    is_ordered,
+    is_size,
+    is_view,
+    whereabouts,
+)
 from intarsia.partition.schedule import Problem
 from intarsia.partition.table import SupportTable
 
@@ -39,14 +47,20 @@ class Units:
         return Problem(colours, self.before)
 
 
-def find_riders(graph: fx.Graph, table: SupportTable) -> dict[fx.Node, None]:
+def find_riders(
+    graph: fx.Graph, table: SupportTable, grouped: Container[fx.Node] = ()
+) -> dict[fx.Node, None]:
     """Views of graph inputs, and views of those, that every engine of the table takes."""
     riders: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not is_view(node) or node in table.refusals:
+        if node.op != "call_function" or not is_view(node) or node in grouped:
+            continue
+        if not all(table.accepts(node, engine) for engine in table.engines):
             continue
         base, *others = node.all_input_nodes
-        rooted = base in riders or (base.op == "placeholder" and isinstance(base.meta.get("val"), torch.Tensor))
+        rooted = base in riders or (
+            base.op == "placeholder" and isinstance(base.meta.get("val"), torch.Tensor)
+        )
         if rooted and all(is_free(other) or other.op == "placeholder" for other in others):
             riders[node] = None
     return riders
@@ -54,9 +68,7 @@ def find_riders(graph: fx.Graph, table: SupportTable) -> dict[fx.Node, None]:
 
 def find_units(graph: fx.Graph, table: SupportTable, groups: Sequence[Sequence[fx.Node]] = ()) -> Units:
     """Divide the compute nodes into units; each of `groups` becomes one."""
-    riders = find_riders(graph, table)
-    grouped = {node for group in groups for node in group}
-    riders = {node: None for node in riders if node not in grouped}
+    riders = find_riders(graph, table, {node for group in groups for node in group})
     owner: dict[fx.Node, int] = {}
     members: list[list[fx.Node]] = []
     for group in groups:

@@ -1,0 +1,169 @@
+"""From an order of units to a plan: the steps every strategy shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import fx
+
+from intarsia.errors import PartitionError
+from intarsia.partition.atomic import agree, find_groups
+from intarsia.partition.blocks import split_by_weight, too_heavy, too_small
+from intarsia.partition.border import producer
+from intarsia.partition.constrain import constrain
+from intarsia.partition.nodes import is_compute, is_control_flow, is_free, is_getitem, op_name, whereabouts
+from intarsia.partition.options import PartitionOptions
+from intarsia.partition.plan import Plan, Segment
+from intarsia.partition.schedule import Problem, Runs, merge
+from intarsia.partition.table import PYTORCH, SupportTable
+from intarsia.partition.units import Units, find_units
+
+Order = Callable[[Problem], Runs]
+_ROUNDS = 8
+
+
+def assemble(
+    gm: fx.GraphModule, table: SupportTable, options: PartitionOptions, order: Order, strategy: str
+) -> Plan:
+    """Constrain the table, order the units, send small blocks back, split heavy ones, and write the plan."""
+    table = constrain(gm, table, options)
+    groups = find_groups(gm, options.atomic)
+    table = agree(table, groups)
+    units = find_units(gm.graph, table, groups)
+    table = _within_budget(units, table, options)
+    runs, table = _worthwhile(units, table, options, order)
+    segments = _segments(gm.graph, units, runs, table, options)
+    if options.require_full_compilation:
+        require_full(segments)
+    return Plan(tuple(segments), strategy)
+
+
+def require_full(segments: Sequence[Segment]) -> None:
+    """Raise one error that lists every node left to PyTorch, unless there is none.
+
+    Control flow is not counted: PyTorch runs the branch, and the bodies are compiled for themselves.
+    """
+    lines = []
+    for segment in segments:
+        if segment.engine != PYTORCH:
+            continue
+        for node in segment.nodes:
+            if is_control_flow(node):
+                continue
+            reasons = segment.reasons.get(node, {})
+            why = (
+                "; ".join(f"{engine}: {reason}" for engine, reason in reasons.items())
+                or "no engine was given"
+            )
+            lines.append(f"  {op_name(node)} ({whereabouts(node)}): {why}")
+    if lines:
+        count = f"{len(lines)} node{'s' * (len(lines) > 1)}"
+        raise PartitionError(
+            f"require_full_compilation: {count} cannot run on an engine\n" + "\n".join(lines)
+        )
+
+
+def _within_budget(units: Units, table: SupportTable, options: PartitionOptions) -> SupportTable:
+    refused: dict[fx.Node, dict[str, str]] = {}
+    for members in units.nodes if options.memory_budget else ():
+        for engine in table.engines:
+            if reason := too_heavy(members, engine, options.memory_budget):
+                for node in members:
+                    refused.setdefault(node, {})[engine] = reason
+    return table.with_refusals(refused) if refused else table
+
+
+def _worthwhile(
+    units: Units, table: SupportTable, options: PartitionOptions, order: Order
+) -> tuple[Runs, SupportTable]:
+    """Order the units; while a block is too small for its engine, refuse it there and order again."""
+    least = 1 if options.require_full_compilation else options.min_block_size
+    for _ in range(_ROUNDS):
+        runs = order(units.problem(table))
+        small = _small(units, runs, table, least)
+        if not small:
+            return runs, table
+        refused = {n: {table.choice(n): why} for run, why in small for u in run for n in units.nodes[u]}
+        table = table.with_refusals(refused)
+    # Reordering again and again need not settle; sending blocks straight to PyTorch and joining does.
+    small = _small(units, runs, table, least)
+    everywhere = [engine for engine in table.engines if engine != PYTORCH]
+    refused = {n: dict.fromkeys(everywhere, why) for run, why in small for u in run for n in units.nodes[u]}
+    table = table.with_refusals(refused)
+    return merge(units.problem(table), runs), table
+
+
+def _small(units: Units, runs: Runs, table: SupportTable, least: int | None) -> list[tuple[list[int], str]]:
+    small = []
+    for run in runs:
+        first = units.nodes[run[0]][0]
+        if least == 1 or table.choice(first) == PYTORCH or is_control_flow(first):
+            continue
+        if why := too_small([node for unit in run for node in units.nodes[unit]], least):
+            small.append((run, why))
+    return small
+
+
+def _segments(
+    graph: fx.Graph, units: Units, runs: Runs, table: SupportTable, options: PartitionOptions
+) -> list[Segment]:
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    parts: list[tuple[str, list[fx.Node], bool]] = []
+    for run in runs:
+        members = [units.nodes[unit] for unit in run]
+        first = members[0][0]
+        engine = table.choice(first)
+        budget = options.memory_budget.get(engine)
+        split = [members] if budget is None else split_by_weight(members, budget)
+        for part in split:
+            nodes = [node for unit in part for node in unit]
+            parts.append((engine, nodes, is_control_flow(first) or len(split) > 1))
+    views = _place_riders(graph, units, parts)
+    return [
+        Segment(
+            engine,
+            tuple(sorted(nodes, key=position.__getitem__)),
+            alone,
+            {node: why for node in nodes if (why := table.reasons(node, engine))},
+            tuple(sorted(views.get(number, ()), key=position.__getitem__)),
+        )
+        for number, (engine, nodes, alone) in enumerate(parts)
+    ]
+
+
+def _place_riders(
+    graph: fx.Graph, units: Units, parts: list[tuple[str, list[fx.Node], bool]]
+) -> dict[int, list[fx.Node]]:
+    """Give every rider a home among its readers; the other readers recompute it."""
+    if not units.riders:
+        return {}
+    riders = frozenset(units.riders)
+    home = {node: number for number, (_, nodes, _) in enumerate(parts) for node in nodes}
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for node in reversed(graph.nodes):
+        if node not in riders and not (
+            is_free(node) and not (is_getitem(node) and is_compute(producer(node)))
+        ):
+            continue
+        found: dict[int, None] = {}
+        for user in node.users:
+            found.update({home[user]: None} if user in home else readers.get(user, {}))
+        readers[node] = found
+    stands_alone = [is_control_flow(nodes[0]) for _, nodes, _ in parts]
+    anywhere = [number for number, alone in enumerate(stands_alone) if not alone]
+    in_pytorch = [number for number in anywhere if parts[number][0] == PYTORCH]
+    views: dict[int, list[fx.Node]] = {}
+    homeless: list[fx.Node] = []
+    for rider in units.riders:
+        wanted = sorted(number for number in readers[rider] if not stands_alone[number])
+        places = wanted or in_pytorch or anywhere
+        if places:
+            parts[places[0]][1].append(rider)
+        else:
+            homeless.append(rider)
+        for number in readers[rider]:
+            if not places or number != places[0]:
+                views.setdefault(number, []).append(rider)
+    if homeless:
+        parts.append((PYTORCH, homeless, False))
+    return views

@@ -1,0 +1,122 @@
+"""Blocks worth an engine: too small ones go back, too heavy ones are split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from math import prod
+
+import torch
+from torch import fx
+
+from intarsia.partition.nodes import is_view
+from intarsia.partition.shapes import size_hint
+
+MIN_WORK = 6.0
+"""What entering an engine costs, in units of work; see `work`."""
+
+_CONTRACTIONS = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "scaled_dot_product_attention"}
+)
+
+
+def work(node: fx.Node) -> float:
+    """How much there is to win by running `node` on an engine, in units of about one small eager op.
+
+    A view is nothing. Any other op is one, plus one for every megabyte it writes; a contraction (a matrix
+    product, a convolution, attention) is three more, plus one for every megaflop.
+    """
+    if is_view(node):
+        return 0.0
+    units = 1.0 + bytes_of(node.meta.get("val")) / 2**20
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").removeprefix("_")
+    if name in _CONTRACTIONS or "attention" in name:
+        units += 3.0 + _flops(node) / 1e6
+    return units
+
+
+def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | None:
+    """Why these nodes do not make a block worth an engine, or None where they do."""
+    if min_block_size is not None:
+        if len(nodes) >= min_block_size:
+            return None
+        return f"its block has {_count(len(nodes))}, and min_block_size={min_block_size}"
+    total = sum(work(node) for node in nodes)
+    if total >= MIN_WORK:
+        return None
+    block = f"its block of {_count(len(nodes))} has {total:.1f} units of work"
+    return f"{block}, and an engine pays from {MIN_WORK:g}"
+
+
+def weights_of(node: fx.Node) -> dict[fx.Node, int]:
+    """The constants a node reads, and the bytes of each."""
+    return {value: bytes_of(constant_of(value)) for value in node.all_input_nodes if value.op == "get_attr"}
+
+
+def constant_of(node: fx.Node) -> object:
+    """What a `get_attr` node holds."""
+    if "val" in node.meta:
+        return node.meta["val"]
+    owner = node.graph.owning_module
+    return reduce(getattr, str(node.target).split("."), owner) if owner is not None else None
+
+
+def split_by_weight(units: Iterable[Sequence[fx.Node]], budget: int) -> list[list[Sequence[fx.Node]]]:
+    """Consecutive parts of a block, each with at most `budget` bytes of weights where one unit allows."""
+    parts: list[list[Sequence[fx.Node]]] = []
+    held: dict[fx.Node, int] = {}
+    for unit in units:
+        own: dict[fx.Node, int] = {}
+        for node in unit:
+            own.update(weights_of(node))
+        if not parts or (own and sum((held | own).values()) > budget):
+            parts.append([])
+            held = {}
+        held |= own
+        parts[-1].append(unit)
+    return parts
+
+
+def too_heavy(unit: Sequence[fx.Node], engine: str, budgets: Mapping[str, int]) -> str | None:
+    """Why a unit alone breaks the budget of `engine`, or None."""
+    budget = budgets.get(engine)
+    if budget is None:
+        return None
+    held: dict[fx.Node, int] = {}
+    for node in unit:
+        held.update(weights_of(node))
+    total = sum(held.values())
+    return f"its weights take {total} bytes, and memory_budget is {budget}" if total > budget else None
+
+
+def bytes_of(value: object) -> int:
+    """The bytes a value takes; symbolic sizes count by their hint."""
+    if isinstance(value, torch.Tensor):
+        return prod(size_hint(size) for size in value.shape) * value.element_size()
+    if isinstance(value, (list, tuple)):
+        return sum(bytes_of(item) for item in value)
+    return 0
+
+
+def _flops(node: fx.Node) -> float:
+    """Two per multiply-add: results times the length of the sum behind each; 0 where shapes are unknown."""
+    tensors = [
+        v for a in node.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor) and v.dim() >= 2
+    ]
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (list, tuple)) and value else value
+    if len(tensors) < 2 or not isinstance(value, torch.Tensor):
+        return 0.0
+    results = prod(size_hint(size) for size in value.shape)
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is torch.ops.aten.convolution:
+        depth = prod(size_hint(size) for size in tensors[1].shape[1:])
+    elif "attention" in str(packet):
+        depth = 2 * size_hint(tensors[1].shape[-2])
+    else:
+        depth = size_hint(tensors[-1].shape[-2])
+    return 2.0 * results * depth
+
+
+def _count(number: int) -> str:
+    return f"{number} op" if number == 1 else f"{number} ops"

@@ -1,0 +1,23 @@
+"""Dependency-aware segmentation: the fewest segments the dependencies allow."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from intarsia.partition.assemble import assemble
+from intarsia.partition.options import PartitionOptions
+from intarsia.partition.plan import Plan
+from intarsia.partition.schedule import fewest
+from intarsia.partition.table import SupportTable
+
+
+def dependency(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | None = None) -> Plan:
+    """Each node to its first engine, reordered as far as dependencies allow so that segments are few.
+
+    For two engines the count is the least possible; for more it is never above what keeping one segment
+    of every engine open in one pass gives.
+
+    Example:
+        >>> plan = dependency(gm, SupportTable(("onnxruntime", "pytorch"), refusals))
+    """
+    return assemble(gm, table, options or PartitionOptions(), fewest, "dependency")
