@@ -1,5 +1,6 @@
 """The layer network an engine is built from: ONNX, through `onnx_ir`."""
 
+from intarsia.network import dtypes as dtypes
 from intarsia.network import functional as functional
 from intarsia.network.infer import infers as infers
 from intarsia.network.network import Dim as Dim

@@ -1,0 +1,78 @@
+"""What a converter is told besides its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from intarsia.errors import ConversionError
+from intarsia.network import Network, Tensor, dtypes
+from intarsia.network import functional as F
+
+
+@dataclass
+class ConversionContext:
+    """The network under construction, the node at hand and what torch says it makes."""
+
+    net: Network
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    node: fx.Node | None = None
+    name: str = ""
+
+    @property
+    def value(self) -> Any:
+        """The fake tensor (or tuple of them) that the node makes: torch's own dtype and shape."""
+        return None if self.node is None else self.node.meta.get("val")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype torch gives the (first) result."""
+        value = self.value
+        first = value[0] if isinstance(value, list | tuple) else value
+        if not isinstance(first, torch.Tensor):
+            raise ConversionError(f"{self.name} makes no tensor")
+        return first.dtype
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The same as an ONNX type."""
+        return dtypes.to_onnx(self.torch_dtype)
+
+    def tensor(self, value: Any, dtype: ir.DataType | torch.dtype | None = None) -> Tensor:
+        """`value` (tensor, frozen tensor, array, scalar) as a network tensor, cast if a dtype is given."""
+        if not isinstance(value, Tensor):
+            return F.constant(value, dtype)
+        return value if dtype is None else F.cast(value, dtype)
+
+    def promote(self, *values: Any) -> tuple[Tensor, ...]:
+        """Operands in the dtype of the result: torch's promotion, whatever the operands are."""
+        return tuple(self.tensor(value, self.dtype) for value in values)
+
+    def common(self, *values: Any) -> tuple[Tensor, ...]:
+        """Operands in the dtype torch would compute in, for ops whose result has another (comparisons)."""
+        return tuple(self.tensor(value, common_dtype(*values)) for value in values)
+
+
+def common_dtype(*values: Any) -> ir.DataType:
+    """torch's promotion over tensors, 0-d tensors and Python scalars."""
+    stand_ins: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            shape = (1,) * value.ndim
+            stand_ins.append(torch.empty(shape, dtype=dtypes.to_torch(value.dtype), device="meta"))
+        else:
+            stand_ins.append(value)
+    result = stand_ins[0]
+    if len(stand_ins) == 1:
+        return dtypes.to_onnx(
+            result.dtype if isinstance(result, torch.Tensor) else torch.tensor(result).dtype
+        )
+    dtype = torch.result_type(stand_ins[0], stand_ins[1])
+    for value in stand_ins[2:]:
+        dtype = torch.result_type(torch.empty((1,), dtype=dtype, device="meta"), value)
+    return dtypes.to_onnx(dtype)

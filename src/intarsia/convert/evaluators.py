@@ -1,0 +1,138 @@
+"""Nodes that make no layer of their own: indexing of tuples, sizes, arithmetic on sizes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from intarsia.convert.context import ConversionContext
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+Evaluator = Callable[..., Any]
+EVALUATORS: dict[Any, Evaluator] = {}
+
+
+def evaluator(*targets: Any) -> Callable[[Evaluator], Evaluator]:
+    """Register `(ctx, *args) -> value` for targets; arguments may be ints, 0-d tensors, or tuples."""
+
+    def decorate(function: Evaluator) -> Evaluator:
+        for target in targets:
+            if target in EVALUATORS:
+                raise ConversionError(f"{target} has an evaluator already")
+            EVALUATORS[target] = function
+        return function
+
+    return decorate
+
+
+def evaluate(ctx: ConversionContext, node: fx.Node, args: tuple[Any, ...]) -> Any:
+    """The value of a node that makes no layer; a size torch already knows is that number."""
+    value = node.meta.get("val")
+    if isinstance(value, bool | int | float):
+        return value
+    return EVALUATORS[node.target](ctx, *args)
+
+
+@evaluator(operator.getitem)
+def _getitem(ctx: ConversionContext, items: Any, index: Any) -> Any:
+    if isinstance(items, Tensor):
+        raise ConversionError(f"indexing a tensor by {index!r} is not handled")
+    return items[index]
+
+
+@evaluator(torch.ops.aten.sym_size.int)
+def _sym_size(ctx: ConversionContext, x: Any, dim: int) -> Any:
+    size = x.shape[dim]
+    return size if isinstance(size, int) else F.size(x, dim)
+
+
+@evaluator(torch.ops.aten.sym_numel.default)
+def _sym_numel(ctx: ConversionContext, x: Tensor) -> Any:
+    return F.op("Size", x)
+
+
+def _number(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return F.constant(value, ir.DataType.INT64 if isinstance(value, int) else ir.DataType.FLOAT)
+
+
+def _arithmetic(targets: tuple[Any, ...], layers: Callable[[Tensor, Tensor], Tensor]) -> None:
+    python = targets[0]
+
+    def function(ctx: ConversionContext, a: Any, b: Any) -> Any:
+        if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+            return python(a, b)
+        left, right = _number(a), _number(b)
+        if left.dtype != right.dtype:
+            left, right = F.cast(left, ir.DataType.FLOAT), F.cast(right, ir.DataType.FLOAT)
+        return layers(left, right)
+
+    evaluator(*targets)(function)
+
+
+def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
+    # ONNX divides integers towards zero. Sizes are not negative, yet differences of sizes may be.
+    quotient = F.div(a, b)
+    if a.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
+        return F.floor(quotient)
+    uneven = F.logical_not(F.equal(F.mul(quotient, b), a))
+    opposed = F.logical_xor(F.less(a, 0), F.less(b, 0))
+    return F.sub(quotient, F.cast(F.logical_and(uneven, opposed), a.dtype))
+
+
+def _true_divide(a: Tensor, b: Tensor) -> Tensor:
+    return F.div(F.cast(a, ir.DataType.FLOAT), F.cast(b, ir.DataType.FLOAT))
+
+
+_arithmetic((operator.add,), F.add)
+_arithmetic((operator.sub,), F.sub)
+_arithmetic((operator.mul,), F.mul)
+_arithmetic((operator.floordiv,), _floor_divide)
+_arithmetic((operator.truediv,), _true_divide)
+_arithmetic((operator.mod,), lambda a, b: F.mod(a, b))
+_arithmetic((operator.pow,), F.pow)
+_arithmetic((operator.eq,), F.equal)
+_arithmetic((operator.ne,), lambda a, b: F.logical_not(F.equal(a, b)))
+_arithmetic((operator.lt,), F.less)
+_arithmetic((operator.le,), F.less_equal)
+_arithmetic((operator.gt,), F.greater)
+_arithmetic((operator.ge,), F.greater_equal)
+_arithmetic((operator.and_,), F.logical_and)
+_arithmetic((operator.or_,), F.logical_or)
+_arithmetic((torch.sym_max, max), F.maximum)
+_arithmetic((torch.sym_min, min), F.minimum)
+
+
+@evaluator(operator.neg)
+def _neg(ctx: ConversionContext, a: Any) -> Any:
+    return F.neg(a) if isinstance(a, Tensor) else -a
+
+
+@evaluator(torch.sym_not)
+def _not(ctx: ConversionContext, a: Any) -> Any:
+    return F.logical_not(a) if isinstance(a, Tensor) else not a
+
+
+@evaluator(torch.sym_float)
+def _float(ctx: ConversionContext, a: Any) -> Any:
+    return F.cast(a, ir.DataType.FLOAT) if isinstance(a, Tensor) else float(a)
+
+
+@evaluator(torch.sym_int)
+def _int(ctx: ConversionContext, a: Any) -> Any:
+    return F.cast(a, ir.DataType.INT64) if isinstance(a, Tensor) else int(a)
+
+
+@evaluator(torch.sym_ite)
+def _choose(ctx: ConversionContext, condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, Tensor):
+        return a if condition else b
+    return F.where(condition, _number(a), _number(b))

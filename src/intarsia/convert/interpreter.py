@@ -1,0 +1,167 @@
+"""Walks a piece of the graph and calls its converters: FX nodes in, a Network out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.evaluators import EVALUATORS, evaluate
+from intarsia.convert.registry import Converter, registry
+from intarsia.convert.source import origin_of
+from intarsia.errors import ConversionError, IntarsiaError
+from intarsia.network import Dim, Network, Shape, Tensor, dtypes, net_guard
+from intarsia.network import functional as F
+
+
+class NodeError(ConversionError):
+    """A node that could not be converted; `node` is the culprit."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{node.name} ({node.target}): {reason}")
+        self.node = node
+        self.reason = reason
+
+
+def convert(
+    module: fx.GraphModule, name: str = "network", settings: Mapping[str, Any] | None = None
+) -> Network:
+    """The network that computes what a graph of core ATen does; NodeError names what it cannot take."""
+    net = Network(name)
+    ctx = ConversionContext(net, settings or {})
+    values: dict[fx.Node, Any] = {}
+    with net_guard(net):
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = add_input(net, node.name, node.meta.get("val"))
+            elif node.op == "get_attr":
+                values[node] = constant_of(module, node)
+            elif node.op == "call_function":
+                values[node] = convert_node(ctx, node, values)
+            elif node.op == "output":
+                mark_outputs(net, node, values)
+            else:
+                raise NodeError(node, f"a node of kind {node.op} is not handled")
+    return net
+
+
+def add_input(net: Network, name: str, value: Any) -> Tensor:
+    """A network input for a tensor, or for a size that is known only when the network runs."""
+    if isinstance(value, torch.Tensor):
+        return net.add_input(name, value.dtype, shape_of(value))
+    if isinstance(value, torch.SymInt | int):
+        return net.add_input(name, ir.DataType.INT64, ())
+    raise ConversionError(f"input {name} is a {type(value).__name__}, not a tensor")
+
+
+def shape_of(value: torch.Tensor) -> Shape:
+    """The sizes of a (fake) tensor, symbols by name."""
+    return tuple(dim_of(size) for size in value.shape)
+
+
+def dim_of(size: int | torch.SymInt) -> Dim:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    return int(expression) if expression.is_number else str(expression)
+
+
+def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
+    """What a get_attr node holds: a frozen tensor, or a graph for control flow."""
+    found: Any = module
+    for part in str(node.target).split("."):
+        found = getattr(found, part)
+    return found
+
+
+def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Convert one node, trying its converters in order; the result has torch's dtypes and shapes."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    ctx.node, ctx.name, ctx.net.scope = node, node.name, node.name
+    ctx.net.origin = origin_of(node)
+    if node.target in EVALUATORS:
+        try:
+            return evaluate(ctx, node, tuple(args))
+        except IntarsiaError as error:
+            raise NodeError(node, str(error)) from error
+    reasons: list[str] = []
+    for candidate in registry.converters(node.target):
+        reason = candidate.refuses(node)
+        if reason is None:
+            try:
+                return stamp(node, candidate.convert(ctx, tuple(args), dict(kwargs)))
+            except IntarsiaError as error:
+                reason = str(error)
+            except Exception as error:  # an author's mistake must cost this node, not the model
+                reason = f"the converter {candidate.name} failed: {type(error).__name__}: {error}"
+        reasons.append(reason)
+    raise NodeError(node, "; ".join(reasons) or "no converter")
+
+
+def accepting(node: fx.Node) -> Sequence[Converter]:
+    """The converters of a node that do not refuse it at once."""
+    return [c for c in registry.converters(node.target) if c.refuses(node) is None]
+
+
+def stamp(node: fx.Node, result: Any) -> Any:
+    """Check a converter's result against what torch makes, and give it torch's symbolic shape."""
+    expected = node.meta.get("val")
+    if isinstance(expected, list | tuple):
+        if not isinstance(result, list | tuple) or len(result) != len(expected):
+            raise ConversionError(
+                f"the converter made {_count(result)} results where torch makes {len(expected)}"
+            )
+        return tuple(
+            None if made is None else _stamp_one(made, value)
+            for made, value in zip(result, expected, strict=True)
+        )
+    if isinstance(result, list | tuple) and len(result) == 1:
+        result = result[0]
+    return _stamp_one(result, expected)
+
+
+def _stamp_one(result: Any, expected: Any) -> Any:
+    if not isinstance(expected, torch.Tensor):
+        return result
+    if isinstance(result, torch.Tensor):
+        result = F.constant(result)
+    if not isinstance(result, Tensor):
+        raise ConversionError(f"the converter made a {type(result).__name__}, not a tensor")
+    dtype = dtypes.to_onnx(expected.dtype)
+    if result.dtype != dtype:
+        raise ConversionError(f"the converter made {result.dtype.name} where torch makes {dtype.name}")
+    shape = shape_of(expected)
+    have = result.shape
+    if len(have) != len(shape):
+        raise ConversionError(f"the converter made {len(have)} dimensions where torch makes {len(shape)}")
+    for made, wanted in zip(have, shape, strict=True):
+        if isinstance(made, int) and isinstance(wanted, int) and made != wanted:
+            raise ConversionError(f"the converter made shape {have} where torch makes {shape}")
+    if have != shape and result.value.producer() is not None:
+        result.value.shape = ir.Shape(shape)
+    return result
+
+
+def _count(result: Any) -> str:
+    return str(len(result)) if isinstance(result, list | tuple) else "1"
+
+
+def mark_outputs(net: Network, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
+    """Mark what a graph returns; an input, a constant or a tensor returned twice gets an identity."""
+    net.scope, net.origin = "", None
+    returned = node.args[0]
+    flat = list(returned) if isinstance(returned, list | tuple) else [returned]
+    marked: set[ir.Value] = set()
+    for index, item in enumerate(flat):
+        value = values[item] if isinstance(item, fx.Node) else item
+        if not isinstance(value, Tensor):
+            value = F.constant(value)
+        if value.value in marked or value.value.producer() is None:
+            net.scope = f"output_{index}"
+            value = F.identity(value)
+        marked.add(value.value)
+        net.mark_output(value)

@@ -1,0 +1,197 @@
+"""Which function converts which operator: `@converter`, priorities, validators, scoped overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.convert.adapter import Function, adapt
+from intarsia.errors import ConversionError
+
+Validator = Callable[[fx.Node], bool | str | None]
+
+
+class ConverterPriority(enum.IntEnum):
+    """Which converter is asked first."""
+
+    STANDARD = 0
+    HIGH = 1
+
+
+@dataclass(frozen=True)
+class Converter:
+    """One way to turn nodes of one target into layers."""
+
+    target: Any
+    convert: Function
+    name: str
+    validator: Validator | None = None
+    priority: ConverterPriority = ConverterPriority.STANDARD
+    supports_dynamic_shapes: bool = True
+    shipped: bool = False
+    order: int = field(default_factory=itertools.count().__next__)
+
+    def refuses(self, node: fx.Node) -> str | None:
+        """Why this converter does not take the node, before it is tried; None if it may."""
+        if not self.supports_dynamic_shapes and _is_dynamic(node):
+            return f"{self.name} handles static shapes only"
+        if self.validator is None:
+            return None
+        verdict = self.validator(node)
+        if verdict is True or verdict is None:
+            return None
+        return verdict if isinstance(verdict, str) else f"the validator of {self.name} does not accept it"
+
+
+class Registry:
+    """Converters by target; several a target, the first that accepts wins."""
+
+    def __init__(self) -> None:
+        self._converters: dict[Any, tuple[Converter, ...]] = {}
+        self._lock = threading.Lock()
+        self.version = 0  # grows with every change, so that remembered answers can be forgotten
+
+    def register(self, added: Converter) -> None:
+        with self._lock:
+            present = self._converters.get(added.target, ())
+            for other in present:
+                if added.shipped and other.shipped and other.priority == added.priority:
+                    raise ConversionError(
+                        f"{added.name} and {other.name} both convert {added.target} at priority"
+                        f" {added.priority.name}; give one a higher priority"
+                    )
+            self._store(added.target, (*present, added))
+
+    def unregister(self, removed: Converter | Any) -> None:
+        """Forget one converter, or every converter of a target."""
+        target = removed.target if isinstance(removed, Converter) else key_of(removed)
+        with self._lock:
+            present = self._converters.get(target, ())
+            kept = tuple(c for c in present if isinstance(removed, Converter) and c is not removed)
+            if len(kept) == len(present):
+                raise ConversionError(f"no converter of {target} is registered, so none can be taken away")
+            self._store(target, kept)
+
+    def converters(self, target: Any) -> tuple[Converter, ...]:
+        """In the order they are asked: HIGH before STANDARD, a user's before ours, the newest first."""
+        return self._converters.get(target, ())
+
+    def targets(self) -> list[Any]:
+        return [target for target, found in self._converters.items() if found]
+
+    def __contains__(self, target: object) -> bool:
+        return bool(self._converters.get(target))
+
+    @contextlib.contextmanager
+    def override(self, *functions: Any, without: Any = ()) -> Iterator[Registry]:
+        """While open, these converters come first and the targets in `without` have none."""
+        before = dict(self._converters)
+        try:
+            for target in without if isinstance(without, list | tuple | set) else (without,):
+                with self._lock:
+                    self._store(key_of(target), ())
+            for function in functions:
+                for entry in getattr(function, "converters", ()):
+                    with self._lock:
+                        present = tuple(c for c in self._converters.get(entry.target, ()) if c is not entry)
+                        first = Converter(**{**entry.__dict__, "priority": ConverterPriority.HIGH})
+                        self._store(entry.target, (first, *present), sort=False)
+            yield self
+        finally:
+            with self._lock:
+                self._converters = before
+                self.version += 1
+
+    def _store(self, target: Any, found: tuple[Converter, ...], sort: bool = True) -> None:
+        if sort:
+            found = tuple(sorted(found, key=lambda c: (-c.priority, c.shipped, -c.order)))
+        self._converters = {**self._converters, target: found}
+        self.version += 1
+
+
+registry = Registry()
+
+
+def converter(
+    *keys: Any,
+    enabled: bool = True,
+    capability_validator: Validator | None = None,
+    priority: ConverterPriority = ConverterPriority.STANDARD,
+    supports_dynamic_shapes: bool = True,
+    register: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the converter of an operator (or of several).
+
+    The function takes `(ctx, target, args, kwargs, name)`, or `ctx` and the arguments of the
+    operator's schema by name; an argument it does not name must hold its default, or the node is
+    refused. It returns the tensors the operator makes.
+
+    >>> import torch, intarsia
+    >>> from intarsia.network import functional as F
+    >>> @intarsia.converter(torch.ops.aten.leaky_relu.default, register=False)
+    ... def leaky_relu(ctx, self, negative_slope=0.01):
+    ...     return F.leaky_relu(self, negative_slope)
+    """
+    if not keys:
+        raise ConversionError("a converter needs the operator it converts")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        shipped = (function.__module__ or "").startswith("intarsia.convert.aten")
+        made = []
+        for key in keys:
+            target = key_of(key)
+            made.append(
+                Converter(
+                    target=target,
+                    convert=adapt(function, target),
+                    name=function.__name__,
+                    validator=capability_validator,
+                    priority=priority,
+                    supports_dynamic_shapes=supports_dynamic_shapes,
+                    shipped=shipped,
+                )
+            )
+        function.converters = tuple(made)  # type: ignore[attr-defined]
+        if enabled and register:
+            for entry in made:
+                registry.register(entry)
+        return function
+
+    return decorate
+
+
+def key_of(key: Any) -> Any:
+    """The target a key names: an overload, an unambiguous packet, or a Python function."""
+    if not isinstance(key, torch._ops.OpOverloadPacket):
+        if not callable(key):
+            raise ConversionError(f"{key!r} is not an operator")
+        return key
+    overloads = [name for name in key.overloads() if "out" not in name]
+    plain = [name for name in overloads if not _is_scripting_only(getattr(key, name))]
+    if len(plain) != 1:
+        names = ", ".join(plain)
+        raise ConversionError(f"{key} has several overloads ({names}); name the one you convert")
+    return getattr(key, plain[0])
+
+
+def _is_scripting_only(overload: Any) -> bool:
+    # TorchScript's scalar overloads (aten::sqrt.int ...) take no tensor and never reach a graph.
+    return not any("Tensor" in str(argument.type) for argument in overload._schema.arguments)
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]
+    return any(
+        isinstance(size, torch.SymInt)
+        for value in values
+        if isinstance(value, torch.Tensor)
+        for size in value.shape
+    )
