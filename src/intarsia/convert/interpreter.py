@@ -157,7 +157,7 @@ def mark_outputs(net: Network, node: fx.Node, values: Mapping[fx.Node, Any]) -> 
     flat = list(returned) if isinstance(returned, list | tuple) else [returned]
     marked: set[ir.Value] = set()
     for index, item in enumerate(flat):
-        value = values[item] if isinstance(item, fx.Node) else item
+        value: Any = values[item] if isinstance(item, fx.Node) else item
         if not isinstance(value, Tensor):
             value = F.constant(value)
         if value.value in marked or value.value.producer() is None:

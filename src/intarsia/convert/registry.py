@@ -174,11 +174,12 @@ def key_of(key: Any) -> Any:
         if not callable(key):
             raise ConversionError(f"{key!r} is not an operator")
         return key
-    overloads = [name for name in key.overloads() if "out" not in name]
+    names: list[str] = key.overloads()  # type: ignore[no-untyped-call]
+    overloads = [name for name in names if "out" not in name]
     plain = [name for name in overloads if not _is_scripting_only(getattr(key, name))]
     if len(plain) != 1:
-        names = ", ".join(plain)
-        raise ConversionError(f"{key} has several overloads ({names}); name the one you convert")
+        choices = ", ".join(plain)
+        raise ConversionError(f"{key} has several overloads ({choices}); name the one you convert")
     return getattr(key, plain[0])
 
 
