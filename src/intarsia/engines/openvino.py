@@ -1,0 +1,159 @@
+"""OpenVINO on the CPU: compiled models over shared weights, tensors passed where torch has them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.engines.base import NetworkEngine, Program
+from intarsia.engines.threads import thread_count
+from intarsia.errors import EngineError
+from intarsia.network import Network, dtypes
+from intarsia.network.serialize import address_of, to_bytes
+
+# OpenVINO's ONNX reader takes this location for "the offset is an address in this process".
+_IN_MEMORY = "*/_ORT_MEM_ADDR_/*"
+
+
+@dataclass(frozen=True)
+class OpenVINO(NetworkEngine):
+    """Options: `precision` the arithmetic may use, `threads` (torch's count by default), `options`.
+
+    >>> from intarsia.engines import OpenVINO
+    >>> OpenVINO(precision="f32").name
+    'openvino'
+    """
+
+    # OpenVINO would choose fp16 or bf16 by itself where the processor has it.
+    precision: Literal["f32", "bf16", "f16"] = "f32"
+    threads: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: ClassVar[str] = "openvino"
+
+    def unavailable(self) -> str | None:
+        try:
+            _core()
+        except ImportError:
+            return "openvino is not installed; pip install 'intarsia[openvino]'"
+        return None
+
+    def probe(self, net: Network) -> str | None:
+        try:
+            model, _ = self._read(net)
+            if any(op.get_type_name() == "FrameworkNode" for op in model.get_ops()):
+                return "OpenVINO's ONNX reader does not know it"
+            supported = _core().query_model(model, "CPU", {"INFERENCE_PRECISION_HINT": self.precision})
+            for operation in model.get_ops():
+                if operation.get_friendly_name() not in supported:
+                    return f"OpenVINO's CPU plugin does not take {operation.get_type_name()}"
+        except Exception as error:
+            return f"OpenVINO refuses it: {_last_line(error)}"
+        return None
+
+    def build(self, net: Network) -> Program:
+        try:
+            model, weights = self._read(net)
+            config = {
+                "INFERENCE_PRECISION_HINT": self.precision,
+                "PERFORMANCE_HINT": "LATENCY",
+                "NUM_STREAMS": "1",
+                "INFERENCE_NUM_THREADS": str(thread_count(self.threads)),
+                **self.options,
+            }
+            return _Compiled(net, _core().compile_model(model, "CPU", config), weights)
+        except Exception as error:
+            raise EngineError(f"OpenVINO failed to build {net.name}: {_last_line(error)}") from error
+
+    def _read(self, net: Network) -> tuple[Any, object]:
+        kept: list[object] = []
+
+        def locate(name: str, array: ir.TensorProtocol) -> tuple[str, int]:
+            address, owner = address_of(array)
+            kept.append(owner)
+            return _IN_MEMORY, address
+
+        data, _ = to_bytes(net, locate)
+        return _core().read_model(data, b""), kept
+
+
+class _Compiled:
+    """One compiled model; each thread has an inference request of its own."""
+
+    def __init__(self, net: Network, compiled: Any, weights: object) -> None:
+        import openvino
+
+        self._compiled = compiled
+        self._weights = weights  # the model reads them where they lie
+        self._tensor = openvino.Tensor
+        self._inputs = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
+        self._outputs = [(dtypes.to_torch(t.dtype), _static(t.shape)) for t in net.get_outputs()]
+        self._types = {
+            dtype: _ov_type(openvino, dtype) for dtype in [*self._inputs, *(d for d, _ in self._outputs)]
+        }
+        self._requests = threading.local()
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        request = self._requests.__dict__.get("request")
+        if request is None:
+            request = self._requests.request = self._compiled.create_infer_request()
+        for index, (dtype, tensor) in enumerate(zip(self._inputs, tensors, strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                tensor = torch.tensor(tensor, dtype=dtype)
+            request.set_input_tensor(
+                index, self._share(tensor if tensor.is_contiguous() else tensor.contiguous())
+            )
+        results: list[torch.Tensor | None] = []
+        for index, (dtype, shape) in enumerate(self._outputs):
+            if shape is None:
+                results.append(None)
+                continue
+            out = torch.empty(shape, dtype=dtype)
+            request.set_output_tensor(index, self._share(out))
+            results.append(out)
+        request.infer()
+        for index, (dtype, shape) in enumerate(self._outputs):
+            if shape is None:
+                results[index] = _copy(request.get_output_tensor(index), dtype)
+        return tuple(results)  # type: ignore[arg-type]
+
+    def _share(self, tensor: torch.Tensor) -> Any:
+        dtype = tensor.dtype
+        if dtype == torch.bfloat16:
+            raw = tensor.view(torch.int16).numpy()
+            return self._tensor(raw, tensor.shape, self._types[dtype])
+        return self._tensor(tensor.numpy(), shared_memory=True)
+
+
+@functools.cache
+def _core() -> Any:
+    import openvino
+
+    return openvino.Core()
+
+
+def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:
+    return shape if all(isinstance(d, int) for d in shape) else None
+
+
+def _ov_type(openvino: Any, dtype: torch.dtype) -> Any:
+    return openvino.Type.bf16 if dtype == torch.bfloat16 else None
+
+
+def _copy(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    # The request writes into the same memory at its next call.
+    data = tensor.data
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(data.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(data.copy())
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,48 @@
+"""PyTorch itself: the engine that takes every operator, asked last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from intarsia.engines.base import GraphEngine, Program
+
+aten = torch.ops.aten
+
+# A view needs the strides it was traced with; a neighbour's result may be laid out otherwise.
+_STRIDE_FREE = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
+
+
+@dataclass(frozen=True)
+class PyTorch(GraphEngine):
+    """Runs a piece operator by operator."""
+
+    name: ClassVar[str] = "pytorch"
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "mps", "xpu", "meta")
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def build(self, module: fx.GraphModule) -> Program:
+        for node in module.graph.nodes:
+            if node.op == "call_function" and node.target in _STRIDE_FREE:
+                node.target = _STRIDE_FREE[node.target]
+        module.recompile()
+        return _GraphProgram(module)
+
+
+class _GraphProgram:
+    """The generated code of a graph, called without gradients."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return tuple(self.module(*inputs))
