@@ -1,0 +1,168 @@
+"""Runs OpInfo samples through converters and engines: each runs, is refused with a reason, or is WRONG.
+
+python -m tests.convert.harness --op relu --dtype float32 --engine onnxruntime
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tests.convert import drivers
+from tests.convert.samples import (
+    DTYPES,
+    LIMIT,
+    OPINFO_MISSING,
+    Case,
+    cases,
+    dtypes_of,
+    find_ops,
+    op_infos,
+    tolerance,
+)
+
+from intarsia.convert import convert
+from intarsia.convert.interpreter import NodeError
+from intarsia.errors import EngineError, IntarsiaError
+
+RUNS, REFUSED, WRONG = "runs", "refused", "WRONG"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case on an engine; `reason` is empty where it runs."""
+
+    case: Case
+    engine: str
+    verdict: str
+    reason: str = ""
+    network: str = ""
+
+
+_programs: dict[tuple[str, str], drivers.Run | str] = {}
+
+
+def judge(case: Case, engine: str) -> Outcome:
+    """Convert, build, run and compare one case."""
+    try:
+        net = convert(case.module)
+    except NodeError as error:
+        return Outcome(case, engine, REFUSED, error.reason)
+    except IntarsiaError as error:
+        return Outcome(case, engine, REFUSED, str(error))
+    text = str(net)
+    program = _build(engine, net, text)
+    if isinstance(program, str):
+        return Outcome(case, engine, REFUSED, f"{engine}: {program}", text)
+    try:
+        results = program(*case.inputs)
+    except Exception as error:  # at run time the answer would have been an error, not a fallback
+        return Outcome(case, engine, WRONG, f"failed at run time: {drivers._short(error)}", text)
+    difference = differs(case, results)
+    return Outcome(case, engine, WRONG if difference else RUNS, difference, text)
+
+
+def _build(engine: str, net: object, text: str) -> drivers.Run | str:
+    key = (engine, text)
+    # The text leaves out large constants, so only networks without any are shared.
+    shared = "..." not in text
+    if shared and key in _programs:
+        return _programs[key]
+    try:
+        program: drivers.Run | str = drivers.build(engine, net)  # type: ignore[arg-type]
+    except EngineError as error:
+        program = str(error)
+    if shared:
+        if len(_programs) > 256:
+            _programs.clear()
+        _programs[key] = program
+    return program
+
+
+def differs(case: Case, results: tuple[torch.Tensor, ...]) -> str:
+    """How the results differ from eager's: type, shape, values; empty if they do not."""
+    if len(results) != len(case.expected):
+        return f"{len(results)} results where eager makes {len(case.expected)}"
+    for i, (have, want) in enumerate(zip(results, case.expected, strict=True)):
+        if have.dtype != want.dtype or have.shape != want.shape:
+            return f"result {i} is {have.dtype}{list(have.shape)}, eager's is {want.dtype}{list(want.shape)}"
+        if case.unset:
+            continue
+        rtol, atol = tolerance(case.op, want.dtype)
+        try:
+            torch.testing.assert_close(have, want, rtol=rtol, atol=atol, equal_nan=True)
+        except AssertionError as error:
+            return f"result {i}: " + " ".join(str(error).split())[:300]
+    return ""
+
+
+def judge_all(name: str, dtype: str, engine: str, core: bool = True, limit: int = LIMIT) -> Iterator[Outcome]:
+    """The outcomes of every case of an op and dtype."""
+    for case in cases(name, dtype, core=core, limit=limit):
+        yield judge(case, engine)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ops", nargs="*", help="names of ops (all, if none)")
+    parser.add_argument("--op", action="append", default=[], help="the same")
+    parser.add_argument("--dtype", action="append", choices=list(DTYPES), default=[])
+    parser.add_argument("--engine", action="append", choices=drivers.ENGINES, default=[])
+    parser.add_argument("--limit", type=int, default=LIMIT, help="samples an op and dtype")
+    parser.add_argument("--no-core", action="store_true", help="composite level only")
+    parser.add_argument("--quiet", action="store_true", help="say nothing of ops that run entirely")
+    parser.add_argument("--show", type=int, default=3, help="wrong samples shown an op, dtype and engine")
+    options = parser.parse_args()
+    if OPINFO_MISSING:
+        sys.exit(OPINFO_MISSING)
+    torch.set_num_threads(1)
+    wanted = [*options.ops, *options.op]
+    names = [name for given in wanted for name in find_ops(given)] if wanted else list(op_infos())
+    if not names:
+        sys.exit(f"no OpInfo is called {' or '.join(wanted)}")
+    total: Counter[tuple[str, str, str]] = Counter()
+    for name in names:
+        for dtype in dtypes_of(op_infos()[name]):
+            if options.dtype and dtype not in options.dtype:
+                continue
+            started = time.perf_counter()
+            found = list(cases(name, dtype, core=not options.no_core, limit=options.limit))
+            for engine in options.engine or drivers.ENGINES:
+                outcomes = [judge(case, engine) for case in found]
+                total.update((dtype, engine, o.verdict) for o in outcomes)
+                show(f"{name:32} {dtype:8} {engine:11}", outcomes, options, time.perf_counter() - started)
+    print()
+    for dtype, engine in dict.fromkeys(key[:2] for key in total):
+        runs, refused, wrong = (total[dtype, engine, verdict] for verdict in (RUNS, REFUSED, WRONG))
+        share = 100 * runs / max(1, runs + refused + wrong)
+        print(f"{dtype:8} {engine:11} {share:5.1f} % run: {runs} run, {refused} refused, {wrong} WRONG")
+
+
+def show(head: str, outcomes: list[Outcome], options: argparse.Namespace, seconds: float) -> None:
+    """One line of counts, then the reasons by number and the wrong samples."""
+    count = Counter(o.verdict for o in outcomes)
+    if options.quiet and not count[REFUSED] and not count[WRONG]:
+        return
+    print(f"{head} {count[RUNS]:3} run {count[REFUSED]:3} refused {count[WRONG]:3} WRONG  ({seconds:.1f} s)")
+    reasons = Counter((str(o.case.target), o.reason) for o in outcomes if o.verdict == REFUSED)
+    for (target, reason), number in reasons.most_common():
+        print(f"    {number:3} x refused ({target}): {reason}")
+    for outcome in [o for o in outcomes if o.verdict == WRONG][: options.show]:
+        shapes = ", ".join(f"{t.dtype}{list(t.shape)}".removeprefix("torch.") for t in outcome.case.inputs)
+        print(f"    WRONG {outcome.case}: {outcome.reason}")
+        print(f"      inputs {shapes}")
+        nodes = [n for n in outcome.case.module.graph.nodes if n.op == "call_function"]
+        for node in nodes[:6]:
+            print(f"      {node.format_node()}")
+        for line in outcome.network.splitlines():
+            print(f"      | {line}")
+
+
+if __name__ == "__main__":
+    main()
