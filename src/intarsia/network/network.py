@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import torch
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.attributes import from_attr, to_attr
+from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Moved, Redirected, Removed
+from intarsia.network.order import Order
 
 if TYPE_CHECKING:
-    from intarsia.network.signature import FLayerInfoMemo
+    from intarsia.network.signature import FLayerInfo, FLayerInfoMemo
 
 Dim = int | str | None  # a size, a symbol such as "s0" or "2*s0", or unknown
 Shape = tuple[Dim, ...]
@@ -24,6 +27,27 @@ OPSET = 23
 MICROSOFT = "com.microsoft"
 
 _guards = threading.local()
+
+
+class _Calls(threading.local):
+    made: list[ir.Node] | None = None
+
+
+calls = _Calls()  # the layers made by the functional that runs now in this thread, if it is recorded
+
+# Equal shapes are one frozen object; its dimensions as plain values are found by identity.
+_shapes: dict[Shape, ir.Shape] = {}
+_dims: dict[int, Shape] = {}
+
+
+def raw_shape(dims: Shape) -> ir.Shape:
+    """The shared, frozen `onnx_ir` shape of these sizes."""
+    found = _shapes.get(dims)
+    if found is None:
+        dims = tuple(dim if dim is None or isinstance(dim, str) else int(dim) for dim in dims)
+        found = _shapes[dims] = ir.Shape(dims, frozen=True)
+        _dims[id(found)] = dims
+    return found
 
 
 class Tensor:
@@ -81,7 +105,8 @@ class Tensor:
         shape = self.value.shape
         if shape is None:
             raise NetworkError(f"tensor {self.name} has no shape")
-        return tuple(d if isinstance(d, int) else d.value for d in shape)
+        known = _dims.get(id(shape))
+        return known if known is not None else tuple(d if isinstance(d, int) else d.value for d in shape)
 
     @property
     def ndim(self) -> int:
@@ -200,6 +225,10 @@ class Layer:
         values = self.node.outputs if not indices else [self.node.outputs[i] for i in indices]
         return [Tensor.of(value) for value in values]
 
+    def replace_input(self, index: int, new: Tensor) -> None:
+        """Let this layer alone read `new` at this position."""
+        self.network.replace_use(self, index, new)
+
     def mark_as_removed(self) -> None:
         """Take this layer out of its network; nothing may read it any more."""
         if self.node.graph is not None:
@@ -220,9 +249,14 @@ class Network:
     """
 
     def __init__(self, name: str = "network") -> None:
-        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name)
-        self.graph.meta["intarsia.network"] = self
+        self._own(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name))
+
+    def _own(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        graph.meta["intarsia.network"] = self
         self.memo: FLayerInfoMemo | None = None
+        self.order = Order(graph)
+        self.journal: list[Edit] | None = None  # kept while a rewrite is tried
         self._layers: dict[str, ir.Node] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
@@ -237,12 +271,14 @@ class Network:
         if isinstance(found, Network):
             return found
         net = object.__new__(Network)
-        net.__dict__.update(Network().__dict__)
-        net.graph = graph
-        graph.meta["intarsia.network"] = net
+        net._own(graph)
+        for value in (*graph.inputs, *graph.initializers.values()):
+            net._names[str(value.name)] = 0
         for node in graph:
             node.name = net.unique_name(node.name or node.op_type.lower())
             net._layers[node.name] = node
+            for value in node.outputs:
+                net._names.setdefault(str(value.name), 0)
         return net
 
     @property
@@ -293,9 +329,11 @@ class Network:
 
     def add_input(self, name: str, dtype: torch.dtype | ir.DataType, shape: Sequence[Dim]) -> Tensor:
         value = ir.Value(
-            name=self.unique_name(name), type=ir.TensorType(_onnx_dtype(dtype)), shape=ir.Shape(shape)
+            name=self.unique_name(name), type=ir.TensorType(_onnx_dtype(dtype)), shape=raw_shape(tuple(shape))
         )
         self.graph.inputs.append(value)
+        if self.journal is not None:
+            self.journal.append(Given(value))
         return Tensor.of(value)
 
     def add_constant(self, array: ir.TensorProtocol, name: str | None = None) -> Tensor:
@@ -307,12 +345,14 @@ class Network:
         value = ir.Value(
             name=self.unique_name(name or "const"),
             type=ir.TensorType(array.dtype),
-            shape=ir.Shape(shape),
+            shape=raw_shape(shape),
             const_value=array,
         )
         self.graph.register_initializer(value)
         if key is not None:
             self._constants[key] = value
+        if self.journal is not None:
+            self.journal.append(Constant(value, key))
         return Tensor.of(value)
 
     def add_layer(
@@ -325,23 +365,28 @@ class Network:
         domain: str = "",
         version: int | None = None,
         name: str | None = None,
+        inferred: bool = False,
     ) -> Layer:
-        """Append (or, under `before`, insert) a layer whose outputs have these types and shapes."""
+        """Append (or, under `before`, insert) a layer whose outputs have these types and shapes.
+
+        `inferred` says that the types come from the operator's own rule and need no second look.
+        """
         layer_name = self.unique_name(name or self.scope or op_type.lower())
         values = [
             ir.Value(
                 name=layer_name if i == 0 else f"{layer_name}.{i}",
                 type=ir.TensorType(dtype),
-                shape=ir.Shape(shape),
+                shape=raw_shape(shape),
             )
             for i, (dtype, shape) in enumerate(outputs)
         ]
-        attrs = [to_attr(key, item) for key, item in (attributes or {}).items() if item is not None]
         node = ir.Node(
             domain,
             op_type,
             [None if tensor is None else tensor.value for tensor in inputs],
-            attrs,
+            [to_attr(key, item) for key, item in attributes.items() if item is not None]
+            if attributes
+            else (),
             outputs=values,
             version=version,
             name=layer_name,
@@ -349,12 +394,31 @@ class Network:
         )
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1
-        if self._before is None:
-            self.graph.append(node)
-        else:
-            self.graph.insert_before(self._before, node)
+        self._place(node)
         self._layers[layer_name] = node
+        if calls.made is not None:
+            calls.made.append(node)
+        if self.journal is not None:
+            self.journal.append(Added(node, inferred))
         return Layer(node)
+
+    def _place(self, node: ir.Node) -> None:
+        anchor = self._before
+        if anchor is None or anchor.graph is not self.graph:
+            self.graph.append(node)
+            self.order.appended(node)
+            return
+        limit, late = self.order.of(anchor), None
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if maker is not None and maker.graph is self.graph and (label := self.order.of(maker)) >= limit:
+                limit, late = label, maker
+        if late is None:
+            self.graph.insert_before(anchor, node)
+            self.order.inserted_before(anchor, node)
+        else:  # it reads what is made behind the anchor
+            self.graph.insert_after(late, node)
+            self.order.relabel()
 
     @contextlib.contextmanager
     def before(self, layer: Layer) -> Iterator[None]:
@@ -367,60 +431,168 @@ class Network:
 
     def mark_output(self, tensor: Tensor, name: str | None = None) -> None:
         value = tensor.value
+        before = value.name
         if name is not None and value.name != name:
             value.name = self.unique_name(name)
         self.graph.outputs.append(value)
+        if self.journal is not None:
+            self.journal.append(Marked(value, before))
 
     def remove(self, layer: Layer) -> None:
         """Take a layer out; an error if anything still reads it."""
-        for value in layer.node.outputs:
-            readers = [use.node.name for use in value.uses()]
+        node = layer.node
+        if node.graph is not self.graph:
+            raise NetworkError(f"layer {layer.name} is not in network {self.name}")
+        for value in node.outputs:
+            readers = value.uses()
             if readers or value.is_graph_output():
-                who = ", ".join(str(r) for r in readers) or "the network's outputs"
+                who = ", ".join(str(use.node.name) for use in readers) or "the network's outputs"
                 raise NetworkError(f"layer {layer.name} cannot be removed: {value.name} is read by {who}")
-        self.graph.remove(layer.node, safe=True)
-        self._layers.pop(layer.name, None)
+        if self.journal is not None:
+            info = None if self.memo is None else self.memo.raw(layer.name)
+            self.journal.append(Removed(node, tuple(node.inputs), self.order.of(node), info))
+        node.resize_inputs(0)
+        self.graph.remove(node)
+        self.forget_layer(node)
+
+    def forget_layer(self, node: ir.Node) -> None:
+        """Drop what is remembered of a layer that left the graph."""
+        self._layers.pop(str(node.name), None)
+        self.order.removed(node)
         if self.memo is not None:
-            self.memo.remove(layer.name)
+            self.memo.remove(str(node.name))
+
+    def restored(self, node: ir.Node, info: FLayerInfo | None) -> None:
+        """Remember a layer that came back."""
+        self._layers[str(node.name)] = node
+        if info is not None and self.memo is not None:
+            self.memo.restore(str(node.name), info)
+
+    def forget_constant(self, key: Any) -> None:
+        if key is not None:
+            self._constants.pop(key, None)
+
+    def drop_unused_constants(self) -> int:
+        """Take out the constants nothing reads; how many there were."""
+        unused = [v for v in self.graph.initializers.values() if not v.uses() and not v.is_graph_output()]
+        for value in unused:
+            self.graph.initializers.pop(str(value.name))
+        gone = set(unused)
+        self._constants = {key: value for key, value in self._constants.items() if value not in gone}
+        return len(unused)
 
     def replace_all_uses(self, old: Tensor, new: Tensor) -> None:
-        """Redirect every use of `old`, network outputs included; refused if that would close a cycle."""
-        if old == new:
+        """Redirect every use of `old`, network outputs included; refused if that would close a cycle.
+
+        A network's outputs keep their names: `new` takes the name over, or an Identity does
+        where `new` is an input, a constant or an output already.
+        """
+        before, after = old.value, new.value
+        if before is after:
             return
-        if new.value.graph is not self.graph:
+        if after.graph is not self.graph:
             raise NetworkError(f"{new.name} does not belong to the network of {old.name}")
-        users = {use.node for use in old.value.uses()}
-        if _reaches(new.value, users):
-            raise NetworkError(f"replacing {old.name} with {new.name} would close a cycle")
-        for use in tuple(old.value.uses()):
-            use.node.replace_input_with(use.idx, new.value)
-        for i, value in enumerate(self.graph.outputs):
-            if value is old.value:
-                self.graph.outputs[i] = new.value
+        uses = tuple(before.uses())
+        self._order_uses(before, after, uses)
+        for node, index in uses:
+            node.replace_input_with(index, after)
+        positions: tuple[int, ...] = ()
+        swapped = False
+        shown = after
+        if before.is_graph_output():
+            positions = tuple(i for i, value in enumerate(self.graph.outputs) if value is before)
+            if after.producer() is None or after.is_graph_output():
+                shown = self._identity(after)
+            for position in positions:
+                self.graph.outputs[position] = shown
+            before.name, shown.name = shown.name, before.name
+            swapped = True
+        if self.journal is not None:
+            self.journal.append(Moved(before, shown, uses, positions, swapped))
         if self.memo is not None:
-            self.memo.uses_moved(old, new)
+            self.memo.uses_moved(before, after)
+
+    def replace_use(self, layer: Layer, index: int, new: Tensor) -> None:
+        """Redirect one use; refused if that would close a cycle."""
+        old = layer.node.inputs[index]
+        if new.value.graph is not self.graph:
+            raise NetworkError(f"{new.name} does not belong to the network of {layer.name}")
+        uses = ((layer.node, index),)
+        self._order_uses(new.value if old is None else old, new.value, uses)
+        layer.node.replace_input_with(index, new.value)
+        if self.journal is not None:
+            self.journal.append(Redirected(layer.node, index, old, new.value))
+
+    def _identity(self, value: ir.Value) -> ir.Value:
+        outer, self._before = self._before, None
+        made = self.add_layer(
+            "Identity", [Tensor.of(value)], outputs=[(Tensor.of(value).dtype, Tensor.of(value).shape)]
+        )
+        self._before = outer
+        return made.node.outputs[0]
+
+    def _order_uses(self, old: ir.Value, new: ir.Value, uses: Collection[tuple[ir.Node, int]]) -> None:
+        """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
+        maker = new.producer()
+        if maker is None:
+            return
+        limit = self.order.of(maker)
+        early = []
+        for node, _ in uses:
+            reader = node if node.graph is self.graph else self._owner(node)
+            if reader is maker or self.order.of(reader) <= limit:
+                early.append(reader)
+        if not early:
+            return
+        # Everything made from an early reader and standing before the maker moves behind it.
+        region = dict.fromkeys(early)
+        stack = list(early)
+        while stack:
+            node = stack.pop()
+            if node is maker:
+                raise NetworkError(f"replacing {old.name} with {new.name} would close a cycle")
+            for value in node.outputs:
+                for user, _ in value.uses():
+                    reader = user if user.graph is self.graph else self._owner(user)
+                    if reader not in region and self.order.of(reader) <= limit:
+                        region[reader] = None
+                        stack.append(reader)
+        moving = sorted(region, key=self.order.of)
+        self.graph.remove(moving)
+        self.graph.insert_after(maker, moving)
+        self.order.relabel()
+
+    def _owner(self, inner: ir.Node) -> ir.Node:
+        """The layer of this network in whose body `inner` stands."""
+        for node in self.graph:
+            for attr in node.attributes.values():
+                bodies = [attr.value] if isinstance(attr.value, ir.Graph) else []
+                if any(inner in body.all_nodes() for body in bodies):
+                    return node
+        raise NetworkError(f"layer {inner.name} belongs to another network")
+
+    def to_dot(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The network as a Graphviz drawing, written to `path` if one is given."""
+        from intarsia.network.text import dot_text
+
+        text = dot_text(self)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+    def to_onnx(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """The network as an `onnx.ModelProto`, saved to `path` if one is given."""
+        model = ir.Model(self.graph, ir_version=10, producer_name="intarsia")
+        if path is not None:
+            ir.save(model, path)
+        return ir.to_proto(model)
 
     def verify(self) -> None:
         """Raise NetworkError unless the network is well formed."""
         from intarsia.network.verify import verify
 
         verify(self)
-
-
-def _reaches(value: ir.Value, users: set[ir.Node]) -> bool:
-    """Whether `value` is computed from a node in `users`."""
-    producer = value.producer()
-    stack = [] if producer is None else [producer]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node in users:
-            return True
-        for parent in node.predecessors():
-            if parent not in seen:
-                seen.add(parent)
-                stack.append(parent)
-    return False
 
 
 def _onnx_dtype(dtype: torch.dtype | ir.DataType) -> ir.DataType:

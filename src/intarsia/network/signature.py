@@ -10,52 +10,96 @@ from typing import Any, ParamSpec, TypeVar
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.network import Layer, Network, Tensor, default_net
+from intarsia.network.network import Layer, Network, Tensor, calls, default_net
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class FLayerInfo:
-    """The call that made a layer: the functional's name, its arguments and its results."""
+    """The call that made a layer: the functional's name, its arguments and its results.
 
-    __slots__ = ("_bound", "_call", "layer_kind", "raw_outputs", "signature")
+    >>> import torch
+    >>> from intarsia.network import FLayerInfoMemo, Network, Tensor, functional as F, net_guard
+    >>> net = Network()
+    >>> with net_guard(net):
+    ...     y = F.softmax(Tensor("x", torch.float32, (2, 3)), axis=1)
+    ...     info = FLayerInfoMemo.instance().get(y.get_parent())
+    >>> info.layer_kind, info.get_input("axis")
+    ('softmax', 1)
+    """
+
+    __slots__ = ("_call", "_made", "_memo", "_outputs", "_time", "layer_kind", "signature")
 
     def __init__(
         self,
         kind: str,
         signature: inspect.Signature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
         outputs: Any,
+        made: list[ir.Node],
+        memo: FLayerInfoMemo,
     ) -> None:
         self.layer_kind = kind
         self.signature = signature
-        self.raw_outputs = outputs
-        self._call = (args, kwargs)
-        self._bound: dict[str, Any] | None = None
+        self._call = call
+        self._outputs = outputs
+        self._made = made
+        self._memo = memo
+        self._time = memo.clock
 
+    # Tensors that were replaced since the call are looked up when asked for: most never are.
     @property
     def raw_inputs(self) -> dict[str, Any]:
-        """Every argument by name, defaults filled in; bound on first use, as most are never asked for."""
-        if self._bound is None:
-            bound = self.signature.bind(*self._call[0], **self._call[1])
-            bound.apply_defaults()
-            self._bound = dict(bound.arguments)
-        return self._bound
+        """Every argument by name, defaults filled in, as the network stands now."""
+        bound = self.signature.bind(*self._call[0], **self._call[1])
+        bound.apply_defaults()
+        return {name: _map(value, self._now) for name, value in bound.arguments.items()}
+
+    @property
+    def raw_outputs(self) -> Any:
+        """The results, in the structure the functional gave them, as the network stands now."""
+        return _map(self._outputs, self._now)
+
+    def _now(self, tensor: Tensor) -> Tensor:
+        return Tensor.of(self._memo.follow(tensor.value, self._time))
+
+    def is_true(self) -> bool:
+        """Whether every tensor it mentions is still in the network."""
+        return all(
+            self._memo.follow(tensor.value, self._time).graph is not None
+            for tensor in tensors_in((*self._call, self._outputs))
+        )
 
     def get_input(self, name: str) -> Any:
-        if name not in self.raw_inputs:
-            raise NetworkError(f"{self.layer_kind} has no argument {name!r}; it has {list(self.raw_inputs)}")
-        return self.raw_inputs[name]
+        inputs = self.raw_inputs
+        if name not in inputs:
+            raise NetworkError(f"{self.layer_kind} has no argument {name!r}; it has {list(inputs)}")
+        return inputs[name]
 
     def clone_inputs(self) -> dict[str, Any]:
         """The arguments, to be changed and passed to the functional anew."""
-        return dict(self.raw_inputs)
+        return self.raw_inputs
 
     def replace_input_with(self, old: Tensor, new: Tensor) -> None:
-        """Let the recorded call mention `new` where it mentioned `old`."""
-        self._bound = {name: _swap(value, old, new) for name, value in self.raw_inputs.items()}
+        """Let this call, and the layers it made, read `new` where they read `old`."""
+        if new.value.graph is None:
+            raise NetworkError(f"{new.name} was removed and cannot be read")
+        redirected = False
+        for node in self._made:
+            for index, value in enumerate(node.inputs):
+                if value is old.value and node.graph is not None:
+                    Layer(node).replace_input(index, new)
+                    redirected = True
+        if not redirected:
+            raise NetworkError(f"{self.layer_kind} does not read {old.name}")
+        args, kwargs = (_map(part, self._now) for part in self._call)
+        outputs = self.raw_outputs
+        self._call = (
+            _map(args, lambda t: new if t == old else t),
+            _map(kwargs, lambda t: new if t == old else t),
+        )
+        self._outputs, self._time = outputs, self._memo.clock
 
     def replace_outputs_uses_with(self, net: Network, new_outputs: Any) -> None:
         """Redirect the readers of this call's results to `new_outputs`, matched by position or key."""
@@ -67,13 +111,16 @@ class FLayerInfo:
         for old, new in zip(olds, news, strict=True):
             net.replace_all_uses(old, new)
 
+    replace_output_uses_with = replace_outputs_uses_with
+
 
 class FLayerInfoMemo:
     """The calls of one network, by layer name."""
 
     def __init__(self) -> None:
         self._infos: dict[str, FLayerInfo] = {}
-        self._mentions: dict[ir.Value, dict[FLayerInfo, None]] = {}
+        self._moves: dict[ir.Value, list[tuple[int, ir.Value]]] = {}
+        self.clock = 0  # counts moves, so that a call sees those made after it and no others
 
     @staticmethod
     def instance() -> FLayerInfoMemo:
@@ -88,41 +135,68 @@ class FLayerInfoMemo:
 
     def add(self, layer_name: str, info: FLayerInfo) -> None:
         self._infos[layer_name] = info
-        args, kwargs = info._call
-        for tensor in tensors_in((args, kwargs)):
-            self._mentions.setdefault(tensor.value, {})[info] = None
 
     def get(self, layer: str | Layer) -> FLayerInfo | None:
-        return self._infos.get(layer if isinstance(layer, str) else layer.name)
+        """The call that made this layer's result; None if none was recorded or it is true no more."""
+        name = layer if isinstance(layer, str) else layer.name
+        info = self._infos.get(name)
+        return info if info is not None and info.is_true() else None
+
+    def raw(self, name: str) -> FLayerInfo | None:
+        return self._infos.get(name)
 
     def remove(self, layer: str | Layer) -> None:
         self._infos.pop(layer if isinstance(layer, str) else layer.name, None)
 
-    def uses_moved(self, old: Tensor, new: Tensor) -> None:
+    def restore(self, name: str, info: FLayerInfo) -> None:
+        self._infos[name] = info
+
+    def uses_moved(self, old: ir.Value, new: ir.Value) -> None:
         """Called by the network when readers of `old` read `new` from now on."""
-        infos = self._mentions.pop(old.value, None)
-        if not infos:
-            return
-        for info in infos:
-            info.replace_input_with(old, new)
-        self._mentions.setdefault(new.value, {}).update(infos)
+        self.clock += 1
+        self._moves.setdefault(old, []).append((self.clock, new))
+
+    def uses_moved_back(self, old: ir.Value) -> None:
+        """Called by the network when the last move of `old` is undone."""
+        self._moves[old].pop()
+
+    def follow(self, value: ir.Value, time: int) -> ir.Value:
+        """What stands now for a value that was mentioned at `time`."""
+        while moves := self._moves.get(value):
+            later = next((move for move in moves if move[0] > time), None)
+            if later is None:
+                return value
+            time, value = later
+        return value
 
 
 def record_signature(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a functional record its call on the layer that makes its result."""
+    """Let a functional record its call on the layers that make its results.
+
+    Where recorded functionals call each other, the outermost call is what the layer stands for.
+    """
     signature = inspect.signature(function)
     kind = function.__name__
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-        result = function(*args, **kwargs)
+        outer, made = calls.made, []  # type: ignore[var-annotated]
+        calls.made = made
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            calls.made = outer
+            if outer is not None:
+                outer.extend(made)
         info: FLayerInfo | None = None
-        for tensor in tensors_in(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             node = tensor.value.producer()
-            if node is None or node.graph is None:
+            # A functional may hand back a tensor that was there before: that one keeps its own call.
+            if node is None or node not in made:
                 continue
-            info = info or FLayerInfo(kind, signature, args, dict(kwargs), result)
-            FLayerInfoMemo.of(Network.of(node.graph)).add(node.name or "", info)
+            memo = FLayerInfoMemo.of(Network.of(node.graph))  # type: ignore[arg-type]
+            info = info or FLayerInfo(kind, signature, (args, kwargs), result, made, memo)
+            memo.add(str(node.name), info)
         return result
 
     return recorded
@@ -140,11 +214,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _swap(value: Any, old: Tensor, new: Tensor) -> Any:
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return new if value == old else value
+        return change(value)
     if isinstance(value, dict):
-        return {key: _swap(item, old, new) for key, item in value.items()}
+        return {key: _map(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_swap(item, old, new) for item in value)
+        items = [_map(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

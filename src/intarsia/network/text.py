@@ -73,3 +73,28 @@ def network_text(net: Network) -> str:
     lines = [f"{net.name}({inputs}) -> ({outputs})"]
     lines += [f"  {layer_text(node)}" for node in net.graph]
     return "\n".join(lines)
+
+
+def dot_text(net: Network) -> str:
+    """The network in Graphviz's language: boxes are layers, ellipses the network's ends."""
+
+    def quoted(text: str | None) -> str:
+        return '"' + (text or "?").replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+    ends = {value: f"input {value.name}" for value in net.graph.inputs}
+    lines = [f"digraph {quoted(net.name)} {{", "  node [shape=box];"]
+    lines += [f"  {quoted(name)} [shape=ellipse];" for name in ends.values()]
+    for node in net.graph:
+        lines.append(f"  {quoted(node.name)} [label={quoted(f'{node.op_type} {node.name}')}];")
+        for value in node.inputs:
+            if value is None or value.const_value is not None:
+                continue
+            maker = value.producer()
+            source = ends.get(value) if maker is None else maker.name
+            lines.append(f"  {quoted(source)} -> {quoted(node.name)} [label={quoted(type_text(value))}];")
+    for value in net.graph.outputs:
+        maker = value.producer()
+        source = ends.get(value, value.name) if maker is None else maker.name
+        lines.append(f"  {quoted(f'output {value.name}')} [shape=ellipse];")
+        lines.append(f"  {quoted(source)} -> {quoted(f'output {value.name}')};")
+    return "\n".join([*lines, "}"]) + "\n"

@@ -9,13 +9,20 @@ import onnx_ir as ir
 from intarsia.errors import NetworkError
 
 if TYPE_CHECKING:
-    from intarsia.network.network import Network
+    from intarsia.network.network import Dim, Network, Shape
 
 
-def verify(net: Network) -> None:
-    """Raise NetworkError at the first thing wrong: order, ownership, names, types, uses."""
-    names: set[str] = set()
+def verify(net: Network, *, types: bool = True) -> None:
+    """Raise NetworkError at the first thing wrong: order, ownership, names, uses, arity and types."""
     known: set[ir.Value] = set()
+    _verify_graph(net.graph, known)
+    if types:
+        for node in net.graph:
+            verify_layer(node)
+
+
+def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
+    names: set[str] = set()
 
     def define(value: ir.Value, where: str) -> None:
         if not value.name:
@@ -27,21 +34,84 @@ def verify(net: Network) -> None:
         names.add(value.name)
         known.add(value)
 
-    for value in net.graph.inputs:
+    for value in graph.inputs:
         define(value, "the network")
-    for value in net.graph.initializers.values():
+    for value in graph.initializers.values():
         if value not in known:
             define(value, "the network")
-    for node in net.graph:
-        for index, read in enumerate(node.inputs):
+    reads = 0
+    for node in graph:
+        for read in node.inputs:
             if read is None:
                 continue
             if read not in known:
                 raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
-            if (node, index) not in read.uses():
-                raise NetworkError(f"{read.name} does not know that layer {node.name} reads it")
+            reads += 1
+        for attr in node.attributes.values():
+            if isinstance(attr.value, ir.Graph):
+                _verify_graph(attr.value, set(known))
         for value in node.outputs:
             define(value, f"layer {node.name}")
-    for value in net.graph.outputs:
+    _verify_uses(graph, known, reads)
+    for value in graph.outputs:
         if value not in known:
             raise NetworkError(f"output {value.name} is made by no layer of the network")
+
+
+def _verify_uses(graph: ir.Graph, known: set[ir.Value], reads: int) -> None:
+    """Every use a tensor knows of is a read, and there are as many of one as of the other."""
+    uses = 0
+    for value in known:
+        for node, index in value.uses():
+            if index >= len(node.inputs) or node.inputs[index] is not value:
+                raise NetworkError(f"{value.name} believes that layer {node.name} reads it")
+            uses += node.graph is graph
+    if uses != reads:
+        raise NetworkError(f"layers read {reads} tensors and tensors know of {uses} reads")
+
+
+def verify_layer(node: ir.Node) -> None:
+    """Arity as the operator has it; dtype and shape of the outputs as its rule infers them."""
+    from intarsia.network.attributes import from_attr
+    from intarsia.network.infer import has_rule, infer
+    from intarsia.network.network import Tensor
+    from intarsia.network.schema import schema_of
+
+    schema = schema_of(node.domain, node.op_type)
+    if schema is not None and not schema.min_inputs <= len(node.inputs) <= schema.max_inputs:
+        raise NetworkError(
+            f"layer {node.name} has {len(node.inputs)} inputs; {node.op_type} takes"
+            f" {schema.min_inputs} to {schema.max_inputs}"
+        )
+    if not has_rule(node.domain, node.op_type):
+        return
+    inputs = [None if value is None else Tensor.of(value) for value in node.inputs]
+    attributes = {name: from_attr(attr) for name, attr in node.attributes.items()}
+    for value, (dtype, shape) in zip(
+        node.outputs, infer(node.domain, node.op_type, inputs, attributes, len(node.outputs)), strict=False
+    ):
+        if value.dtype != dtype:
+            raise NetworkError(f"layer {node.name} makes {dtype.name}; {value.name} says {value.dtype}")
+        if clash := shape_clash(Tensor.of(value).shape, shape):
+            raise NetworkError(f"layer {node.name} makes {value.name} of another shape: {clash}")
+
+
+def shape_clash(a: Shape, b: Shape) -> str | None:
+    """Why two shapes cannot be of one tensor; None if they can. Unknown sizes agree with any."""
+    if len(a) != len(b):
+        return f"{len(a)} dimensions against {len(b)}"
+    for x, y in zip(a, b, strict=True):
+        if x != y and isinstance(x, int) and isinstance(y, int):
+            return f"{list(a)} against {list(b)}"
+    return None
+
+
+def merged(a: Shape, b: Shape) -> Shape:
+    """What is known of a tensor that has both shapes: sizes before symbols before nothing."""
+
+    def better(x: Dim, y: Dim) -> Dim:
+        if isinstance(x, int) or y is None:
+            return x
+        return y if isinstance(y, int) or x is None else x
+
+    return tuple(better(x, y) for x, y in zip(a, b, strict=True))

@@ -90,7 +90,7 @@ def ops(
         tensors.pop()
     given = {name: value for name, value in attributes.items() if value is not None}
     made = infer(domain, op_type, tensors, given, outputs)
-    layer = net.add_layer(op_type, tensors, given, outputs=made, domain=domain)
+    layer = net.add_layer(op_type, tensors, given, outputs=made, domain=domain, inferred=True)
     return tuple(Tensor.of(value) for value in layer.node.outputs)
 
 

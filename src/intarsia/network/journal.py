@@ -1,0 +1,148 @@
+"""What was done to a network while a journal was kept, so that it can be undone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from intarsia.network.network import Network
+    from intarsia.network.signature import FLayerInfo
+
+
+class Added(NamedTuple):
+    """A layer was added; `inferred` if its outputs' types come from the operator's own rule."""
+
+    node: ir.Node
+    inferred: bool
+
+
+class Removed(NamedTuple):
+    """A layer was taken out."""
+
+    node: ir.Node
+    inputs: tuple[ir.Value | None, ...]
+    label: int
+    info: FLayerInfo | None
+
+
+class Moved(NamedTuple):
+    """The readers of `old` were given `new`; `outputs` are positions among the network's outputs."""
+
+    old: ir.Value
+    new: ir.Value
+    uses: tuple[tuple[ir.Node, int], ...]
+    outputs: tuple[int, ...]
+    swapped_names: bool
+
+
+class Redirected(NamedTuple):
+    """One layer reads `new` where it read `old`."""
+
+    node: ir.Node
+    slot: int
+    old: ir.Value | None
+    new: ir.Value
+
+
+class Constant(NamedTuple):
+    """A constant was added, shared under `key` if it is small."""
+
+    value: ir.Value
+    key: Any
+
+
+class Given(NamedTuple):
+    """An input was added."""
+
+    value: ir.Value
+
+
+class Marked(NamedTuple):
+    """A tensor was made an output; `name` is what it was called before."""
+
+    value: ir.Value
+    name: str | None
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A tensor got another type or shape."""
+
+    value: ir.Value
+    type: ir.TypeProtocol | None
+    shape: ir.Shape | None
+
+
+Edit = Added | Removed | Moved | Redirected | Constant | Given | Marked | Typed
+
+
+def undo(net: Network, edits: list[Edit]) -> None:
+    """Take back these edits, the last first; the network is then as it was, names and places included."""
+    back: list[tuple[int, ir.Node]] = []
+    for edit in reversed(edits):
+        if isinstance(edit, Added):
+            _take_out(net, edit.node)
+        elif isinstance(edit, Removed):
+            edit.node.resize_inputs(len(edit.inputs))
+            for index, value in enumerate(edit.inputs):
+                edit.node.replace_input_with(index, value)
+            net.graph.append(edit.node)
+            net.restored(edit.node, edit.info)
+            back.append((edit.label, edit.node))
+        elif isinstance(edit, Moved):
+            _move_back(net, edit)
+        elif isinstance(edit, Redirected):
+            edit.node.replace_input_with(edit.slot, edit.old)
+        elif isinstance(edit, Constant):
+            net.graph.initializers.pop(str(edit.value.name))
+            net.forget_constant(edit.key)
+        elif isinstance(edit, Given):
+            net.graph.inputs.remove(edit.value)
+        elif isinstance(edit, Marked):
+            net.graph.outputs.pop()
+            edit.value.name = edit.name
+        else:
+            edit.value.type, edit.value.shape = edit.type, edit.shape
+    _put_back(net, back)
+
+
+def _take_out(net: Network, node: ir.Node) -> None:
+    node.resize_inputs(0)
+    net.graph.remove(node)
+    net.forget_layer(node)
+
+
+def _move_back(net: Network, edit: Moved) -> None:
+    if edit.swapped_names:
+        edit.old.name, edit.new.name = edit.new.name, edit.old.name
+    for position in edit.outputs:
+        net.graph.outputs[position] = edit.old
+    for node, index in edit.uses:
+        node.replace_input_with(index, edit.old)
+    if net.memo is not None:
+        net.memo.uses_moved_back(edit.old)
+
+
+def _put_back(net: Network, back: list[tuple[int, ir.Node]]) -> None:
+    """Restored layers stand at the end: bring each to where its label says it stood."""
+    if not back:
+        return
+    waiting = dict(back)
+    restored = {node for _, node in back}
+    labels = sorted(waiting, reverse=True)
+    for node in list(net.graph):
+        if node in restored:
+            continue
+        label = net.order.of(node)
+        while labels and labels[-1] < label:
+            moved = waiting[labels.pop()]
+            net.graph.remove(moved)
+            net.graph.insert_before(node, moved)
+    while labels:  # those that stood last, in their order
+        moved = waiting[labels.pop()]
+        net.graph.remove(moved)
+        net.graph.append(moved)
+    net.order.relabel()
