@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
-from intarsia.partition import SupportTable
+from intarsia.partition import Piece, SupportTable
 from intarsia.partition.nodes import compute_nodes, op_name
 
 REASON = "no converter"
@@ -55,3 +55,23 @@ def table_by(
         if before:
             refusals[node] = dict.fromkeys(before, REASON)
     return SupportTable(engines, refusals)
+
+
+def run_pieces(gm: fx.GraphModule, pieces: list[Piece], args: tuple[object, ...]) -> list[object]:
+    """Run the pieces one after another in plain PyTorch; what the graph returns, flat."""
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    values: dict[fx.Node, object] = dict(zip(inputs, args, strict=True))
+    for piece in pieces:
+        results = piece.module(*(values[node] for node in piece.inputs))
+        assert isinstance(results, tuple) and len(results) == len(piece.outputs)
+        values.update(zip(piece.outputs, results, strict=True))
+    output = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    flat = output if isinstance(output, (list, tuple)) else [output]
+    return [values[item] if isinstance(item, fx.Node) else item for item in flat]
+
+
+def equal(left: object, right: object) -> bool:
+    """True when both are the same tensor values, or the same plain values."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)
