@@ -44,9 +44,6 @@ class Outcome:
     network: str = ""
 
 
-_programs: dict[tuple[str, str], drivers.Run | str] = {}
-
-
 def judge(case: Case, engine: str) -> Outcome:
     """Convert, build, run and compare one case."""
     try:
@@ -56,32 +53,16 @@ def judge(case: Case, engine: str) -> Outcome:
     except IntarsiaError as error:
         return Outcome(case, engine, REFUSED, str(error))
     text = str(net)
-    program = _build(engine, net, text)
-    if isinstance(program, str):
-        return Outcome(case, engine, REFUSED, f"{engine}: {program}", text)
+    try:
+        program = drivers.build(engine, net)
+    except EngineError as error:
+        return Outcome(case, engine, REFUSED, drivers.told(error), text)
     try:
         results = program(*case.inputs)
-    except Exception as error:  # at run time the answer would have been an error, not a fallback
-        return Outcome(case, engine, WRONG, f"failed at run time: {drivers._short(error)}", text)
+    except Exception as error:  # the engine took the network, so an error now reaches the user
+        return Outcome(case, engine, WRONG, f"failed at run time: {drivers.told(error)}", text)
     difference = differs(case, results)
     return Outcome(case, engine, WRONG if difference else RUNS, difference, text)
-
-
-def _build(engine: str, net: object, text: str) -> drivers.Run | str:
-    key = (engine, text)
-    # The text leaves out large constants, so only networks without any are shared.
-    shared = "..." not in text
-    if shared and key in _programs:
-        return _programs[key]
-    try:
-        program: drivers.Run | str = drivers.build(engine, net)  # type: ignore[arg-type]
-    except EngineError as error:
-        program = str(error)
-    if shared:
-        if len(_programs) > 256:
-            _programs.clear()
-        _programs[key] = program
-    return program
 
 
 def differs(case: Case, results: tuple[torch.Tensor, ...]) -> str:
