@@ -112,7 +112,10 @@ class _Session:
                 results.append(None)
                 continue
             out = torch.empty(shape, dtype=dtype, device=device)
-            binding.bind_output(name, device, 0, element, shape, out.data_ptr())
+            if out.numel():
+                binding.bind_output(name, device, 0, element, shape, out.data_ptr())
+            else:  # an empty tensor has no address, and ONNX Runtime wants one
+                binding.bind_output(name, device)
             results.append(out)
         self._session.run_with_iobinding(binding)
         if None in results:
