@@ -36,9 +36,11 @@ def size(x: Tensor, axis: int) -> Tensor:
 
 
 @record_signature
-def reshape(x: Tensor, sizes: Sequence[Size] | Tensor) -> Tensor:
-    """`x` with other sizes; one of them may be -1. A size of 0 means 0."""
+def reshape(x: Tensor, sizes: Sequence[Size] | Tensor, *, keep_zeros: bool = False) -> Tensor:
+    """`x` with other sizes; one may be -1. A size of 0 means 0, or with `keep_zeros` x's own size there."""
     target = sizes if isinstance(sizes, Tensor) else size_vector(sizes)
+    if keep_zeros:
+        return op("Reshape", x, target)
     known = target.constant
     zero = known is not None and 0 in known
     if not zero and known is not None:
