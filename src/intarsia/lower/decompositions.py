@@ -1,0 +1,164 @@
+"""Which operators are rewritten as smaller ones before conversion, and by whose rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableSet
+from typing import Any
+
+import torch
+
+from intarsia.errors import LoweringError
+
+Decomposition = Callable[..., Any]
+_registered: dict[torch._ops.OpOverload, Decomposition] = {}
+
+
+class OperatorSet(MutableSet[torch._ops.OpOverload]):
+    """Operators, checked as they are added: each is an overload, and in one of two sets at most.
+
+    A packet (`torch.ops.aten.gelu`) stands for all its overloads.
+    """
+
+    def __init__(self, name: str, check: Callable[[torch._ops.OpOverload], None] | None = None) -> None:
+        self.name = name
+        self.rival: OperatorSet | None = None
+        self._check = check
+        self._operators: dict[torch._ops.OpOverload, None] = {}  # keeps the order of insertion
+
+    def add(self, value: Any) -> None:
+        """Add an operator; LoweringError if it is none, or is in the other set."""
+        overloads = overloads_of(value)
+        for overload in overloads:
+            if self.rival is not None and overload in self.rival:
+                raise LoweringError(
+                    f"{overload} is in {self.rival.name}; take it out there before adding it to {self.name}"
+                )
+            if self._check is not None:
+                self._check(overload)
+        self._operators.update(dict.fromkeys(overloads))
+
+    def update(self, values: Iterable[Any]) -> None:
+        """Add several."""
+        for value in values:
+            self.add(value)
+
+    def discard(self, value: Any) -> None:
+        for overload in overloads_of(value):
+            self._operators.pop(overload, None)
+
+    def __contains__(self, value: object) -> bool:
+        return value in self._operators
+
+    def __iter__(self) -> Iterator[torch._ops.OpOverload]:
+        return iter(self._operators)
+
+    def __len__(self) -> int:
+        return len(self._operators)
+
+    def __repr__(self) -> str:
+        return f"{self.name}{{{', '.join(str(op) for op in self)}}}"
+
+
+def _check_known(overload: torch._ops.OpOverload) -> None:
+    if overload not in _registered and _of_torch(overload) is None:
+        raise LoweringError(
+            f"torch has no decomposition of {overload}; write one with register_decomposition"
+        )
+
+
+torch_enabled_decompositions = OperatorSet("torch_enabled_decompositions", _check_known)
+torch_enabled_decompositions.__doc__ = "Operators that are decomposed even though they have a converter."
+torch_disabled_decompositions = OperatorSet("torch_disabled_decompositions")
+torch_disabled_decompositions.__doc__ = "Operators that torch's decompositions leave whole."
+torch_enabled_decompositions.rival = torch_disabled_decompositions
+torch_disabled_decompositions.rival = torch_enabled_decompositions
+
+
+def register_decomposition(
+    *operators: Any, replace: bool = False
+) -> Callable[[Decomposition], Decomposition]:
+    """Register a function of torch operators as the decomposition of an operator; it wins over torch's.
+
+    An operator that has a converter stays whole all the same, unless it is in
+    `torch_enabled_decompositions`. The function may return NotImplemented to leave a call as it is.
+
+    >>> import torch
+    >>> from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
+    >>> @register_decomposition(torch.ops.aten.logaddexp2.default)
+    ... def logaddexp2(self, other):
+    ...     return torch.log2(torch.exp2(self) + torch.exp2(other))
+    >>> unregister_decomposition(torch.ops.aten.logaddexp2.default)
+    """
+    if not operators:
+        raise LoweringError("a decomposition needs the operator it stands for")
+    overloads = [overload for operator in operators for overload in overloads_of(operator)]
+
+    def decorate(function: Decomposition) -> Decomposition:
+        for overload in overloads:
+            if overload in _registered and not replace:
+                raise LoweringError(
+                    f"{overload} is decomposed by {_registered[overload].__name__} already;"
+                    " pass replace=True to put this one in its place"
+                )
+        for overload in overloads:
+            _registered[overload] = function
+        return function
+
+    return decorate
+
+
+def unregister_decomposition(operator: Any) -> None:
+    """Forget the registered decomposition of an operator."""
+    known = [overload for overload in overloads_of(operator) if overload in _registered]
+    if not known:
+        raise LoweringError(f"no decomposition of {operator} is registered, so none can be taken away")
+    for overload in known:
+        del _registered[overload]
+
+
+def decomposition_table(
+    has_converter: Callable[[Any], bool] = lambda target: False,
+) -> dict[Any, Decomposition]:
+    """What is decomposed and how: torch's export defaults, ours over them, converters over both."""
+    table: dict[Any, Decomposition] = dict(torch.export.default_decompositions().items())
+    for operator in torch_disabled_decompositions:
+        table.pop(operator, None)
+    for operator in torch_enabled_decompositions:
+        found = _of_torch(operator)
+        if found is not None:
+            table[operator] = found
+    table.update(_registered)
+    return {
+        operator: function
+        for operator, function in table.items()
+        if operator in torch_enabled_decompositions or not has_converter(operator)
+    }
+
+
+def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
+    """The overloads an operator stands for; a packet stands for all that compute from tensors."""
+    if isinstance(operator, torch._ops.OpOverload):
+        return [operator]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        names: list[str] = operator.overloads()  # type: ignore[no-untyped-call]
+        found = [getattr(operator, name) for name in names]
+        return [o for o in found if not o._schema.is_mutable and _takes_tensors(o)]
+    raise LoweringError(f"{operator!r} is not an operator such as torch.ops.aten.gelu.default")
+
+
+def _takes_tensors(overload: torch._ops.OpOverload) -> bool:
+    # TorchScript's overloads on numbers and strings never reach a graph.
+    return any("Tensor" in str(argument.type) for argument in overload._schema.arguments)
+
+
+def _of_torch(operator: torch._ops.OpOverload) -> Decomposition | None:
+    """torch's own decomposition of an operator, from its registry or from its composite kernel."""
+    from torch._decomp import get_decompositions
+
+    found = get_decompositions([operator]).get(operator)
+    if found is not None:
+        return found
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite):
+        return operator.decompose  # type: ignore[no-any-return]
+    return None
