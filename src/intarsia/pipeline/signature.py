@@ -149,6 +149,8 @@ def _tensor(want: TensorSpec, leaf: Any) -> torch.Tensor:
 def _same(leaf: Any, value: Any) -> bool:
     if type(leaf) is not type(value):
         return False
-    if isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype | torch.device):
+    if isinstance(
+        value, bool | int | float | complex | str | bytes | type(None) | torch.dtype | torch.device
+    ):
         return bool(leaf == value)
     return leaf is value or bool(leaf == value)

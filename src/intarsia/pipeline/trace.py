@@ -122,11 +122,11 @@ def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim]
     if not tensors or tensors[0].shape[0] < 2:
         return None  # a length of one is always taken as fixed
-    shapes = ShapesCollection()
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tensors:
         if tensor.shape[0] == tensors[0].shape[0]:
             shapes[tensor] = {0: Dim.AUTO}
-    return shapes.dynamic_shapes(model, args, kwargs)
+    return shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def _tidy(graph: fx.Graph) -> None:
@@ -135,7 +135,11 @@ def _tidy(graph: fx.Graph) -> None:
         if node.target in _GUARDS:
             graph.erase_node(node)
     for node in list(graph.nodes):
-        items = [u for u in node.users if u.op == "call_function" and getattr(u.target, "__name__", "") == "getitem"]
+        items = [
+            u
+            for u in node.users
+            if u.op == "call_function" and getattr(u.target, "__name__", "") == "getitem"
+        ]
         for item in reversed(items):
             node.append(item)
 
@@ -144,8 +148,8 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(value), []).append(name)
-    for name, value in model.named_buffers(remove_duplicate=False):
-        found.setdefault(id(value), []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found.setdefault(id(buffer), []).append(name)
     return found
 
 
@@ -180,7 +184,7 @@ def _signature(
             outputs.append(tensor_spec(value.name, value.meta["val"]))
         else:
             raise CaptureError(f"output {i} is {value.meta['val']!r}, a number that changes with the input")
-    leaves = [t for t in pytree.tree_leaves((tuple(args), dict(kwargs or {})))]
+    leaves = list(pytree.tree_leaves((tuple(args), dict(kwargs or {}))))
     example: dict[str, int] = {}
     for spec, leaf in zip(entries, leaves, strict=True):
         if isinstance(spec, TensorSpec):

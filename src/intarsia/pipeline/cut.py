@@ -1,0 +1,131 @@
+"""Where to cut a line of nodes: the best balance first, then the fewest bytes across."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from intarsia.errors import PartitionError
+
+_CANDIDATES = 400
+
+
+def choose_cuts(
+    weights: Sequence[float],
+    crossing: Sequence[float],
+    allowed: Sequence[int],
+    stages: int,
+    *,
+    slack: float = 0.05,
+    speeds: Sequence[float] | None = None,
+    memory: Sequence[float] | None = None,
+    caps: Sequence[float] | None = None,
+) -> list[int]:
+    """The cut positions that minimise the heaviest stage, and among those within `slack` of it the bytes.
+
+    `weights[i]` is what node `i` costs; `crossing[c]` what crosses at a cut before node `c`; `speeds` divides
+    a stage's weight by its device's speed; `memory` and `caps` keep the sum over a stage below its cap.
+
+    >>> choose_cuts([1, 1, 1, 1], [0, 9, 1, 9, 0], [1, 2, 3], 2)
+    [2]
+    """
+    if stages < 1:
+        raise PartitionError(f"stages={stages} must be 1 or more")
+    if len(allowed) < stages - 1:
+        raise PartitionError(f"stages={stages} needs {stages - 1} cuts; the graph allows {len(allowed)}")
+    line = _Line(weights, memory, speeds, caps, stages)
+    spots = _candidates(line, crossing, allowed, stages)
+    bounds = [0, *spots, len(weights)]
+    best = _bottleneck(line, bounds, stages)
+    return _fewest_bytes(line, bounds, crossing, stages, best * (1 + slack))
+
+
+class _Line:
+    """Sums over stretches of the line, by stage."""
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        memory: Sequence[float] | None,
+        speeds: Sequence[float] | None,
+        caps: Sequence[float] | None,
+        stages: int,
+    ) -> None:
+        self.weight = [0.0, *accumulate(weights)]
+        self.memory = [0.0, *accumulate(memory)] if memory is not None else None
+        self.speeds = list(speeds) if speeds is not None else [1.0] * stages
+        self.caps = list(caps) if caps is not None else None
+        if len(self.speeds) != stages or (self.caps is not None and len(self.caps) != stages):
+            raise PartitionError(
+                f"stages={stages}, but {len(self.speeds)} speeds and {len(self.caps or [])} caps"
+            )
+
+    def load(self, stage: int, first: int, last: int) -> float:
+        """The weight of a stretch on a stage; infinite where its memory does not fit."""
+        if self.caps is not None and self.memory is not None:
+            taken = self.memory[last] - self.memory[first]
+            if taken > self.caps[stage]:
+                return float("inf")
+        return (self.weight[last] - self.weight[first]) / self.speeds[stage]
+
+
+def _candidates(line: _Line, crossing: Sequence[float], allowed: Sequence[int], stages: int) -> list[int]:
+    """At most a few hundred allowed positions: the cheapest crossing in each stretch of equal weight."""
+    limit = max(_CANDIDATES, 4 * stages)
+    if len(allowed) <= limit:
+        return list(allowed)
+    step = (line.weight[-1] or 1.0) / limit
+    best: dict[int, int] = {}
+    for position in allowed:
+        bucket = int(line.weight[position] / step)
+        if bucket not in best or crossing[position] < crossing[best[bucket]]:
+            best[bucket] = position
+    return sorted(best.values())
+
+
+def _bottleneck(line: _Line, bounds: Sequence[int], stages: int) -> float:
+    """The least possible weight of the heaviest stage."""
+    size = len(bounds)
+    infinite = float("inf")
+    best = [line.load(0, 0, b) for b in bounds]
+    best[0] = infinite
+    for stage in range(1, stages):
+        following = [infinite] * size
+        for j in range(stage + 1, size):
+            value = infinite
+            for i in range(j - 1, stage - 1, -1):
+                load = line.load(stage, bounds[i], bounds[j])
+                if load >= value:
+                    break  # the stretch only grows from here on
+                value = min(value, max(best[i], load))
+            following[j] = value
+        best = following
+    if best[-1] == infinite:
+        raise PartitionError(f"no cut into {stages} stages fits the memory caps {line.caps}")
+    return best[-1]
+
+
+def _fewest_bytes(
+    line: _Line, bounds: Sequence[int], crossing: Sequence[float], stages: int, cap: float
+) -> list[int]:
+    """The cuts with the least sum of crossing bytes among those whose stages all weigh at most `cap`."""
+    size = len(bounds)
+    infinite = float("inf")
+    best = [0.0 if j and line.load(0, 0, b) <= cap else infinite for j, b in enumerate(bounds)]
+    came: list[list[int]] = []
+    for stage in range(1, stages):
+        following, source = [infinite] * size, [0] * size
+        for j in range(stage + 1, size):
+            for i in range(j - 1, stage - 1, -1):
+                if line.load(stage, bounds[i], bounds[j]) > cap:
+                    break
+                value = best[i] + crossing[bounds[i]]
+                if value < following[j]:
+                    following[j], source[j] = value, i
+        best = following
+        came.append(source)
+    cuts, j = [], size - 1
+    for source in reversed(came):
+        j = source[j]
+        cuts.append(bounds[j])
+    return cuts[::-1]

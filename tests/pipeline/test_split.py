@@ -1,0 +1,231 @@
+"""Any model, cut anywhere, answers and learns as it did whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pipeline_zoo import ZOO, make
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.flow import Flow
+from intarsia.pipeline.split import split
+from intarsia.pipeline.stage import build_stages
+from intarsia.pipeline.trace import trace
+
+
+def scalar(output):
+    return sum(t.float().square().mean() for t in pytree.tree_leaves(output) if t.is_floating_point())
+
+
+def learn(module, args, kwargs):
+    torch.manual_seed(7)
+    output = module(*args, **kwargs)
+    scalar(output).backward()
+    return output
+
+
+def assert_same(model, whole, parts, args, kwargs):
+    want, got = learn(whole, args, kwargs), learn(parts, args, kwargs)
+    assert type(got) is type(want)
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+        assert torch.equal(a, b)
+    for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
+    for (name, p), (_, q) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_three_stages_equal_the_model(name):
+    model, args, kwargs = make(name)
+    whole = copy.deepcopy(model)
+    parts = split(model, args, kwargs, stages=3)
+    assert len(parts) == 3
+    assert all(list(stage.parameters()) for stage in parts)
+    assert_same(model, whole, parts, args, kwargs)
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "gpt2", "t5"])
+def test_every_allowed_cut_is_right(name):
+    model, args, kwargs = make(name)
+    captured = trace(model, args, kwargs)
+    flow = Flow(captured)
+    torch.manual_seed(7)
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    want = pytree.tree_leaves(model(*args, **kwargs))
+    stride = max(1, len(flow.allowed) // 25)
+    for cut in flow.allowed[::stride]:
+        stages = build_stages(flow, [cut])
+        model.load_state_dict(saved)
+        torch.manual_seed(7)
+        values = captured.signature.flatten(args, kwargs)
+        for stage in stages:
+            values = stage(*values)
+        got = pytree.tree_leaves(captured.signature.unflatten(values))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), cut
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "llama"])
+def test_names_and_objects_are_the_models(name):
+    model, args, kwargs = make(name)
+    parts = split(model, args, kwargs, stages=3)
+    assert list(parts.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in parts.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert all(p is q for p, q in zip(parts.parameters(), model.parameters(), strict=True))
+    assert {n for n, _ in parts.named_buffers()} == {n for n, _ in model.named_buffers()}
+
+
+def test_state_travels_between_cuts():
+    model, args, kwargs = make("gpt2")
+    other = make("gpt2")[0]
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    three = split(model, args, kwargs, stages=3)
+    two = split(other, args, kwargs, stages=2)
+    two.load_state_dict(three.state_dict())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+    plain = make("gpt2")[0]
+    plain.load_state_dict(two.state_dict())
+    with pytest.raises(InputError, match=r"unexpected \['no\.such'\]"):
+        two.load_state_dict(three.state_dict() | {"no.such": torch.zeros(1)})
+
+
+def test_tied_weights_are_one_parameter():
+    model, args, kwargs = make("gpt2")
+    parts = split(model, args, kwargs, stages=3)
+    assert [str(t) for t in parts.tied] == ["transformer.wte.weight is held by stages 0, 2"]
+    weights = [dict(parts[i].named_parameters(remove_duplicate=False))["lm_head.weight"] for i in (0, 2)]
+    assert weights[0] is weights[1] is model.lm_head.weight
+
+
+def test_tied_weights_stay_together_where_balance_lets_them():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.c, self.d = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.d(self.c(self.b(self.a(self.a(x)))))
+
+    parts = split(Twice(), (torch.randn(4, 64),), stages=2, by="memory")
+    assert parts.tied == ()
+
+
+def test_rotary_tables_are_replayed_not_sent():
+    model, args, kwargs = make("llama")
+    parts = split(model, args, kwargs, stages=3)
+    for border in parts.report.borders:
+        assert all(spec.shape[0] == parts.signature.batch for spec in border), border
+        assert not any(spec.dtype == torch.bool for spec in border), border
+
+
+def test_batch_length_stays_open():
+    model, args, kwargs = make("llama")
+    parts = split(model, args, kwargs, stages=2)
+    tokens = torch.randint(0, 64, (7, 12))
+    assert torch.equal(parts(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
+    with pytest.raises(InputError, match="length of 1 where the capture holds for 2 or more"):
+        parts(tokens[:1], use_cache=False)
+    with pytest.raises(InputError, match=r"input_ids has shape \(7, 5\)"):
+        parts(tokens[:, :5], use_cache=False)
+    with pytest.raises(InputError, match="use_cache=True is not what the stages were cut for: False"):
+        parts(tokens, use_cache=True)
+    with pytest.raises(InputError, match="is float32"):
+        parts(tokens.float(), use_cache=False)
+
+
+def test_a_batch_of_one_is_captured_as_one():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    x = torch.randn(1, 3)
+    parts = split(model, (x,), stages=2)
+    assert torch.equal(parts(x), model(x))
+    with pytest.raises(InputError, match="shape"):
+        parts(torch.randn(2, 3))
+
+
+def test_the_other_mode_is_refused():
+    model, args, kwargs = make("gpt2")
+    parts = split(model, args, kwargs, stages=2)
+    parts.eval()
+    with pytest.raises(InputError, match="cut in training mode and is asked to run in evaluation mode"):
+        parts(*args, **kwargs)
+    quiet = split(model.eval(), args, kwargs, stages=2)
+    assert torch.equal(quiet(*args, **kwargs).logits, model(*args, **kwargs).logits)
+
+
+def test_in_place_changes_are_never_cut_off():
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            y = self.a(x)
+            view = y.view(-1)
+            z = torch.sin(y)
+            y.mul_(2.0)
+            z = z + self.b(z)
+            return view + z.view(-1) * self.calls
+
+    model = Changes()
+    flow = Flow(trace(model, (torch.randn(4, 4),)))
+    names = {n.name: i for i, n in enumerate(flow.nodes)}
+    assert not set(range(names["linear"] + 1, names["mul_"] + 1)) & set(flow.allowed)
+    whole = copy.deepcopy(model)
+    parts = build_stages(flow, [])
+    assert len(parts) == 1
+    with pytest.raises(PartitionError, match="may not be cut before node"):
+        build_stages(flow, [names["mul_"]])
+    x = torch.randn(4, 4)
+    assert torch.equal(parts[0](x)[0], whole(x))
+    assert model.calls == 1
+
+
+def test_memory_caps_and_speeds_move_the_cut():
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)])
+    x = torch.randn(4, 32)
+    count = [len(list(s.parameters())) for s in split(model, (x,), stages=2, by="memory", slack=0.0)]
+    assert count == [8, 8]
+    size = 4 * (32 * 32 + 32) * 4 + 4 * 32 * 4
+    capped = split(model, (x,), stages=2, by="memory", memory=[2 * size, 100 * size])
+    assert [len(list(s.parameters())) for s in capped] == [4, 12]
+    with pytest.raises(PartitionError, match="no cut into 2 stages fits"):
+        split(model, (x,), stages=2, by="memory", memory=[size, size])
+    fast = split(model, (x,), stages=2, by="memory", speeds=[3.0, 1.0], slack=0.0)
+    assert [len(list(s.parameters())) for s in fast] == [12, 4]
+
+
+def test_cuts_by_hand():
+    model, args, _ = make("mlp")
+    parts = split(model, args, cuts=["linear_1", "linear_3"], by="memory")
+    assert [len(list(s.parameters())) for s in parts] == [2, 4, 2]
+    with pytest.raises(PartitionError, match="'nothing', which is no node"):
+        split(model, args, cuts=["nothing"], by="memory")
+
+
+def test_report_reads_well():
+    model, args, kwargs = make("gpt2")
+    text = str(split(model, args, kwargs, stages=2, by="memory").report)
+    assert text.startswith("cut by the graph, balanced by memory to")
+    assert "tied: transformer.wte.weight is held by stages 0, 1" in text
+    assert "float32[s" in text
+
+
+def test_too_many_stages():
+    with pytest.raises(PartitionError, match="stages=4 needs 3 cuts; the graph allows 0"):
+        split(nn.Linear(2, 2), (torch.randn(2, 2),), stages=4, by="memory")
+    with pytest.raises(PartitionError, match="stages=0"):
+        split(nn.Linear(2, 2), (torch.randn(2, 2),), stages=0)
+    with pytest.raises(PartitionError, match="by='size'"):
+        split(nn.Linear(2, 2), (torch.randn(2, 2),), by="size")
