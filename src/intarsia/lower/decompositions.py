@@ -120,7 +120,7 @@ def decomposition_table(
     has_converter: Callable[[Any], bool] = lambda target: False,
 ) -> dict[Any, Decomposition]:
     """What is decomposed and how: torch's export defaults, ours over them, converters over both."""
-    table: dict[Any, Decomposition] = dict(torch.export.default_decompositions().items())
+    table: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
     for operator in torch_disabled_decompositions:
         table.pop(operator, None)
     for operator in torch_enabled_decompositions:
@@ -159,6 +159,7 @@ def _of_torch(operator: torch._ops.OpOverload) -> Decomposition | None:
     if found is not None:
         return found
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), composite):
-        return operator.decompose  # type: ignore[no-any-return]
+    name: str = operator.name()  # type: ignore[no-untyped-call]
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, composite):
+        return operator.decompose
     return None
