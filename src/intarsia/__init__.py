@@ -1,1 +1,12 @@
 """Intarsia: cut a model into pieces, give each to the engine that runs it best, inlay them as one module."""
+
+from intarsia.compile import compile as compile
+from intarsia.convert import ConverterPriority as ConverterPriority
+from intarsia.convert import converter as converter
+from intarsia.convert import enforce_tensor_types as enforce_tensor_types
+from intarsia.engines import OnnxRuntime as OnnxRuntime
+from intarsia.engines import OpenVINO as OpenVINO
+from intarsia.engines import PyTorch as PyTorch
+from intarsia.runtime import Compiled as Compiled
+
+__version__ = "0.1.0"

@@ -1,0 +1,83 @@
+"""The whole flow: capture, lower, ask, partition, convert, rewrite, build, stitch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from intarsia.capture import capture
+from intarsia.convert import registry
+from intarsia.engines import Engine, resolve_engines
+from intarsia.errors import PartitionError
+from intarsia.lower import lower
+from intarsia.partition import STRATEGIES, PartitionOptions, Strategy
+from intarsia.partition.support import support_table
+from intarsia.runtime.build import Builder
+from intarsia.runtime.stitch import Compiled, example_inputs
+
+
+def compile(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    engines: Sequence[Engine | str] | Engine | str | None = None,
+    partition: str | Strategy = "dependency",
+    min_block_size: int | None = None,
+    torch_executed_ops: Sequence[Any] = (),
+    torch_executed_modules: Sequence[Any] = (),
+    require_full_compilation: bool = False,
+    options: PartitionOptions | None = None,
+    verify: bool = True,
+) -> Compiled:
+    """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
+
+    The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
+    named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
+    `plan` says why. With `verify` every piece is run once on the example inputs and compared.
+
+    >>> import torch, intarsia
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    >>> fast = intarsia.compile(model, (torch.ones(1, 8),))
+    >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
+    True
+    """
+    usable, notes = resolve_engines(engines)
+    program = capture(model, args, kwargs, dynamic_shapes)
+    lowered = lower(program, has_converter=registry.__contains__)
+    builder = Builder(
+        lowered.module,
+        usable,
+        options
+        or _options(min_block_size, torch_executed_ops, torch_executed_modules, require_full_compilation),
+        _strategy(partition),
+        example=example_inputs(lowered, args, kwargs or {}) if verify else None,
+    )
+    plan, pieces, programs = builder.run(support_table(lowered.module, usable))
+    signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
+    return Compiled(lowered, plan, pieces, programs, notes, signature)
+
+
+def _strategy(partition: str | Strategy) -> Strategy:
+    if not isinstance(partition, str):
+        return partition
+    if partition not in STRATEGIES:
+        raise PartitionError(
+            f"there is no partition strategy {partition!r}; known are {', '.join(STRATEGIES)}"
+        )
+    return STRATEGIES[partition]
+
+
+def _options(
+    min_block_size: int | None, ops: Sequence[Any], modules: Sequence[Any], require_full: bool
+) -> PartitionOptions:
+    return PartitionOptions(
+        min_block_size=min_block_size,
+        torch_executed_ops=tuple(ops),
+        torch_executed_modules=tuple(modules),
+        require_full_compilation=require_full,
+    )

@@ -1,0 +1,50 @@
+"""ExportedProgram to the graph the partitioner sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from intarsia.lower.decompositions import decomposition_table
+from intarsia.lower.lowered import Lowered
+from intarsia.lower.passes import run_passes
+from intarsia.lower.unlift import unlift
+
+aten = torch.ops.aten
+
+
+def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Lowered:
+    """Functionalise and decompose where needed, unlift, run the passes.
+
+    Decomposing traces the whole program anew, which costs more than all the rest; a program that
+    changes nothing in place and whose operators all have converters is taken as it is.
+    """
+    table = decomposition_table(has_converter)
+    if any(_needs_work(node, table) for node in program.graph.nodes):
+        with torch.no_grad():
+            program = program.run_decompositions(table)
+    lowered = unlift(program)
+    run_passes(lowered.module)
+    return lowered
+
+
+# Composite operators that write to their running statistics without saying so in their schema.
+_TRAINING_FLAG = {aten.batch_norm.default: 5, aten.instance_norm.default: 5}
+
+
+def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True  # bodies are traced as they were written
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target._schema.is_mutable or target in table:
+        return True
+    flag = _TRAINING_FLAG.get(target)
+    return flag is not None and node.args[flag] is True

@@ -1,0 +1,54 @@
+"""The graph the partitioner sees: functional ATen, weights as attributes, a flat list in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+
+class Role(Enum):
+    """What an output of the graph is for."""
+
+    USER = "returned to the caller"
+    BUFFER = "written back to a buffer"
+    INPUT = "written back to an input"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One flat input: from the caller (`index` in the flattened call) or a buffer the model changes."""
+
+    name: str
+    index: int | None = None
+    buffer: str | None = None
+    constant: Any = None
+    is_constant: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """One flat output; `target` names the buffer or input it is written to."""
+
+    role: Role
+    target: str | None = None
+    constant: Any = None
+    is_constant: bool = False
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A functional graph, and how a call maps onto it."""
+
+    module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    buffers: dict[str, torch.Tensor]
+    input_names: tuple[str, ...]
+    range_constraints: dict[Any, Any]

@@ -1,0 +1,184 @@
+"""FX passes in the order they run: identities out, constants folded, equal work done once, dead code gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.errors import LoweringError
+from intarsia.lower.folding import fold_constants
+
+aten = torch.ops.aten
+Pass = Callable[[fx.GraphModule], None]
+PASSES: list[Pass] = []
+
+
+def lowering_pass(function: Pass) -> Pass:
+    """Add a pass at the end of the list; it edits the graph in place and keeps its answers."""
+    if any(function.__name__ == other.__name__ for other in PASSES):
+        raise LoweringError(f"a lowering pass named {function.__name__} is registered already")
+    PASSES.append(function)
+    return function
+
+
+def run_passes(module: fx.GraphModule) -> None:
+    """All passes once, in order; a pass that breaks the graph is named."""
+    for function in PASSES:
+        function(module)
+        try:
+            module.graph.lint()
+        except RuntimeError as error:
+            raise LoweringError(f"the lowering pass {function.__name__} broke the graph: {error}") from error
+    module.recompile()
+
+
+_IDENTITY = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.lift.default,
+        aten.contiguous.default,
+        aten.detach_copy.default,
+        aten.alias_copy.default,
+    }
+)
+_CHECKS = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_scalar.default,
+        aten._assert_async.msg,
+        aten.sym_constrain_range.default,
+        aten.sym_constrain_range_for_size.default,
+    }
+)
+
+
+@lowering_pass
+def remove_checks(module: fx.GraphModule) -> None:
+    """Assertions of the trace: what they check, a compiled module checks at its door."""
+    for node in reversed(module.graph.nodes):
+        if node.op == "call_function" and node.target in _CHECKS:
+            # Checks on values computed from data stay: nobody else makes them.
+            if node.target in (aten._assert_async.msg, aten._assert_scalar.default) and not _is_static(node):
+                continue
+            module.graph.erase_node(node)
+
+
+def _is_static(node: fx.Node) -> bool:
+    first = node.args[0]
+    return not isinstance(first, fx.Node) or isinstance(first.meta.get("val"), bool | int | torch.SymBool)
+
+
+@lowering_pass
+def remove_identities(module: fx.GraphModule) -> None:
+    """Detach, alias, dropout in evaluation, casts to the same dtype, copies whose layout nobody sees."""
+    output = next(iter(reversed(module.graph.nodes)))
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not _is_identity(node):
+            continue
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            continue
+        # A copy of an input that is returned must stay a copy: the caller may write into it.
+        if output in node.users and source.op in ("placeholder", "get_attr"):
+            continue
+        node.replace_all_uses_with(source)
+        module.graph.erase_node(node)
+
+
+def _is_identity(node: fx.Node) -> bool:
+    target = node.target
+    if target in _IDENTITY or target is aten.clone.default:
+        return True
+    if target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
+        return node.args[2] is False
+    if target in _CASTS:
+        source, made = node.args[0], node.meta.get("val")
+        given = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+            return False
+        return given.dtype == made.dtype and given.device == made.device
+    return False
+
+
+_CASTS = frozenset(
+    {
+        aten.to.dtype,
+        aten.to.dtype_layout,
+        aten.to.device,
+        aten.to.other,
+        aten.to.prim_Device,
+        aten._to_copy.default,
+        aten.type_as.default,
+    }
+)
+
+lowering_pass(fold_constants)
+
+
+@lowering_pass
+def share_equal_work(module: fx.GraphModule) -> None:
+    """Common subexpressions: a node equal to an earlier one takes its value."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr":
+            key: Any = ("get_attr", node.target)
+        elif node.op == "call_function" and is_pure(node):
+            key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        else:
+            continue
+        try:
+            twin = seen.setdefault(key, node)
+        except TypeError:  # an argument that cannot be hashed: leave the node alone
+            continue
+        if twin is not node:
+            node.replace_all_uses_with(twin)
+            module.graph.erase_node(node)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a node gives the same answer each time and changes nothing."""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return (type(value), tuple(_freeze(item) for item in value))
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item)) for key, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", value.start, value.stop, value.step)
+    # 1, 1.0 and True are equal and hash alike, yet mean different dtypes.
+    return (type(value), value)
+
+
+@lowering_pass
+def remove_dead_code(module: fx.GraphModule) -> None:
+    """Nodes nobody reads, and attributes no node mentions."""
+    module.graph.eliminate_dead_code(
+        lambda node: node.op in ("placeholder", "output") or not _removable(node)
+    )
+    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name in [name for name in module.__dict__ if name.startswith(("_folded_",)) and name not in used]:
+        del module.__dict__[name]
+
+
+def _removable(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        asserts = node.target in (aten._assert_async.msg, aten._assert_scalar.default)
+        return not node.target._schema.is_mutable and not asserts
+    return True

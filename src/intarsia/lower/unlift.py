@@ -1,0 +1,121 @@
+"""Lifted export graph to a graph with weights as attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from intarsia.errors import LoweringError
+from intarsia.lower.lowered import Input, Lowered, Output, Role
+
+
+def unlift(program: ExportedProgram) -> Lowered:
+    """Parameters and unchanging buffers become attributes; buffers the model changes stay inputs."""
+    signature = program.graph_signature
+    changed = set(signature.buffers_to_mutate.values())
+    root = torch.nn.Module()
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    inputs: list[Input] = []
+    buffers: dict[str, torch.Tensor] = {}
+    attributes: dict[int, str] = {}
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    user = 0
+    for node in program.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op != "placeholder":
+            copied[node] = _copy(graph, node, copied, program.graph_module, root)
+            continue
+        spec = specs[node.name]
+        if spec.kind == InputKind.USER_INPUT:
+            is_constant = isinstance(spec.arg, ConstantArgument)
+            constant = spec.arg.value if isinstance(spec.arg, ConstantArgument) else None
+            inputs.append(Input(node.name, index=user, constant=constant, is_constant=is_constant))
+            copied[node] = graph.placeholder(node.name)
+            user += 1
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            target = str(spec.target)
+            tensor = _state(program, target)
+            if target in changed:
+                buffers[target] = tensor
+                inputs.append(Input(node.name, buffer=target))
+                copied[node] = graph.placeholder(node.name)
+            else:
+                name = attributes.get(id(tensor)) or _attach(root, node.name, tensor)
+                attributes[id(tensor)] = name
+                copied[node] = graph.get_attr(name)
+        else:
+            raise LoweringError(
+                f"the model takes {node.name}, a {spec.kind.name.lower()}, which is not handled"
+            )
+        copied[node].meta = dict(node.meta)
+    outputs = _outputs(program, graph, copied)
+    module = fx.GraphModule(root, graph)
+    names = _input_names(program)
+    return Lowered(
+        module=module,
+        inputs=tuple(inputs),
+        outputs=outputs,
+        in_spec=program.call_spec.in_spec,
+        out_spec=program.call_spec.out_spec,
+        buffers=buffers,
+        input_names=names,
+        range_constraints=dict(program.range_constraints),
+    )
+
+
+def _copy(
+    graph: fx.Graph,
+    node: fx.Node,
+    copied: dict[fx.Node, fx.Node],
+    source: fx.GraphModule,
+    root: torch.nn.Module,
+) -> fx.Node:
+    if node.op == "get_attr" and not hasattr(root, str(node.target)):
+        setattr(root, str(node.target), getattr(source, str(node.target)))
+    return graph.node_copy(node, copied.__getitem__)
+
+
+def _state(program: ExportedProgram, target: str) -> torch.Tensor:
+    found = program.state_dict.get(target)
+    if found is None:
+        found = program.constants.get(target)
+    if not isinstance(found, torch.Tensor):
+        raise LoweringError(f"{target} is a {type(found).__name__}, which is not handled")
+    return found.detach()
+
+
+def _attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> str:
+    # Plain attributes: the frozen weights are the model's own tensors, not parameters of the graph.
+    object.__setattr__(root, name, tensor)
+    root.__dict__[name] = tensor
+    return name
+
+
+def _outputs(program: ExportedProgram, graph: fx.Graph, copied: dict[fx.Node, fx.Node]) -> tuple[Output, ...]:
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    outputs: list[Output] = []
+    returned: list[Any] = []
+    for spec, item in zip(program.graph_signature.output_specs, output.args[0], strict=True):
+        is_node = isinstance(item, fx.Node)
+        returned.append(copied[item] if is_node else item)
+        if spec.kind == OutputKind.USER_OUTPUT:
+            outputs.append(Output(Role.USER, constant=None if is_node else item, is_constant=not is_node))
+        elif spec.kind == OutputKind.BUFFER_MUTATION:
+            outputs.append(Output(Role.BUFFER, target=spec.target))
+        elif spec.kind == OutputKind.USER_INPUT_MUTATION:
+            outputs.append(Output(Role.INPUT, target=spec.target))
+        else:
+            raise LoweringError(f"the model makes a {spec.kind.name.lower()}, which is not handled")
+    graph.output(tuple(returned))
+    return tuple(outputs)
+
+
+def _input_names(program: ExportedProgram) -> tuple[str, ...]:
+    kinds = (InputKind.USER_INPUT,)
+    return tuple(spec.arg.name for spec in program.graph_signature.input_specs if spec.kind in kinds)

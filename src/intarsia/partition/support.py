@@ -1,0 +1,69 @@
+"""Who can run what: every node asked of every engine, by conversion and by the engine itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.convert.dryrun import Signature, dry_convert, signature_of
+from intarsia.convert.interpreter import constant_of
+from intarsia.convert.registry import registry
+from intarsia.engines import Engine, NetworkEngine
+from intarsia.partition.nodes import is_compute, is_control_flow
+from intarsia.partition.table import SupportTable
+
+# What an engine said of a signature; it depends on nothing else but the converters' version.
+_answers: dict[tuple[str, int, Signature], str | None] = {}
+
+
+def support_table(module: fx.GraphModule, engines: Sequence[Engine]) -> SupportTable:
+    """Ask every engine about every node; the table holds each refusal with its reason."""
+    constants = {node: constant_of(module, node) for node in module.graph.nodes if node.op == "get_attr"}
+    askable = [engine for engine in engines if isinstance(engine, NetworkEngine)]
+    refusals: dict[fx.Node, dict[str, str]] = {}
+    for node in module.graph.nodes:
+        if not is_compute(node):
+            continue
+        reasons = refusals_of(node, constants, askable)
+        if reasons:
+            refusals[node] = reasons
+    return SupportTable(tuple(engine.name for engine in engines), refusals)
+
+
+def refusals_of(
+    node: fx.Node, constants: dict[fx.Node, Any], engines: Sequence[NetworkEngine]
+) -> dict[str, str]:
+    """The engines that do not take a node, each with its reason."""
+    if is_control_flow(node):
+        return {engine.name: "control flow runs in PyTorch, its bodies on engines" for engine in engines}
+    signature = signature_of(node, constants)
+    reasons: dict[str, str] = {}
+    for engine in engines:
+        reason = _ask(engine, node, constants, signature)
+        if reason is not None:
+            reasons[engine.name] = reason
+    return reasons
+
+
+def _ask(
+    engine: NetworkEngine, node: fx.Node, constants: dict[fx.Node, Any], signature: Signature
+) -> str | None:
+    device = _foreign_device(node, engine)
+    if device is not None:
+        return f"it runs on {device}, and {engine.name} on {' and '.join(engine.devices)}"
+    key = (engine.key(), registry.version, signature)
+    if key not in _answers:
+        tried = dry_convert(node, constants, signature)
+        _answers[key] = tried if isinstance(tried, str) else engine.probe(tried)
+    return _answers[key]
+
+
+def _foreign_device(node: fx.Node, engine: NetworkEngine) -> str | None:
+    value: Any = node.meta.get("val")
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, torch.Tensor) and first.device.type not in engine.devices:
+        return str(first.device)
+    return None

@@ -1,0 +1,200 @@
+"""Pieces to programs: convert, rewrite, build, try; what fails leaves its engine and the plan is repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.convert import NodeError, convert
+from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
+from intarsia.errors import EngineError, PartitionError
+from intarsia.network import Network
+from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
+from intarsia.runtime.agree import disagreement
+
+Rewrite = Callable[[Network, str], None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a piece does not run on its engine, and the nodes to blame where they are known."""
+
+    reason: str
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass
+class Builder:
+    """Builds every piece of a plan; programs that stand are kept when the plan has to be repaired."""
+
+    module: fx.GraphModule
+    engines: Sequence[Engine]
+    options: PartitionOptions
+    strategy: Strategy
+    rewrite: Rewrite | None = None
+    example: Sequence[Any] | None = None  # the graph's inputs; with them every program is tried once
+    _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
+
+    def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
+        """A plan whose every piece builds and answers as PyTorch does."""
+        while True:
+            plan = self.strategy(self.module, table, self.options).verify(self.module)
+            pieces = extract(self.module, plan)
+            programs, refusals = self._build_all(pieces)
+            if not refusals:
+                return plan, pieces, programs
+            table = table.with_refusals(refusals)
+
+    def _build_all(self, pieces: list[Piece]) -> tuple[list[Program], dict[fx.Node, dict[str, str]]]:
+        known = self._start()
+        programs: list[Program] = []
+        refusals: dict[fx.Node, dict[str, str]] = {}
+        for piece in pieces:
+            inputs = None if known is None else [known[node] for node in piece.inputs]
+            expected = None
+            if known is not None and inputs is not None:
+                expected = run_in_pytorch(piece.module, inputs)
+                known.update(zip(piece.outputs, expected, strict=True))
+            key = (piece.segment.engine, tuple(node.name for node in piece.segment.nodes))
+            program = self._built.get(key)
+            if program is None:
+                made = self._build(piece.module, piece.segment.engine, inputs, expected)
+                if isinstance(made, Failure):
+                    refusals.update(self._blame(piece, made, inputs))
+                    continue
+                program = self._built[key] = made
+            programs.append(program)
+        return programs, refusals
+
+    def _start(self) -> dict[fx.Node, Any] | None:
+        if self.example is None:
+            return None
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        return dict(zip(placeholders, self.example, strict=True))
+
+    def _build(
+        self,
+        module: fx.GraphModule,
+        engine_name: str,
+        inputs: list[Any] | None,
+        expected: Sequence[Any] | None,
+    ) -> Program | Failure:
+        engine = next(engine for engine in self.engines if engine.name == engine_name)
+        if isinstance(engine, GraphEngine):
+            return engine.build(module)
+        assert isinstance(engine, NetworkEngine)
+        try:
+            net = convert(module, name=engine_name)
+            if self.rewrite is not None:
+                self.rewrite(net, engine_name)
+            program = engine.build(net)
+        except NodeError as error:
+            return Failure(error.reason, (error.node.name,))
+        except EngineError as error:
+            return Failure(str(error))
+        if inputs is None or expected is None:
+            return program
+        try:
+            wrong = disagreement(program(*inputs), expected)
+        except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
+            return Failure(
+                f"{engine_name} failed to run it: {type(error).__name__}: {str(error).splitlines()[0]}"
+            )
+        return program if wrong is None else Failure(f"{engine_name} answers wrongly: {wrong}")
+
+    def _blame(
+        self, piece: Piece, failure: Failure, inputs: list[Any] | None
+    ) -> dict[fx.Node, dict[str, str]]:
+        """The nodes of a failed piece that must leave its engine."""
+        engine = piece.segment.engine
+        by_name = {node.name: node for node in piece.segment.nodes}
+        if failure.nodes:
+            return {by_name[name]: {engine: failure.reason} for name in failure.nodes}
+        inner = {node.name: node for node in piece.module.graph.nodes}
+        values = None if inputs is None else _values(piece.module, inputs)
+        suspects = [inner[node.name] for node in piece.segment.nodes]
+        blamed: dict[fx.Node, dict[str, str]] = {}
+
+        def fails(nodes: Sequence[fx.Node]) -> Failure | None:
+            part = _part(piece.module, engine, nodes)
+            given = None if values is None else [values[node] for node in part.inputs]
+            truth = None if given is None else run_in_pytorch(part.module, given)
+            made = self._build(part.module, engine, given, truth)
+            return made if isinstance(made, Failure) else None
+
+        for node, why in smallest_failure(suspects, failure, fails):
+            blamed[by_name[node.name]] = {engine: why.reason}
+        return blamed
+
+
+def smallest_failure(
+    nodes: Sequence[fx.Node], failure: Failure, fails: Callable[[Sequence[fx.Node]], Failure | None]
+) -> list[tuple[fx.Node, Failure]]:
+    """Halve the nodes down to those that fail alone; if neither half fails, all are to blame together."""
+    if failure.nodes:
+        return [(node, failure) for node in nodes if node.name in failure.nodes]
+    if len(nodes) == 1:
+        return [(nodes[0], failure)]
+    middle = len(nodes) // 2
+    found: list[tuple[fx.Node, Failure]] = []
+    for half in (nodes[:middle], nodes[middle:]):
+        why = fails(half)
+        if why is not None:
+            found += smallest_failure(half, why, fails)
+    return found or [(node, failure) for node in nodes]
+
+
+def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
+    """Some consecutive nodes of a piece as a piece of their own."""
+    from intarsia.partition.nodes import compute_nodes
+
+    everyone = compute_nodes(module.graph)
+    inside = set(nodes)
+    first = next(i for i, node in enumerate(everyone) if node in inside)
+    last = max(i for i, node in enumerate(everyone) if node in inside)
+    ranges = [everyone[:first], everyone[first : last + 1], everyone[last + 1 :]]
+    segments = tuple(Segment(engine, tuple(r)) for r in ranges if r)
+    pieces = extract(module, Plan(segments))
+    return next(
+        piece for piece in pieces if piece.segment.nodes and piece.segment.nodes[0] is everyone[first]
+    )
+
+
+def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What PyTorch answers, whatever the strides of the inputs."""
+    with torch.no_grad():
+        return tuple(_StrideFree(module).run(*inputs))
+
+
+def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    interpreter = _StrideFree(module, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(*inputs)
+    return dict(interpreter.env)
+
+
+class _StrideFree(fx.Interpreter):
+    """Runs a graph; views are reshapes, since a traced view presumes the traced strides."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)
+
+
+def require_everything(plan: Plan, table: SupportTable) -> None:
+    """Raise, listing every refused node, unless one segment on an engine holds the whole model."""
+    from intarsia.partition.nodes import op_name, whereabouts
+
+    left = [node for segment in plan.segments if segment.engine == "pytorch" for node in segment.nodes]
+    if not left:
+        return
+    lines = [f"require_full_compilation=True, but {len(left)} nodes run on no engine:"]
+    for node in left:
+        reasons = "; ".join(f"{engine}: {why}" for engine, why in table.refusals.get(node, {}).items())
+        lines.append(f"  {op_name(node)} {whereabouts(node)}: {reasons or 'no engine is installed'}")
+    raise PartitionError("\n".join(lines))

@@ -1,0 +1,199 @@
+"""Segments and their programs, inlaid as one module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from intarsia.engines import Program
+from intarsia.errors import InputError
+from intarsia.lower import Lowered, Role
+from intarsia.partition import Piece, Plan
+from intarsia.runtime.inputs import Check, ConstantCheck, TensorCheck, check_inputs
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program: the slots it reads, the slots it fills, the slots nobody reads after it."""
+
+    program: Program
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frees: tuple[int, ...]
+
+
+class Compiled(nn.Module):
+    """A model whose pieces run on engines; call it like the model it was made from.
+
+    It computes what the model computes in evaluation and gives no gradients. `plan` tells what runs where.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        pieces: Sequence[Piece],
+        programs: Sequence[Program],
+        notes: Sequence[str] = (),
+        forward_signature: inspect.Signature | None = None,
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.notes = tuple(notes)
+        self._lowered = lowered
+        self._call_signature = forward_signature
+        self._steps, self._returned, self._slots = _schedule(lowered.module.graph, pieces, programs)
+        self._checks = _checks(lowered)
+        self._ranges = lowered.range_constraints
+        self._user_slots = tuple(
+            (slot, i.index) for slot, i in enumerate(lowered.inputs) if i.index is not None
+        )
+        self._buffer_slots = tuple((slot, i.buffer) for slot, i in enumerate(lowered.inputs) if i.buffer)
+        self._mutates = any(output.role is not Role.USER for output in lowered.outputs)
+        self._flat_args = _is_flat_tuple(lowered.in_spec)
+        self._one_result = lowered.out_spec.is_leaf() and not self._mutates
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
+        check_inputs(self._checks, flat, self._ranges)
+        values: list[Any] = [None] * self._slots
+        for slot, index in self._user_slots:
+            values[slot] = flat[index]
+        for slot, name in self._buffer_slots:
+            values[slot] = self._lowered.buffers[name]
+        for step in self._steps:
+            results = step.program(*[values[slot] for slot in step.reads])
+            for slot, result in zip(step.writes, results, strict=True):
+                values[slot] = result
+            for slot in step.frees:
+                values[slot] = None
+        if self._one_result:
+            return values[self._returned[0]]
+        return self._finish(flat, [item if slot is None else values[slot] for slot, item in self._pairs()])
+
+    def _pairs(self) -> list[tuple[int | None, Any]]:
+        outputs = self._lowered.outputs
+        return [(slot, output.constant) for slot, output in zip(self._returned, outputs, strict=True)]
+
+    def _finish(self, flat: list[Any], results: list[Any]) -> Any:
+        """Write back what the model changes, then give the caller its results."""
+        returned = []
+        inputs = {item.name: item for item in self._lowered.inputs}
+        with torch.no_grad():
+            for output, result in zip(self._lowered.outputs, results, strict=True):
+                if output.role is Role.BUFFER:
+                    self._lowered.buffers[output.target or ""].copy_(result)
+                elif output.role is Role.INPUT:
+                    index = inputs[output.target or ""].index
+                    assert index is not None
+                    flat[index].copy_(result)
+                else:
+                    returned.append(result)
+        return pytree.tree_unflatten(returned, self._lowered.out_spec)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        spec = self._lowered.in_spec
+        positional, named = _split_spec(spec)
+        if (len(args), set(kwargs)) != (positional, set(named)):
+            args, kwargs = self._rebind(args, kwargs, positional, named)
+        flat, found = pytree.tree_flatten((args, {name: kwargs[name] for name in named}))
+        if found != spec:
+            raise InputError(f"the call has the structure {found}; compiled for {spec}")
+        return flat
+
+    def _rebind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], positional: int, named: list[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with arguments passed by position or name as when compiled."""
+        expected = f"{positional} positional arguments" + (f" and {', '.join(named)}" if named else "")
+        if self._call_signature is not None:
+            try:
+                given = dict(self._call_signature.bind(*args, **kwargs).arguments)
+            except TypeError as error:
+                raise InputError(f"the call does not fit the model: {error}") from error
+            order = [name for name in self._call_signature.parameters if name in given]
+            if len(order) == positional + len(named) and all(name in given for name in named):
+                rest = [name for name in order if name not in named]
+                return tuple(given[name] for name in rest), {name: given[name] for name in named}
+        has = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
+        raise InputError(f"the call has {has}; compiled for {expected}")
+
+    def extra_repr(self) -> str:
+        return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
+
+
+def _schedule(
+    graph: fx.Graph, pieces: Sequence[Piece], programs: Sequence[Program]
+) -> tuple[tuple[Step, ...], tuple[int | None, ...], int]:
+    slots: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            slots[node] = len(slots)
+    borders = []
+    for piece in pieces:
+        reads = tuple(slots[node] for node in piece.inputs)
+        for node in piece.outputs:
+            slots.setdefault(node, len(slots))
+        borders.append((reads, tuple(slots[node] for node in piece.outputs)))
+    output = next(iter(reversed(graph.nodes)))
+    items: Any = output.args[0]
+    returned = tuple(slots[item] if isinstance(item, fx.Node) else None for item in items)
+    last: dict[int, int] = {}
+    for number, (reads, writes) in enumerate(borders):
+        last.update(dict.fromkeys((*reads, *writes), number))
+    kept = set(returned)
+    steps = []
+    for number, ((reads, writes), program) in enumerate(zip(borders, programs, strict=True)):
+        frees = tuple(s for s in dict.fromkeys((*reads, *writes)) if last[s] == number and s not in kept)
+        # The last step's values go with the call; clearing them one by one would only cost time.
+        steps.append(Step(program, reads, writes, frees if number + 1 < len(borders) else ()))
+    return tuple(steps), returned, len(slots)
+
+
+def _checks(lowered: Lowered) -> tuple[Check, ...]:
+    values = {
+        node.name: node.meta.get("val") for node in lowered.module.graph.nodes if node.op == "placeholder"
+    }
+    checks: list[Check] = []
+    for item in lowered.inputs:
+        if item.index is None:
+            continue
+        value = values.get(item.name)
+        if item.is_constant:
+            checks.append(ConstantCheck(item.name, item.constant))
+        elif isinstance(value, torch.Tensor):
+            checks.append(TensorCheck.of(item.name, value))
+        else:
+            checks.append(None)
+    return tuple(checks)
+
+
+def _split_spec(spec: pytree.TreeSpec) -> tuple[int, list[str]]:
+    args, kwargs = _children(spec)
+    return len(_children(args)), list(kwargs.context)
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    children = getattr(spec, "children", None)  # torch 2.11 may have the field alone
+    return list(children()) if callable(children) else list(spec.children_specs)
+
+
+def _is_flat_tuple(spec: pytree.TreeSpec) -> int:
+    """The number of positional inputs if all are plain leaves and none is named, else -1."""
+    args, kwargs = _children(spec)
+    leaves = all(child.is_leaf() for child in _children(args))
+    return len(_children(args)) if leaves and not kwargs.context else -1
+
+
+def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What the graph is fed for an example call, in the order of its placeholders."""
+    flat, _ = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return [lowered.buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in lowered.inputs]
