@@ -93,7 +93,9 @@ def tolerance(name: str, dtype: torch.dtype) -> tuple[float, float]:
             continue
         for inner in decorator.decorators if scoped else (decorator,):
             override = getattr(inner, "d", {}).get(dtype)
-            if override is not None:
+            if isinstance(override, float):  # precisionOverride: absolute only
+                atol = max(atol, override)
+            elif override is not None:
                 rtol, atol = max(rtol, override.rtol), max(atol, override.atol)
     return rtol, atol
 
