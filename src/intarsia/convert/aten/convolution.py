@@ -1,0 +1,259 @@
+"""Convolutions in one, two and three dimensions, plain and transposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from intarsia.convert.aten.precision import filled, is_empty, is_float, static, whole, wide
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+def _per_axis(values: Any, rank: int, what: str) -> list[int]:
+    items = whole(values, what)
+    return items * rank if len(items) == 1 else items
+
+
+def _batched(x: Tensor, weight: Tensor) -> Tensor:
+    return F.unsqueeze(x, [0]) if x.ndim == weight.ndim - 1 else x
+
+
+def _conv(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    pads: list[int],
+    dilation: Any,
+    groups: int,
+) -> Tensor:
+    """`pads` holds all begins, then all ends."""
+    if is_empty(input, weight):
+        return _of_nothing(ctx, bias)
+    rank = weight.ndim - 2
+    strides, dilations = _per_axis(stride, rank, "stride"), _per_axis(dilation, rank, "dilation")
+    x, w = wide(_batched(input, weight)), wide(weight)
+    if is_float(input):
+        made = F.conv(
+            x,
+            w,
+            None if bias is None else wide(bias),
+            strides=strides,
+            pads=pads,
+            dilations=dilations,
+            groups=groups,
+        )
+    else:
+        made = _integer_conv(x, w, strides, pads, dilations, groups)
+        made = made if bias is None else F.add(made, F.reshape(wide(bias), [-1, *[1] * rank]))
+    return _done(ctx, made, input, weight)
+
+
+def _done(ctx: ConversionContext, made: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    return F.cast(F.squeeze(made, [0]) if input.ndim == weight.ndim - 1 else made, ctx.dtype)
+
+
+def _of_nothing(ctx: ConversionContext, bias: Tensor | None) -> Tensor:
+    if bias is None or 0 in ctx.value.shape:
+        return filled(ctx)
+    rank = ctx.value.ndim - 2
+    return F.expand(F.reshape(bias, [-1, *[1] * rank]), whole(list(ctx.value.shape), "a size"))
+
+
+def _integer_conv(
+    x: Tensor, w: Tensor, strides: list[int], pads: list[int], dilations: list[int], groups: int
+) -> Tensor:
+    """One exact integer product for each place of the kernel; engines convolve floats only."""
+    rank = len(strides)
+    padded = F.pad(x, [0, 0, *pads[:rank], 0, 0, *pads[rank:]]) if any(pads) else x
+    kernel = [static(w, 2 + i) for i in range(rank)]
+    sizes = [
+        (static(padded, 2 + i) - dilations[i] * (kernel[i] - 1) - 1) // strides[i] + 1 for i in range(rank)
+    ]
+    channels, out = static(x, 1), static(w, 0)
+    # (out, channels/groups, place) as (groups, out/groups, channels/groups, place)
+    flat = F.reshape(w, [groups, out // groups, channels // groups, -1])
+    total: Tensor | None = None
+    for place in range(_product(kernel)):
+        window, rest = padded, place
+        for i in reversed(range(rank)):
+            rest, offset = divmod(rest, kernel[i])
+            start = offset * dilations[i]
+            end = start + (sizes[i] - 1) * strides[i] + 1
+            window = F.slice(window, start, end, axis=2 + i, step=strides[i])
+        columns = F.reshape(window, [static(x, 0), groups, channels // groups, _product(sizes)])
+        term = F.matmul(F.gather(flat, place, axis=3), columns)
+        total = term if total is None else F.add(total, term)
+    if total is None:
+        raise ConversionError(f"a kernel of sizes {tuple(kernel)} is not handled")
+    return F.reshape(total, [static(x, 0), out, *sizes])
+
+
+def _product(values: list[int]) -> int:
+    total = 1
+    for value in values:
+        total *= value
+    return total
+
+
+def _transposed(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    output_padding: Any,
+    groups: int,
+    dilation: Any,
+) -> Tensor:
+    if is_empty(input, weight):
+        return _of_nothing(ctx, bias)
+    rank = weight.ndim - 2
+    strides, dilations = _per_axis(stride, rank, "stride"), _per_axis(dilation, rank, "dilation")
+    padded, extra = _per_axis(padding, rank, "padding"), _per_axis(output_padding, rank, "output_padding")
+    x, w = wide(_batched(input, weight)), wide(weight)
+    if not is_float(input):
+        return _done(
+            ctx, _integer_transposed(x, w, bias, strides, padded, extra, groups, dilations), input, weight
+        )
+    made = F.conv_transpose(
+        x,
+        w,
+        None if bias is None else wide(bias),
+        strides=strides,
+        pads=padded * 2,
+        dilations=dilations,
+        output_padding=extra,
+        groups=groups,
+    )
+    return _done(ctx, made, input, weight)
+
+
+def _as_plain(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    strides: list[int],
+    padded: list[int],
+    extra: list[int],
+    groups: int,
+    dilations: list[int],
+) -> Tensor:
+    """The plain convolution of the stretched input by the flipped kernel."""
+    rank = len(strides)
+    stretched = x
+    for i in range(rank):
+        if strides[i] > 1:
+            stretched = _stretch(stretched, 2 + i, strides[i])
+    # (channels, out/groups, ...) as (out, channels/groups, ...), each axis reversed
+    channels, out = static(w, 0), static(w, 1)
+    kernel = [static(w, 2 + i) for i in range(rank)]
+    turned = F.reshape(w, [groups, channels // groups, out, *kernel])
+    turned = F.transpose(turned, (0, 2, 1, *range(3, 3 + rank)))
+    turned = F.reshape(turned, [groups * out, channels // groups, *kernel])
+    for i in range(rank):
+        turned = F.gather(turned, list(reversed(range(kernel[i]))), 2 + i)
+    pads: list[int] = []
+    for i in range(rank):
+        begin = dilations[i] * (kernel[i] - 1) - padded[i]
+        end = begin + extra[i]
+        size = static(stretched, 2 + i)
+        if begin < 0 or end < 0:
+            stretched = F.slice(stretched, max(-begin, 0), size + min(end, 0), axis=2 + i)
+        pads[i:i] = [max(begin, 0)]
+        pads.append(max(end, 0))
+    ones = [1] * rank
+    if is_float(x):
+        return F.conv(stretched, turned, bias, strides=ones, pads=pads, dilations=dilations, groups=groups)
+    made = _integer_conv(stretched, turned, ones, pads, dilations, groups)
+    return made if bias is None else F.add(made, F.reshape(bias, [-1, *ones]))
+
+
+def _stretch(x: Tensor, axis: int, stride: int) -> Tensor:
+    """`x` with stride - 1 zeros after each element of an axis, but not after the last."""
+    size = static(x, axis)
+    shape = [static(x, i) for i in range(x.ndim)]
+    zeros = [0] * (x.ndim + 1)
+    ends = list(zeros)
+    ends[axis + 1] = stride - 1
+    spread = F.pad(F.unsqueeze(x, [axis + 1]), zeros + ends)
+    flat = F.reshape(spread, [*shape[:axis], size * stride, *shape[axis + 1 :]])
+    return F.slice(flat, 0, (size - 1) * stride + 1, axis=axis)
+
+
+@converter(aten.convolution.default)
+def convolution(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Tensor:
+    if transposed:
+        return _transposed(ctx, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    pads = _per_axis(padding, weight.ndim - 2, "padding") * 2
+    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
+
+
+@converter(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+def conv(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    pads = _per_axis(padding, weight.ndim - 2, "padding") * 2
+    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
+
+
+@converter(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
+def conv_by_name(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: str = "valid",
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    rank = weight.ndim - 2
+    spans = [d * (static(weight, 2 + i) - 1) for i, d in enumerate(_per_axis(dilation, rank, "dilation"))]
+    if padding == "valid":
+        spans = [0] * rank
+    # torch puts the odd element at the end
+    pads = [span // 2 for span in spans] + [span - span // 2 for span in spans]
+    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
+
+
+@converter(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+def conv_transpose(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    return _transposed(ctx, input, weight, bias, stride, padding, output_padding, groups, dilation)

@@ -1,0 +1,169 @@
+"""Products of vectors and matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from intarsia.convert.aten.precision import filled, is_empty, is_float, whole, wide
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.network import Tensor, shapes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+def product(ctx: ConversionContext, a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` in the dtype torch accumulates in."""
+    left, right = wide(a), wide(b)
+    if not is_empty(left, right):
+        return F.matmul(left, right)
+    # A product over nothing is zero; kernels disagree about it.
+    batch = shapes.broadcast(left.shape[:-2], right.shape[:-2])
+    sizes = (*batch, *left.shape[-2:-1], *(right.shape[-1:] if right.ndim > 1 else ()))
+    return F.full(whole(list(sizes), "a size"), 0, left.dtype)
+
+
+def _scaled(x: Tensor, factor: Any) -> Tensor:
+    return x if factor == 1 else F.mul(x, factor)
+
+
+def _plus(ctx: ConversionContext, made: Tensor, self: Tensor, beta: Any, alpha: Any) -> Tensor:
+    """`beta * self + alpha * made`; with beta 0 torch does not look at self, whatever it holds."""
+    made = _scaled(made, alpha)
+    if beta != 0:
+        made = F.add(_scaled(wide(self), beta), made)
+    return F.cast(made, ctx.dtype)
+
+
+@converter(aten.linear.default)
+def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.ndim != 2 or not is_float(input) or is_empty(input, weight):
+        turned = F.transpose(weight, (1, 0)) if weight.ndim == 2 else weight
+        made = product(ctx, input, turned)
+        return F.cast(made if bias is None else F.add(made, wide(bias)), ctx.dtype)
+    # Gemm reads the weight as torch keeps it; a transpose would copy it.
+    x, columns = wide(input), weight.shape[0]
+    rows = x if x.ndim == 2 else F.reshape(x, [-1, weight.shape[1] if x.ndim == 1 else x.shape[-1]])
+    made = F.gemm(rows, wide(weight), None if bias is None else wide(bias), trans_b=True)
+    if x.ndim != 2:
+        made = _restore(made, x, columns)
+    return F.cast(made, ctx.dtype)
+
+
+def _restore(made: Tensor, x: Tensor, columns: Any) -> Tensor:
+    sizes = list(x.shape[:-1])
+    unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
+    if len(unknown) <= 1:
+        return F.reshape(made, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
+    return F.reshape(made, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
+
+
+@converter(aten.mm.default, aten.bmm.default)
+def mm(ctx: ConversionContext, self: Tensor, mat2: Tensor) -> Tensor:
+    return F.cast(product(ctx, self, mat2), ctx.dtype)
+
+
+@converter(aten.matmul.default)
+def matmul(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+    return F.cast(product(ctx, self, other), ctx.dtype)
+
+
+@converter(aten.mv.default)
+def mv(ctx: ConversionContext, self: Tensor, vec: Tensor) -> Tensor:
+    return F.cast(product(ctx, self, vec), ctx.dtype)
+
+
+@converter(aten.dot.default)
+def dot(ctx: ConversionContext, self: Tensor, tensor: Tensor) -> Tensor:
+    return F.cast(product(ctx, self, tensor), ctx.dtype)
+
+
+@converter(aten.vdot.default)
+def vdot(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+    return F.cast(product(ctx, self, other), ctx.dtype)
+
+
+@converter(aten.outer.default, aten.ger.default)
+def outer(ctx: ConversionContext, self: Tensor, vec2: Tensor) -> Tensor:
+    a, b = ctx.promote(self, vec2)
+    return F.cast(F.mul(F.unsqueeze(wide(a), [1]), F.unsqueeze(wide(b), [0])), ctx.dtype)
+
+
+@converter(aten.addmm.default)
+def addmm(
+    ctx: ConversionContext, self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    if not is_float(mat1) or is_empty(mat1, mat2):
+        return _plus(ctx, product(ctx, mat1, mat2), self, beta, alpha)
+    bias = None if beta == 0 else wide(self)
+    return F.cast(F.gemm(wide(mat1), wide(mat2), bias, alpha=alpha, beta=beta), ctx.dtype)
+
+
+@converter(aten.baddbmm.default)
+def baddbmm(
+    ctx: ConversionContext, self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    return _plus(ctx, product(ctx, batch1, batch2), self, beta, alpha)
+
+
+@converter(aten.addbmm.default)
+def addbmm(
+    ctx: ConversionContext, self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    if is_empty(batch1, batch2):
+        return _plus(ctx, wide(filled(ctx)), self, beta, alpha)
+    summed = F.reduce_sum(product(ctx, batch1, batch2), [0], keepdims=False)
+    return _plus(ctx, summed, self, beta, alpha)
+
+
+@converter(aten.addmv.default)
+def addmv(
+    ctx: ConversionContext, self: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    return _plus(ctx, product(ctx, mat, vec), self, beta, alpha)
+
+
+@converter(aten.addr.default)
+def addr(
+    ctx: ConversionContext, self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    x, a, b = ctx.promote(self, vec1, vec2)
+    made = F.mul(F.unsqueeze(wide(a), [1]), F.unsqueeze(wide(b), [0]))
+    return _plus(ctx, made, x, beta, alpha)
+
+
+@converter(aten.bilinear.default)
+def bilinear(
+    ctx: ConversionContext, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    if is_empty(input1, input2, weight):
+        return filled(ctx) if bias is None else F.expand(bias, whole(list(ctx.value.shape), "a size"))
+    # (..., 1, i) @ (k, i, j) -> (..., k, 1, j), times (..., 1, 1, j) summed over j
+    rows = F.unsqueeze(wide(input1), [-2, -3]) if input1.ndim else wide(input1)
+    made = F.mul(F.matmul(rows, wide(weight)), F.unsqueeze(wide(input2), [-2, -3]))
+    summed = F.reduce_sum(made, [-1, -2], keepdims=False)
+    return F.cast(summed if bias is None else F.add(summed, wide(bias)), ctx.dtype)
+
+
+@converter(aten.trace.default)
+def trace(ctx: ConversionContext, self: Tensor) -> Tensor:
+    x = F.cast(self, ctx.dtype)
+    on_diagonal = F.op("EyeLike", wide(x))
+    kept = F.where(F.cast(on_diagonal, torch.bool), wide(x), 0)
+    return F.cast(F.reduce_sum(kept, [0, 1], keepdims=False), ctx.dtype)
+
+
+@converter(aten.linalg_cross.default)
+def linalg_cross(ctx: ConversionContext, self: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
+    a, b = (wide(x) for x in ctx.promote(self, other))
+    axis = dim % self.ndim
+
+    def turned(x: Tensor, order: list[int]) -> Tensor:
+        return F.gather(x, order, axis)
+
+    one = F.mul(turned(a, [1, 2, 0]), turned(b, [2, 0, 1]))
+    two = F.mul(turned(a, [2, 0, 1]), turned(b, [1, 2, 0]))
+    return F.cast(F.sub(one, two), ctx.dtype)
