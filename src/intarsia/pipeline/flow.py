@@ -186,7 +186,7 @@ def _is_quiet(node: fx.Node) -> bool:
     if node.target is not torch.ops.aten.dropout.default:
         return False
     _, p, train = node.args
-    return not train or p == 0
+    return train is False or p in (0, 0.0)
 
 
 def _bodies(node: fx.Node) -> list[fx.Node]:
