@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -17,6 +17,7 @@ from intarsia.convert.adapter import Function, adapt
 from intarsia.errors import ConversionError
 
 Validator = Callable[[fx.Node], bool | str | None]
+Author = TypeVar("Author", bound=Callable[..., Any])
 
 
 class ConverterPriority(enum.IntEnum):
@@ -127,7 +128,7 @@ def converter(
     priority: ConverterPriority = ConverterPriority.STANDARD,
     supports_dynamic_shapes: bool = True,
     register: bool = True,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Author], Author]:
     """Register a function as the converter of an operator (or of several).
 
     The function takes `(ctx, target, args, kwargs, name)`, or `ctx` and the arguments of the
@@ -143,7 +144,7 @@ def converter(
     if not keys:
         raise ConversionError("a converter needs the operator it converts")
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Author) -> Author:
         shipped = (function.__module__ or "").startswith("intarsia.convert.aten")
         made = []
         for key in keys:

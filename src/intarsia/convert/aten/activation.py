@@ -1,12 +1,16 @@
-"""Activations."""
+"""Activations of one layer."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from intarsia.convert.context import ConversionContext
+from intarsia.convert.promotion import narrowed, promoted, promoted_wide
 from intarsia.convert.registry import converter
-from intarsia.network import Tensor
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
@@ -14,19 +18,80 @@ aten = torch.ops.aten
 
 @converter(aten.relu.default)
 def relu(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return F.relu(self)
+    if self.dtype in dtypes.INTEGERS:
+        return F.clip(self, 0)
+    return narrowed(ctx, F.relu(*promoted(ctx, self)))
+
+
+@converter(aten.relu6.default)
+def relu6(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return hardtanh(ctx, self, 0, 6)
+
+
+@converter(aten.hardtanh.default)
+def hardtanh(ctx: ConversionContext, self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Tensor:
+    (x,) = promoted(ctx, self)
+    return narrowed(ctx, F.clip(x, F.constant(min_val, x.dtype), F.constant(max_val, x.dtype)))
 
 
 @converter(aten.gelu.default)
 def gelu(ctx: ConversionContext, self: Tensor, *, approximate: str = "none") -> Tensor:
-    return F.gelu(self, approximate=approximate)
+    (x,) = promoted(ctx, self)
+    return narrowed(ctx, F.gelu(x, approximate=approximate))
 
 
 @converter(aten.silu.default)
 def silu(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return F.silu(self)
+    return narrowed(ctx, F.silu(*promoted_wide(ctx, self)))
+
+
+@converter(aten.mish.default)
+def mish(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return narrowed(ctx, F.mish(*promoted(ctx, self)))
 
 
 @converter(aten.leaky_relu.default)
 def leaky_relu(ctx: ConversionContext, self: Tensor, negative_slope: float = 0.01) -> Tensor:
-    return F.leaky_relu(self, negative_slope)
+    (x,) = promoted(ctx, self)
+    return narrowed(ctx, F.leaky_relu(x, negative_slope))
+
+
+@converter(aten.rrelu.default)
+def rrelu(
+    ctx: ConversionContext, self: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
+) -> Tensor:
+    if training:
+        raise ConversionError("training=True draws random slopes and is not handled")
+    return leaky_relu(ctx, self, (lower + upper) / 2)
+
+
+@converter(aten.prelu.default, aten._prelu_kernel.default)
+def prelu(ctx: ConversionContext, self: Tensor, weight: Tensor) -> Tensor:
+    x, slope = promoted(ctx, self, weight)
+    if weight.ndim == 1 and self.ndim > 1:
+        channels = (-1,) + (1,) * (self.ndim - 2)
+        slope = F.reshape(slope, channels)  # torch gives one slope to each channel
+    return narrowed(ctx, F.prelu(x, slope))
+
+
+@converter(aten.hardsigmoid.default)
+def hardsigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
+    (x,) = promoted(ctx, self)
+    return narrowed(ctx, F.hardsigmoid(x))
+
+
+@converter(aten.hardswish.default)
+def hardswish(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return narrowed(ctx, F.hardswish(*promoted(ctx, self)))
+
+
+@converter(aten.log_sigmoid.default)
+def log_sigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
+    (x,) = promoted_wide(ctx, self)
+    return narrowed(ctx, F.neg(F.softplus(F.neg(x))))
+
+
+@converter(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(ctx: ConversionContext, self: Tensor) -> tuple[Tensor, None]:
+    # The second result is a buffer for the backward pass; inference does not read it.
+    return log_sigmoid(ctx, self), None

@@ -1,0 +1,134 @@
+"""Tensors made from nothing: one value, ranges, identity matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+Sizes = Sequence[int | Tensor]
+SMALL = 64  # elements below which a constant says it plainly
+
+
+def filled(sizes: Sizes | Tensor, value: Any, dtype: ir.DataType) -> Tensor:
+    """A tensor of one value; the value, too, may be known only when the network runs."""
+    if isinstance(value, Tensor):
+        return F.expand(F.cast(value, dtype), sizes)
+    if isinstance(sizes, Tensor):
+        array = np.asarray([value]).astype(dtype.numpy())
+        return F.op("ConstantOfShape", sizes, value=ir.Tensor(array, dtype=dtype))
+    known = [size for size in sizes if isinstance(size, int)]
+    if len(known) == len(sizes) and int(np.prod(known)) <= SMALL:
+        return F.constant(np.full(known, value), dtype)
+    return F.full(sizes, value, dtype)
+
+
+def filled_like(x: Tensor, value: Any, dtype: ir.DataType) -> Tensor:
+    """A tensor of one value in the shape of another."""
+    known = [size for size in x.shape if isinstance(size, int)]
+    return filled(known if len(known) == x.ndim else F.shape(x), value, dtype)
+
+
+# dtype is named because it may be given; what it comes to is the context's.
+@converter(aten.full.default)
+def full(ctx: ConversionContext, size: Sizes, fill_value: Any, *, dtype: Any = None) -> Tensor:
+    return filled(size, fill_value, ctx.dtype)
+
+
+@converter(aten.zeros.default)
+def zeros(ctx: ConversionContext, size: Sizes, *, dtype: Any = None) -> Tensor:
+    return filled(size, 0, ctx.dtype)
+
+
+@converter(aten.ones.default)
+def ones(ctx: ConversionContext, size: Sizes, *, dtype: Any = None) -> Tensor:
+    return filled(size, 1, ctx.dtype)
+
+
+@converter(aten.new_full.default)
+def new_full(
+    ctx: ConversionContext, self: Tensor, size: Sizes, fill_value: Any, *, dtype: Any = None
+) -> Tensor:
+    return filled(size, fill_value, ctx.dtype)
+
+
+@converter(aten.new_zeros.default)
+def new_zeros(ctx: ConversionContext, self: Tensor, size: Sizes, *, dtype: Any = None) -> Tensor:
+    return filled(size, 0, ctx.dtype)
+
+
+@converter(aten.new_ones.default)
+def new_ones(ctx: ConversionContext, self: Tensor, size: Sizes, *, dtype: Any = None) -> Tensor:
+    return filled(size, 1, ctx.dtype)
+
+
+@converter(aten.full_like.default)
+def full_like(ctx: ConversionContext, self: Tensor, fill_value: Any, *, dtype: Any = None) -> Tensor:
+    return filled_like(self, fill_value, ctx.dtype)
+
+
+@converter(aten.zeros_like.default)
+def zeros_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+    return filled_like(self, 0, ctx.dtype)
+
+
+@converter(aten.ones_like.default)
+def ones_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+    return filled_like(self, 1, ctx.dtype)
+
+
+@converter(aten.zero.default)
+def zero(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return filled_like(self, 0, ctx.dtype)
+
+
+@converter(aten.fill.Scalar, aten.fill.Tensor)
+def fill(ctx: ConversionContext, self: Tensor, value: Any) -> Tensor:
+    return filled_like(self, value, ctx.dtype)
+
+
+# What an empty tensor holds is anybody's choice; ours is zero, the same at every call.
+@converter(aten.empty.memory_format)
+def empty(ctx: ConversionContext, size: Sizes, *, dtype: Any = None) -> Tensor:
+    return filled(size, 0, ctx.dtype)
+
+
+@converter(aten.empty_strided.default)
+def empty_strided(ctx: ConversionContext, size: Sizes, stride: Sizes, *, dtype: Any = None) -> Tensor:
+    return filled(size, 0, ctx.dtype)
+
+
+@converter(aten.empty_permuted.default)
+def empty_permuted(ctx: ConversionContext, size: Sizes, physical_layout: Any, *, dtype: Any = None) -> Tensor:
+    return filled(size, 0, ctx.dtype)
+
+
+@converter(aten.empty_like.default)
+def empty_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+    return filled_like(self, 0, ctx.dtype)
+
+
+@converter(aten.new_empty.default)
+def new_empty(ctx: ConversionContext, self: Tensor, size: Sizes, *, dtype: Any = None) -> Tensor:
+    return filled(size, 0, ctx.dtype)
+
+
+@converter(aten.new_empty_strided.default)
+def new_empty_strided(
+    ctx: ConversionContext, self: Tensor, size: Sizes, stride: Sizes, *, dtype: Any = None
+) -> Tensor:
+    return filled(size, 0, ctx.dtype)
+
+
+@converter(aten.scalar_tensor.default)
+def scalar_tensor(ctx: ConversionContext, s: Any, *, dtype: Any = None) -> Tensor:
+    return ctx.tensor(s, ctx.dtype)

@@ -1,0 +1,70 @@
+"""Powers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.promotion import narrowed, promoted, promoted_wide
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor, dtypes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+@converter(aten.pow.Tensor_Scalar)
+def pow_scalar(ctx: ConversionContext, self: Tensor, exponent: Any) -> Tensor:
+    if isinstance(exponent, Tensor):
+        return power(ctx, self, exponent)
+    if ctx.dtype in dtypes.INTEGERS:
+        return _integer_power(ctx.promote(self)[0], int(exponent))
+    if ctx.dtype == ir.DataType.BOOL:
+        raise ConversionError("a power of booleans is not handled")
+    if exponent == 1:
+        return ctx.promote(self)[0]
+    if exponent == 0.5:
+        return narrowed(ctx, F.sqrt(*promoted(ctx, self)))
+    if exponent == -1:
+        return narrowed(ctx, F.reciprocal(*promoted(ctx, self)))
+    (x,) = promoted_wide(ctx, self)
+    if exponent == -0.5:
+        return narrowed(ctx, F.reciprocal(F.sqrt(x)))
+    if exponent == -2:
+        return narrowed(ctx, F.reciprocal(F.mul(x, x)))
+    return narrowed(ctx, F.pow(x, F.constant(float(exponent), x.dtype)))
+
+
+@converter(aten.pow.Tensor_Tensor)
+def power(ctx: ConversionContext, self: Any, exponent: Any) -> Tensor:
+    if ctx.dtype not in dtypes.FLOATS:
+        # ONNX's engines take a power of integers through floats, which loses digits and wraps otherwise.
+        raise ConversionError(f"a power of {ctx.dtype.name} by a tensor is not handled")
+    a, b = promoted_wide(ctx, self, exponent)
+    return narrowed(ctx, F.pow(a, b))
+
+
+@converter(aten.pow.Scalar)
+def scalar_power(ctx: ConversionContext, self: Any, exponent: Tensor) -> Tensor:
+    return power(ctx, self, exponent)
+
+
+def _integer_power(x: Tensor, exponent: int) -> Tensor:
+    """By repeated squaring: exact, and wraps where torch wraps."""
+    if exponent < 0:
+        raise ConversionError(f"exponent={exponent} of an integer is not handled")
+    if exponent == 0:
+        return F.sub(F.add(x, 1), x)
+    result: Tensor | None = None
+    while exponent:
+        if exponent & 1:
+            result = x if result is None else F.mul(result, x)
+        exponent >>= 1
+        if exponent:
+            x = F.mul(x, x)
+    assert result is not None
+    return result

@@ -1,0 +1,82 @@
+"""Choosing between values: clamp, where, masked_fill."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten.arithmetic import extremes, larger, smaller
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.promotion import narrowed, native, promoted
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+BOOL = ir.DataType.BOOL
+
+
+@converter(aten.clamp.default, aten.clip.default)
+def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    if isinstance(min, Tensor) or isinstance(max, Tensor):
+        return clamp_tensor(ctx, self, min, max)
+    for bound in (min, max):
+        if isinstance(bound, float) and math.isnan(bound):
+            raise ConversionError("a bound that is NaN is not handled")
+    (x,) = promoted(ctx, self)
+    low = None if min is None else F.constant(min, x.dtype)
+    high = None if max is None else F.constant(max, x.dtype)
+    return narrowed(ctx, F.clip(x, low, high))
+
+
+@converter(aten.clamp_min.default)
+def clamp_min(ctx: ConversionContext, self: Tensor, min: Any) -> Tensor:
+    return clamp(ctx, self, min, None)
+
+
+@converter(aten.clamp_max.default)
+def clamp_max(ctx: ConversionContext, self: Tensor, max: Any) -> Tensor:
+    return clamp(ctx, self, None, max)
+
+
+@converter(aten.clamp.Tensor, aten.clip.Tensor)
+def clamp_tensor(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    x = self
+    if min is not None:
+        x = larger(ctx, *extremes(ctx, x, min))
+    return x if max is None else smaller(ctx, *extremes(ctx, x, max))
+
+
+@converter(aten.clamp_min.Tensor)
+def clamp_min_tensor(ctx: ConversionContext, self: Tensor, min: Tensor) -> Tensor:
+    return clamp_tensor(ctx, self, min, None)
+
+
+@converter(aten.clamp_max.Tensor)
+def clamp_max_tensor(ctx: ConversionContext, self: Tensor, max: Tensor) -> Tensor:
+    return clamp_tensor(ctx, self, None, max)
+
+
+@converter(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
+def where(ctx: ConversionContext, condition: Tensor, self: Any, other: Any) -> Tensor:
+    a, b = ctx.promote(self, other)
+    return choose(ctx, F.cast(condition, BOOL), a, b)
+
+
+@converter(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(ctx: ConversionContext, self: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return choose(ctx, F.cast(mask, BOOL), ctx.tensor(value, ctx.dtype), self)
+
+
+def choose(ctx: ConversionContext, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Where, in a dtype that it has a kernel for."""
+    dtype = native(ctx.dtype)
+    if dtype == BOOL:
+        dtype = ir.DataType.UINT8
+    if dtype in (ir.DataType.INT16, ir.DataType.UINT16):
+        dtype = ir.DataType.INT32
+    return narrowed(ctx, F.where(condition, F.cast(a, dtype), F.cast(b, dtype)))

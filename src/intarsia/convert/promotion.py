@@ -1,0 +1,61 @@
+"""The dtype an elementwise converter computes in: the result's own, or a wider one that engines have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from intarsia.convert.context import ConversionContext
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+NARROW = frozenset({ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT8, ir.DataType.UINT16})
+
+
+def wide(dtype: ir.DataType) -> ir.DataType:
+    """Where a formula of several layers is computed: torch too computes halves in float32."""
+    return ir.DataType.FLOAT if dtype in HALVES else dtype
+
+
+def native(dtype: ir.DataType) -> ir.DataType:
+    """Where a single layer is computed: as it is, but for bfloat16, which few kernels know."""
+    return ir.DataType.FLOAT if dtype == ir.DataType.BFLOAT16 else dtype
+
+
+def promoted_wide(ctx: ConversionContext, *values: Any) -> tuple[Tensor, ...]:
+    """Operands in the dtype of the result, widened; cast what is made of them back with `narrowed`."""
+    return tuple(_through(ctx, value, wide(ctx.dtype)) for value in values)
+
+
+def promoted(ctx: ConversionContext, *values: Any) -> tuple[Tensor, ...]:
+    """Operands in the dtype of the result for one layer; cast what it makes back with `narrowed`."""
+    dtype = native(ctx.dtype)
+    # torch keeps a Python scalar in float32 beside a float16 tensor: 1e6 must not become infinity.
+    if dtype == ir.DataType.FLOAT16 and any(_is_lost(value) for value in values):
+        dtype = ir.DataType.FLOAT
+    return tuple(_through(ctx, value, dtype) for value in values)
+
+
+def narrowed(ctx: ConversionContext, made: Tensor) -> Tensor:
+    """What was computed, in the dtype of the result."""
+    return F.cast(made, ctx.dtype)
+
+
+def _through(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:
+    if not isinstance(value, Tensor):
+        return F.constant(value, dtype)
+    # A float32 beside a bfloat16 is rounded before it is computed with, unless it is 0-d.
+    if value.ndim and value.dtype != ctx.dtype:
+        value = F.cast(value, ctx.dtype)
+    return F.cast(value, dtype)
+
+
+def _is_lost(value: Any) -> bool:
+    if isinstance(value, Tensor) or value == 0 or not np.isfinite(value):
+        return False
+    with np.errstate(over="ignore", under="ignore"):
+        kept = float(np.float16(value))
+    return bool(abs(kept - value) > abs(value) * 2.0**-10)
