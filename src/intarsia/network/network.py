@@ -260,7 +260,7 @@ class Network:
         self._layers: dict[str, ir.Node] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
-        self._before: ir.Node | None = None
+        self.anchor: ir.Node | None = None
         self.scope = ""  # how layers made now are called
         self.origin: dict[str, str] | None = None  # where they come from: module path, source line
 
@@ -403,7 +403,7 @@ class Network:
         return Layer(node)
 
     def _place(self, node: ir.Node) -> None:
-        anchor = self._before
+        anchor = self.anchor
         if anchor is None or anchor.graph is not self.graph:
             self.graph.append(node)
             self.order.appended(node)
@@ -423,11 +423,11 @@ class Network:
     @contextlib.contextmanager
     def before(self, layer: Layer) -> Iterator[None]:
         """While open, new layers are put right before `layer` and not at the end."""
-        outer, self._before = self._before, layer.node
+        outer, self.anchor = self.anchor, layer.node
         try:
             yield
         finally:
-            self._before = outer
+            self.anchor = outer
 
     def mark_output(self, tensor: Tensor, name: str | None = None) -> None:
         value = tensor.value
@@ -524,11 +524,11 @@ class Network:
             self.journal.append(Redirected(layer.node, index, old, new.value))
 
     def _identity(self, value: ir.Value) -> ir.Value:
-        outer, self._before = self._before, None
+        outer, self.anchor = self.anchor, None
         made = self.add_layer(
             "Identity", [Tensor.of(value)], outputs=[(Tensor.of(value).dtype, Tensor.of(value).shape)]
         )
-        self._before = outer
+        self.anchor = outer
         return made.node.outputs[0]
 
     def _order_uses(self, old: ir.Value, new: ir.Value, uses: Collection[tuple[ir.Node, int]]) -> None:

@@ -1,0 +1,14 @@
+"""Layers into better layers: patterns over a network, and who applies them."""
+
+from intarsia.rewrite.log import Fired as Fired
+from intarsia.rewrite.log import RewriteLog as RewriteLog
+from intarsia.rewrite.manager import AnalysisPatternManager as AnalysisPatternManager
+from intarsia.rewrite.manager import Explanation as Explanation
+from intarsia.rewrite.manager import Match as Match
+from intarsia.rewrite.manager import RewritePatternManager as RewritePatternManager
+from intarsia.rewrite.pattern import PatternAnalyzer as PatternAnalyzer
+from intarsia.rewrite.pattern import PatternRewriter as PatternRewriter
+from intarsia.rewrite.pattern import Refusal as Refusal
+from intarsia.rewrite.pattern import refuse as refuse
+from intarsia.rewrite.rule import Rule as Rule
+from intarsia.rewrite.rule import rule as rule

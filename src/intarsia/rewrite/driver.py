@@ -1,0 +1,224 @@
+"""The worklist: every pattern at every layer it could match, highest benefit first, to a fixpoint."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from intarsia.errors import RewriteError
+from intarsia.network import Layer, Network, net_guard
+from intarsia.network.journal import Added, Edit, Moved, Removed
+from intarsia.network.uses import use_count
+from intarsia.network.verify import verify
+from intarsia.rewrite.log import Fired, RewriteLog
+from intarsia.rewrite.pattern import PatternRewriter, Refusal
+from intarsia.rewrite.transaction import attempt
+
+_NEAR = 32  # layers looked at again after one rewrite; a last scan finds what this misses
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pattern as a manager holds it."""
+
+    label: str
+    pattern: PatternRewriter
+    benefit: float
+
+
+class _Past(NamedTuple):
+    """A layer that was replaced, and what had replaced an earlier one to make it."""
+
+    label: str
+    op_type: str
+    inputs: tuple[ir.Value | None, ...]
+    attributes: Mapping[str, ir.Attr]
+    before: _Past | None
+
+
+class _Level:
+    """The patterns of one benefit, by the kind of layer they start at, and the layers to try."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.anywhere = [entry for entry in entries if entry.pattern.root_layer is None]
+        self.by_kind: dict[str, list[Entry]] = {}
+        for kind in dict.fromkeys(kind for entry in entries for kind in entry.pattern.root_layer or ()):
+            self.by_kind[kind] = [e for e in entries if kind in (e.pattern.root_layer or (kind,))]
+        self.waiting: deque[ir.Node] = deque()
+        self.queued: set[ir.Node] = set()
+
+    def push(self, node: ir.Node, kind: str) -> None:
+        if (self.anywhere or kind in self.by_kind) and node not in self.queued:
+            self.queued.add(node)
+            self.waiting.append(node)
+
+    def pop(self) -> tuple[ir.Node, list[Entry]]:
+        node = self.waiting.popleft()
+        self.queued.discard(node)
+        return node, self.by_kind.get(kind_of(node), self.anywhere)
+
+
+def _plain(attributes: Mapping[str, ir.Attr]) -> dict[str, object]:
+    return {name: attr.value for name, attr in attributes.items()}
+
+
+def kind_of(node: ir.Node) -> str:
+    domain = node.domain
+    return f"{domain}::{node.op_type}" if domain else node.op_type
+
+
+class Driver:
+    """One run of patterns over one network."""
+
+    def __init__(
+        self,
+        net: Network,
+        entries: Sequence[Entry],
+        *,
+        limit: int | None = None,
+        budget: int | None = None,
+        strict: bool = True,
+    ) -> None:
+        self.net = net
+        benefits = sorted({entry.benefit for entry in entries}, reverse=True)
+        self.levels = [_Level([e for e in entries if e.benefit == benefit]) for benefit in benefits]
+        self.reach = max((entry.pattern.reach for entry in entries), default=0)
+        self.limit = limit
+        self.budget = 1000 + 20 * len(net) if budget is None else budget
+        self.strict = strict
+        self.log = RewriteLog()
+        self.pasts: dict[ir.Node, _Past] = {}
+        self.banned: set[tuple[str, ir.Node]] = set()
+
+    def run(self) -> RewriteLog:
+        """Rewrite until nothing matches, or `limit` rewrites are made; then verify the whole network."""
+        with net_guard(self.net), _no_collection():
+            changed = True
+            while changed and not self.log.exhausted:
+                self._push_all()
+                before = len(self.log)
+                while (level := next((x for x in self.levels if x.waiting), None)) and not self.log.exhausted:
+                    self._visit(*level.pop())
+                changed = len(self.log) > before
+            if self.log.fired:
+                self.net.drop_unused_constants()
+                verify(self.net, types=False)
+        return self.log
+
+    def _push_all(self) -> None:
+        for node in self.net.graph:
+            kind = kind_of(node)
+            for level in self.levels:
+                level.push(node, kind)
+
+    def _visit(self, node: ir.Node, entries: list[Entry]) -> None:
+        for entry in entries:
+            if node.graph is not self.net.graph:
+                return  # gone since it was queued
+            found = entry.pattern.find(Layer(node))
+            if not found or (entry.label, node) in self.banned:
+                continue
+            if self.limit is not None and len(self.log) >= self.limit:
+                self.log.exhausted = True
+                return
+            past = self._past(entry.label, node)
+            try:
+                edits = attempt(self.net, entry.pattern, node, found)
+            except RewriteError as error:
+                if self.strict:
+                    raise
+                self.log.broken.append(str(error))
+                self.banned.add((entry.label, node))
+                continue
+            if isinstance(edits, Refusal):
+                continue
+            self._settle(entry.label, node, edits, past)
+            return
+
+    def _past(self, label: str, node: ir.Node) -> _Past:
+        """The history of a layer about to be replaced; an error if it was replaced before just as it is."""
+        before = self.pasts.get(node)
+        now = _Past(label, node.op_type, tuple(node.inputs), node.attributes, before)
+        step, labels = before, [label]
+        while step is not None and len(labels) < 64:
+            labels.append(step.label)
+            if (
+                step.label == label
+                and step.op_type == now.op_type
+                and step.inputs == now.inputs
+                and _plain(step.attributes) == _plain(now.attributes)
+            ):
+                names = " and ".join(repr(name) for name in dict.fromkeys(reversed(labels)))
+                raise RewriteError(
+                    f"patterns {names} feed each other: layer {node.name} ({node.op_type}) is back"
+                    " as it was; make one of them refuse what the other makes"
+                )
+            step = step.before
+        return now
+
+    def _settle(self, label: str, root: ir.Node, edits: list[Edit], past: _Past) -> None:
+        """Write down a rewrite that stands, and queue what it may have made matchable."""
+        made = [e.node for e in edits if type(e) is Added and e.node.graph is not None]
+        gone = [e.node for e in edits if type(e) is Removed]
+        replaced = tuple([str(node.name) for node in gone])
+        origin = next((node.metadata_props for node in (root, *gone) if node.metadata_props), {})
+        props = {**origin, "pattern": label, "replaced": ", ".join(replaced)}
+        for node in made:
+            node.metadata_props.update(props)
+            self.pasts[node] = past
+        names = tuple([str(node.name) for node in made])
+        source = origin.get("source", "")
+        self.log.fired.append(Fired(label, str(root.name), root.op_type, replaced, names, source))
+        if len(self.log) > self.budget:
+            recent = Counter(entry.pattern for entry in self.log.fired[-200:])
+            labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
+            raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
+        self._push_near(made, edits)
+
+    def _push_near(self, made: list[ir.Node], edits: list[Edit]) -> None:
+        """Queue the new layers, readers whose operand changed or has one reader less, and what is below."""
+        near = dict.fromkeys(made)
+        for edit in edits:
+            if type(edit) is Moved:
+                values: Sequence[ir.Value | None] = (edit.new,)
+            elif type(edit) is Removed:
+                values = edit.inputs
+            else:
+                continue
+            for value in values:
+                if value is not None and value.const_value is None and use_count(value) <= 2:
+                    near.update(dict.fromkeys([use.node for use in value.uses()]))
+        front = list(near)
+        for _ in range(self.reach):
+            below = []
+            for node in front:
+                for value in node.outputs:
+                    if use_count(value) <= _NEAR:
+                        below += [use.node for use in value.uses() if use.node not in near]
+            near.update(dict.fromkeys(below))
+            front = below
+            if not front or len(near) > _NEAR:
+                break
+        for node in near:
+            kind = kind_of(node)
+            for level in self.levels:
+                level.push(node, kind)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    # Each full collection walks every node of a large network, and rewriting makes many objects.
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,171 @@
+"""Managers: patterns under labels, applied to a network together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from intarsia.errors import RewriteError
+from intarsia.network import Layer, Network, net_guard
+from intarsia.rewrite.driver import Driver, Entry
+from intarsia.rewrite.log import RewriteLog
+from intarsia.rewrite.pattern import PatternAnalyzer, PatternRewriter, Refusal
+from intarsia.rewrite.transaction import attempt
+
+
+class Match(NamedTuple):
+    """A place where a pattern would fire."""
+
+    label: str
+    layer: Layer
+
+
+class Explanation(NamedTuple):
+    """What one pattern says of one layer: `reason` is empty where it would fire."""
+
+    label: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.reason or 'matches'}"
+
+
+class RewritePatternManager:
+    """Rewriting patterns, highest benefit first.
+
+    >>> from intarsia.network import Network, Tensor, functional as F, net_guard
+    >>> from intarsia.rewrite import RewritePatternManager, rule
+    >>> import torch
+    >>> @rule(lambda op, x: op.Relu(op.Relu(x)))
+    ... def relu_once(net, x):
+    ...     return F.relu(x)
+    >>> net = Network()
+    >>> with net_guard(net):
+    ...     F.relu(F.relu(Tensor("x", torch.float32, (3,)))).mark_output("y")
+    >>> manager = RewritePatternManager()
+    >>> manager.add("relu_once", relu_once)
+    >>> print(manager.rewrite(net))
+    relu_once: relu_1, relu -> relu_2
+    >>> print(net)
+    network(x: f32[3]) -> (y: f32[3])
+      y = Relu(x)
+    """
+
+    _instance: RewritePatternManager | None = None
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    @classmethod
+    def instance(cls) -> RewritePatternManager:
+        """The manager shared by all who ask here."""
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    def add(self, label: str, pattern: PatternRewriter, benefit: float = 0) -> None:
+        """Hold a pattern under a label; among patterns that match one layer, the highest benefit acts."""
+        if label in self._entries:
+            raise RewriteError(f"a pattern is already held under the label {label!r}")
+        if not isinstance(pattern, PatternRewriter):
+            raise RewriteError(f"{pattern!r}, labelled {label!r}, is no PatternRewriter")
+        self._entries[label] = Entry(label, pattern, benefit)
+
+    def get(self, label: str) -> PatternRewriter:
+        if label not in self._entries:
+            raise RewriteError(f"no pattern is held under {label!r}; there are {list(self._entries)}")
+        return self._entries[label].pattern
+
+    def labels(self) -> list[str]:
+        """All labels, highest benefit first."""
+        return [entry.label for entry in self._sorted()]
+
+    def rewrite(
+        self,
+        net: Network,
+        args: Any = None,
+        *,
+        limit: int | None = None,
+        budget: int | None = None,
+        strict: bool = True,
+    ) -> RewriteLog:
+        """Apply the patterns until none matches.
+
+        `limit` stops after so many rewrites, to find a bad one by halving. Not `strict`: a rewrite that
+        breaks the network is taken back and noted in the log instead of ending the run with an error.
+        """
+        self._pass(args)
+        return Driver(net, self._sorted(), limit=limit, budget=budget, strict=strict).run()
+
+    def matches(self, net: Network, args: Any = None) -> list[Match]:
+        """Where patterns would fire, each asked about the network as it is; nothing is changed."""
+        self._pass(args)
+        found = []
+        with net_guard(net):
+            for layer in list(net.get_layers()):
+                for entry in self._sorted():
+                    if not self._ask(net, entry, layer).reason:
+                        found.append(Match(entry.label, layer))
+        return found
+
+    def explain(self, layer: Layer, args: Any = None) -> list[Explanation]:
+        """What each pattern says of this layer: that it matches, or the reason of its nearest miss."""
+        self._pass(args)
+        with net_guard(layer.network):
+            return [self._ask(layer.network, entry, layer) for entry in self._sorted()]
+
+    def _ask(self, net: Network, entry: Entry, layer: Layer) -> Explanation:
+        pattern = entry.pattern
+        if pattern.root_layer is not None and layer.kind not in pattern.root_layer:
+            kinds = " or ".join(sorted(pattern.root_layer))
+            return Explanation(entry.label, f"it starts at {kinds}; {layer.name} is {layer.kind}")
+        found = pattern.find(layer)
+        if not found:
+            return Explanation(entry.label, pattern.why_not(layer))
+        try:
+            outcome = attempt(net, pattern, layer.node, found, keep=False)
+        except RewriteError as error:
+            return Explanation(entry.label, str(error))
+        return Explanation(entry.label, outcome.reason if isinstance(outcome, Refusal) else "")
+
+    def _sorted(self) -> list[Entry]:
+        return sorted(self._entries.values(), key=lambda entry: -entry.benefit)
+
+    def _pass(self, args: Any) -> None:
+        for entry in self._entries.values():
+            entry.pattern.args = args
+
+
+class AnalysisPatternManager:
+    """Analysis patterns: each is given, at once, the layers it picked."""
+
+    _instance: AnalysisPatternManager | None = None
+
+    def __init__(self) -> None:
+        self._patterns: dict[str, tuple[float, PatternAnalyzer]] = {}
+
+    @classmethod
+    def instance(cls) -> AnalysisPatternManager:
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+    def add(self, label: str, pattern: PatternAnalyzer, benefit: float = 0) -> None:
+        if label in self._patterns:
+            raise RewriteError(f"a pattern is already held under the label {label!r}")
+        self._patterns[label] = (benefit, pattern)
+
+    def get(self, label: str) -> PatternAnalyzer:
+        if label not in self._patterns:
+            raise RewriteError(f"no pattern is held under {label!r}; there are {list(self._patterns)}")
+        return self._patterns[label][1]
+
+    def analyze(self, net: Network, args: Any = None) -> None:
+        """Ask every pattern about every layer once, then hand it the layers it picked."""
+        for _, pattern in sorted(self._patterns.values(), key=lambda held: -held[0]):
+            pattern.args = args
+            picked = [
+                layer
+                for layer in net.get_layers()
+                if (pattern.root_layer is None or layer.kind in pattern.root_layer) and pattern.match(layer)
+            ]
+            pattern.analyze(picked)

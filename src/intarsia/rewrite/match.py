@@ -1,0 +1,333 @@
+"""Matching terms against a network, with backtracking, and the reason of the nearest miss."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from intarsia.network import Tensor
+from intarsia.network.schema import schema_of
+from intarsia.network.uses import use_count
+from intarsia.rewrite.term import COMMUTATIVE, Any_, Call, Either, Maybe, Number, Output, Term, Var, call_of
+
+_SOLUTIONS = 16  # ways to match one layer that are tried before giving up
+_READERS = 64  # readers of a tensor among which a further output of a pattern is looked for
+
+Goal = tuple[Term | None, ir.Value | None]
+
+
+class Found:
+    """One way a pattern matches: variables, named layers, and the layers of the match."""
+
+    __slots__ = ("layers", "nodes", "roots", "variables")
+
+    def __init__(self) -> None:
+        self.variables: dict[str, ir.Value | None] = {}
+        self.nodes: dict[Call, ir.Node] = {}
+        self.layers: dict[ir.Node, bool] = {}  # whether others may read it
+        self.roots: list[ir.Value] = []
+
+    def copy(self) -> Found:
+        other = Found()
+        other.variables, other.nodes = dict(self.variables), dict(self.nodes)
+        other.layers, other.roots = dict(self.layers), list(self.roots)
+        return other
+
+
+class Matcher:
+    """Matches one pattern: yields every way in which it matches at a layer.
+
+    `miss`, once something failed, is how far the nearest miss came and why it was one.
+    """
+
+    def __init__(self, roots: Sequence[Call | Output], *, explain: bool = False) -> None:
+        self._roots = roots
+        self._explain = explain
+        self.miss: tuple[int, str] = (-1, "")
+
+    def at(self, node: ir.Node) -> Iterator[Found]:
+        first = self._roots[0]
+        index = first.index if isinstance(first, Output) else 0
+        if index >= len(node.outputs):
+            return
+        state = Found()
+        state.roots.append(node.outputs[index])
+        goals: list[Goal] = [(first, node.outputs[index])]
+        yield from self._solve(state, goals)
+
+    def _solve(self, state: Found, goals: list[Goal]) -> Iterator[Found]:
+        # Each choice is a state and the goals left in it; the last one made is tried first.
+        choices: list[tuple[Found, list[Goal]]] = [(state, goals)]
+        yielded = 0
+        while choices and yielded < _SOLUTIONS:
+            state, goals = choices.pop()
+            while goals:
+                term, value = goals.pop()
+                if not self._step(term, value, state, goals, choices):
+                    break
+            else:
+                if len(state.roots) < len(self._roots):
+                    self._next_root(state, choices)
+                elif self._closed(state):
+                    yielded += 1
+                    yield state
+
+    def _step(
+        self,
+        term: Term | None,
+        value: ir.Value | None,
+        state: Found,
+        goals: list[Goal],
+        choices: list[tuple[Found, list[Goal]]],
+    ) -> bool:
+        if type(term) is Var:
+            return self._bind(term, value, state)
+        if type(term) is Call:
+            return self._call(term, 0, value, state, goals, choices)
+        if type(term) is Output:
+            return self._call(term.call, term.index, value, state, goals, choices)
+        if type(term) is Number:
+            if value is not None and holds(value, term.value):
+                return True
+            return self._fail(state, "{} is not the constant {:g}", value, term.value)
+        if type(term) is Maybe:
+            if value is None:
+                return True
+            goals.append((term.term, value))
+            return True
+        if type(term) is Either:
+            for other in reversed(term.terms[1:]):
+                choices.append((state.copy(), [*goals, (other, value)]))
+            goals.append((term.terms[0], value))
+            return True
+        return value is None or self._fail(state, "{} is given where nothing should be", value)
+
+    def _bind(self, var: Var, value: ir.Value | None, state: Found) -> bool:
+        name = var.name
+        if value is None:
+            return self._fail(state, "the input {} is missing", name)
+        if var.constant and value.const_value is None:
+            return self._fail(state, "{} is {}, which is not constant", name, value)
+        bound = state.variables.setdefault(name, value)
+        if bound is value or see_through(bound) is see_through(value):
+            return True
+        return self._fail(state, "{} is both {} and {}", name, bound, value)
+
+    def _call(
+        self,
+        term: Call,
+        index: int,
+        value: ir.Value | None,
+        state: Found,
+        goals: list[Goal],
+        choices: list[tuple[Found, list[Goal]]],
+    ) -> bool:
+        node = None if value is None else value.producer()
+        skipped: list[ir.Node] = []
+        while node is not None and _kind(node) != term.kind:
+            if not is_transparent(node):
+                return self._fail(state, "{} is made by {}, not {}", value, node.op_type, term.kind)
+            skipped.append(node)
+            value = node.inputs[0]
+            node = None if value is None else value.producer()
+        if node is None or value is None:
+            return self._fail(state, "{} is not made by {}", value, term.kind)
+        if value.index() != index:
+            return self._fail(state, "{} is output {} of {}, not {}", value, value.index(), node, index)
+        seen = state.nodes.get(term)
+        if seen is not None:
+            return seen is node or self._fail(state, "{} should be {}", node, seen)
+        state.nodes[term] = node
+        for other in skipped:
+            state.layers[other] = term.shared
+        state.layers[node] = term.shared
+        if not self._attributes(term, node, state):
+            return False
+        return self._inputs(term, node, state, goals, choices)
+
+    def _attributes(self, term: Call, node: ir.Node, state: Found) -> bool:
+        wanted, attributes = term.attributes, node.attributes
+        if not wanted and not attributes:
+            return True
+        defaults = _defaults(node.domain, node.op_type)
+        rank = _rank(node)
+        for name, value in wanted.items():
+            attr = attributes.get(name)
+            has = defaults.get(name) if attr is None else attr.value
+            if not _agrees(name, value, has, rank):
+                asked = "what it should be" if callable(value) else repr(value)
+                return self._fail(state, "{} of {} is {}, not {}", name, node, _plain(has), asked)
+        if term.any_attributes:
+            return True
+        for name, attr in attributes.items():
+            if name not in wanted and not _agrees(name, defaults.get(name), attr.value, rank):
+                has = _plain(attr.value)
+                return self._fail(
+                    state, "{} has {}={!r}, which the pattern does not mention", node, name, has
+                )
+        return True
+
+    def _inputs(
+        self,
+        term: Call,
+        node: ir.Node,
+        state: Found,
+        goals: list[Goal],
+        choices: list[tuple[Found, list[Goal]]],
+    ) -> bool:
+        terms, values = term.inputs, node.inputs
+        if (
+            len(values) > len(terms)
+            and not term.any_inputs
+            and any(v is not None for v in values[len(terms) :])
+        ):
+            message = "{} has {} inputs, the pattern's {} has {}"
+            return self._fail(state, message, node, len(values), term.kind, len(terms))
+        padded = [*values[: len(terms)], *[None] * (len(terms) - len(values))]
+        if len(terms) == 2 and term.kind in COMMUTATIVE and values[0] is not values[1]:
+            swapped: list[Goal] = [*goals, (terms[1], padded[0]), (terms[0], padded[1])]
+            choices.append((state.copy(), swapped))
+        # The goal tried next is the last: operators fail sooner than variables, so they come last.
+        goals += reversed(list(zip(terms, padded, strict=True)))
+        return True
+
+    def _next_root(self, state: Found, choices: list[tuple[Found, list[Goal]]]) -> None:
+        """Look for the pattern's next output among what is made from tensors already matched."""
+        term = self._roots[len(state.roots)]
+        taken = {value.producer() for value in state.roots}
+        found = False
+        for value in dict.fromkeys(self._candidates(term, state)):
+            if value.producer() in taken:
+                continue
+            found = True
+            branch = state.copy()
+            branch.roots.append(value)
+            choices.append((branch, [(term, value)]))
+        if not found:
+            self._fail(state, "no further {} of the pattern is there", call_of(term).kind)
+
+    def _candidates(self, term: Term | None, state: Found) -> Iterator[ir.Value]:
+        if isinstance(term, Var):
+            value = state.variables.get(term.name)
+            if value is not None:
+                yield value
+            return
+        if not isinstance(term, Call | Output):
+            return
+        call, index = (term.call, term.index) if isinstance(term, Output) else (term, 0)
+        if call in state.nodes:
+            yield state.nodes[call].outputs[index]
+            return
+        for inner in call.inputs:
+            for value in self._candidates(inner, state):
+                if value.const_value is not None or use_count(value) > _READERS:
+                    continue
+                for node, _ in value.uses():
+                    if _kind(node) == call.kind and index < len(node.outputs):
+                        yield node.outputs[index]
+
+    def _closed(self, state: Found) -> bool:
+        """Whether layers outside the match read nothing of it but its outputs."""
+        reads = sum(len(node.inputs) for node in state.layers)
+        for node, shared in state.layers.items():
+            if shared:
+                continue
+            for value in node.outputs:
+                if value in state.roots:
+                    continue
+                if value.is_graph_output():
+                    return self._fail(state, "{} is an output of the network", value)
+                if use_count(value) > reads:
+                    return self._fail(state, "{} is read by {} layers", value, use_count(value))
+                for user, _ in value.uses():
+                    if user not in state.layers:
+                        return self._fail(state, "{} is also read by {}", value, user)
+        return True
+
+    def _fail(self, state: Found, message: str, *parts: Any) -> bool:
+        if self._explain and len(state.layers) > self.miss[0]:
+            self.miss = (len(state.layers), message.format(*(_shown(part) for part in parts)))
+        return False
+
+
+def holds(value: ir.Value, number: float) -> bool:
+    """Whether a tensor is a constant of one element, equal to `number` as far as its dtype tells."""
+    array = value.const_value
+    if array is None or array.size != 1:
+        return False
+    has = float(np.asarray(array.numpy()).astype(np.float64).ravel()[0])
+    if array.dtype.is_integer() or number in (0.0, 1.0, 2.0, 0.5):
+        return has == number
+    tolerance = {ir.DataType.FLOAT16: 1e-3, ir.DataType.BFLOAT16: 8e-3}.get(array.dtype, 1e-6)
+    return abs(has - number) <= tolerance * abs(number)
+
+
+def is_transparent(node: ir.Node) -> bool:
+    """Whether a layer hands on its first input unchanged."""
+    op_type = node.op_type
+    if node.domain or not node.inputs or node.inputs[0] is None:
+        return False
+    if op_type == "Identity":
+        return True
+    source, made = node.inputs[0], node.outputs[0]
+    if op_type == "Cast":
+        return source.dtype == made.dtype
+    if op_type in ("Reshape", "Expand", "Flatten"):
+        if source.shape is None or made.shape is None:
+            return False
+        a, b = Tensor.of(source).shape, Tensor.of(made).shape
+        # With one size unknown the others fix it for Reshape; it is then the same on both sides.
+        return a == b and (None not in a or (op_type == "Reshape" and a.count(None) == 1 and 0 not in a))
+    if op_type == "Transpose":
+        order = node.attributes.get("perm")
+        return order is not None and list(order.value) == list(range(len(order.value)))
+    return False
+
+
+def see_through(value: ir.Value | None) -> ir.Value | None:
+    """The tensor behind layers that change nothing."""
+    while value is not None and (node := value.producer()) is not None and is_transparent(node):
+        value = node.inputs[0]
+    return value
+
+
+@functools.cache
+def _defaults(domain: str, op_type: str) -> dict[str, Any]:
+    schema = schema_of(domain, op_type)
+    return {} if schema is None else schema.defaults
+
+
+def _agrees(name: str, wanted: Any, has: Any, rank: int) -> bool:
+    if isinstance(wanted, Any_):
+        return True
+    has = _plain(has)
+    if callable(wanted):
+        return bool(wanted(has))
+    if name == "axis" and isinstance(wanted, int) and isinstance(has, int) and rank:
+        return wanted % rank == has % rank
+    if isinstance(wanted, float) and isinstance(has, float):
+        return abs(wanted - has) <= 1e-6 * abs(wanted)
+    return bool(_plain(wanted) == has)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rank(node: ir.Node) -> int:
+    first = node.inputs[0] if node.inputs else None
+    return 0 if first is None or first.shape is None else len(first.shape)
+
+
+def _kind(node: ir.Node) -> str:
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+
+def _shown(part: Any) -> Any:
+    if part is None:
+        return "a missing input"
+    return part.name if isinstance(part, ir.Value | ir.Node) else part

@@ -1,0 +1,166 @@
+"""The terms a rule's pattern is written in: variables, operators, constants, alternatives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from intarsia.errors import RewriteError
+
+COMMUTATIVE = frozenset(
+    {"Add", "Mul", "Max", "Min", "And", "Or", "Xor", "Equal", "BitwiseAnd", "BitwiseOr", "BitwiseXor"}
+)
+
+
+class Term:
+    """Something a tensor is matched against; a term used twice stands for one tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Var(Term):
+    """Any tensor; `constant` ones only, if so asked. The same name is the same tensor."""
+
+    name: str
+    constant: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Number(Term):
+    """A constant that holds this number alone."""
+
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class Maybe(Term):
+    """An input that may be left out; its variables are then None."""
+
+    term: Term
+
+
+@dataclass(frozen=True, eq=False)
+class Either(Term):
+    """The first of these that matches; variables of the others are None."""
+
+    terms: tuple[Term, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call(Term):
+    """What an operator makes of these inputs.
+
+    Attributes not mentioned must hold their default. `shared` lets layers outside the match read it.
+    """
+
+    kind: str
+    inputs: tuple[Term | None, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    any_attributes: bool = False
+    any_inputs: bool = False
+    shared: bool = False
+
+    def __getitem__(self, index: int) -> Output:
+        return Output(self, index)
+
+    def __iter__(self) -> Iterator[Term]:
+        raise TypeError(f"{self.kind} is one output; write {self.kind}(...)[0], {self.kind}(...)[1]")
+
+
+@dataclass(frozen=True, eq=False)
+class Output(Term):
+    """One of several things a layer makes."""
+
+    call: Call
+    index: int
+
+
+class Any_:
+    """Stands for any value of an attribute: `op.Softmax(x, axis=op.any)`."""
+
+    def __repr__(self) -> str:
+        return "any"
+
+
+class Builder:
+    """`op` in a pattern: `op.Add(a, b)` is the term of an Add of two terms.
+
+    Keywords are attributes, to be equal to a value, to satisfy a function, or `op.any`. A leading
+    underscore marks what is no attribute: `_name="conv"` hands the layer to the rule under that name,
+    `_any_attributes=True` and `_any_inputs=True` ask nothing of what is not mentioned, `_shared=True`
+    allows other readers of this interior value.
+    """
+
+    any = Any_()
+
+    def __init__(self, domain: str = "") -> None:
+        self._domain = domain
+
+    def domain(self, name: str) -> Builder:
+        """Operators of another domain: `op.domain("com.microsoft").BiasGelu(x, b)`."""
+        return Builder(name)
+
+    def constant(self, var: Any) -> Term:
+        """This variable, where it is a constant."""
+        if not isinstance(var, Var):
+            raise RewriteError(f"op.constant() is given a variable of the pattern, not {var!r}")
+        return Var(var.name, constant=True)
+
+    def maybe(self, term: Any) -> Term:
+        return Maybe(_term(term))
+
+    def either(self, *terms: Any) -> Term:
+        return Either(tuple(_term(term) for term in terms))
+
+    def __getattr__(self, op_type: str) -> Callable[..., Call]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+        kind = f"{self._domain}::{op_type}" if self._domain else op_type
+
+        def call(*inputs: Any, **keywords: Any) -> Call:
+            options = {name: keywords.pop(name) for name in list(keywords) if name.startswith("_")}
+            known = {"_name", "_any_attributes", "_any_inputs", "_shared"}
+            if unknown := set(options) - known:
+                raise RewriteError(f"{op_type} has no option {sorted(unknown)}; there are {sorted(known)}")
+            given = {name.removeprefix("_"): value for name, value in options.items()}
+            return Call(kind, tuple(None if x is None else _term(x) for x in inputs), keywords, **given)
+
+        return call
+
+
+def _term(value: Any) -> Term:
+    if isinstance(value, Term):
+        return value
+    if isinstance(value, bool | int | float):
+        return Number(float(value))
+    raise RewriteError(f"{value!r} cannot stand in a pattern")
+
+
+def build(pattern: Callable[..., Any]) -> tuple[tuple[Call | Output, ...], list[str]]:
+    """The roots of a pattern written as a function, and the names of its variables."""
+    names = list(inspect.signature(pattern).parameters)[1:]
+    made = pattern(Builder(), *(Var(name) for name in names))
+    roots = made if isinstance(made, tuple) else (made,)
+    for root in roots:
+        if not isinstance(root, Call | Output):
+            raise RewriteError(f"a pattern is what operators make, not {root!r}")
+    return roots, names
+
+
+def call_of(term: Call | Output) -> Call:
+    return term.call if isinstance(term, Output) else term
+
+
+def depth(term: Term | None) -> int:
+    """The number of layers on the longest way down a term."""
+    if isinstance(term, Call):
+        return 1 + max((depth(item) for item in term.inputs), default=0)
+    if isinstance(term, Output):
+        return depth(term.call)
+    if isinstance(term, Maybe):
+        return depth(term.term)
+    if isinstance(term, Either):
+        return max(depth(item) for item in term.terms)
+    return 0
