@@ -1,0 +1,217 @@
+"""Elements and rows written or reduced into a tensor by number: scatter, index_add, index_copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten import kernels
+from intarsia.convert.aten.expand import expanded
+from intarsia.convert.aten.gather import cropped
+from intarsia.convert.aten.indexing import wrapped
+from intarsia.convert.aten.sizes import Size, reshape, result_shape, size, sizes, wrap
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor, dtypes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+D = ir.DataType
+_NEUTRAL = {"sum": 0, "mean": 0, "prod": 1}
+_LAYER = {"sum": "add", "mean": "add", "prod": "mul", "amax": "max", "amin": "min"}
+
+
+@converter(aten.scatter.src)
+def scatter_src(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return _written(ctx, self, dim, index, src)
+
+
+@converter(aten.scatter.value)
+def scatter_value(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
+    return _written(ctx, self, dim, index, F.constant(value, self.dtype))
+
+
+@converter(aten.scatter.reduce)
+def scatter_reduce_old(
+    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str
+) -> Tensor:
+    return _written(ctx, self, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
+
+
+@converter(aten.scatter.value_reduce)
+def scatter_value_reduce(
+    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float, *, reduce: str
+) -> Tensor:
+    value_ = F.constant(value, self.dtype)
+    return _written(ctx, self, dim, index, value_, {"add": "sum", "multiply": "prod"}[reduce])
+
+
+@converter(aten.scatter_add.default)
+def scatter_add(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    return _written(ctx, self, dim, index, src, "sum")
+
+
+@converter(aten.scatter_reduce.two)
+def scatter_reduce(
+    ctx: ConversionContext,
+    self: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    return _written(ctx, self, dim, index, src, reduce, include_self)
+
+
+def _written(
+    ctx: ConversionContext,
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str | None = None,
+    include_self: bool = True,
+) -> Tensor:
+    if index.shape == (0,) or 0 in index.shape:
+        return x  # nothing is written, whatever the ranks
+    if x.ndim == 0 or index.ndim == 0:
+        x, index, source = (F.reshape(t, [-1]) for t in (x, index, source))
+    axis = wrap(dim, x.ndim)
+    index = F.cast(index, D.INT64)
+    source = expanded(source, sizes(index), index.shape) if source.ndim == 0 else cropped(source, index)
+    made = reduced(x, index, source, axis, reduce, include_self)
+    return reshape(made, [], ()) if result_shape(ctx) == () else made
+
+
+def reduced(
+    x: Tensor, index: Tensor, source: Tensor, axis: int, reduce: str | None, include_self: bool = True
+) -> Tensor:
+    """`x` with `source` (in the shape of `index`) written along an axis, or reduced into what is there."""
+    if reduce is None:
+        return F.scatter_elements(x, index, source, axis)
+    wide = kernels.accumulator(x.dtype)
+    base, added = F.cast(x, wide), F.cast(source, wide)
+    if not include_self:
+        neutral = F.constant(neutral_element(reduce, wide), wide)
+        base = F.scatter_elements(base, index, expanded(neutral, sizes(index), index.shape), axis)
+    made = F.scatter_elements(base, index, added, axis, reduction=_LAYER[reduce])
+    if reduce == "mean":
+        made = _mean(made, index, axis, include_self)
+    if reduce in ("amax", "amin") and wide in dtypes.FLOATS:
+        made = _with_nan(made, base, added, index, axis)
+    return F.cast(made, x.dtype)
+
+
+def neutral_element(reduce: str, dtype: ir.DataType) -> Any:
+    """What a reduction starts from."""
+    if reduce in _NEUTRAL:
+        return _NEUTRAL[reduce]
+    if reduce not in ("amax", "amin"):
+        raise ConversionError(f"reduce={reduce!r} is not handled")
+    if dtype in dtypes.FLOATS:
+        return -np.inf if reduce == "amax" else np.inf
+    info = np.iinfo(dtypes.to_numpy(dtype))
+    return info.min if reduce == "amax" else info.max
+
+
+def _mean(total: Tensor, index: Tensor, axis: int, include_self: bool) -> Tensor:
+    ones = expanded(F.constant(1, total.dtype), sizes(index), index.shape)
+    start = expanded(F.constant(1 if include_self else 0, total.dtype), sizes(total), total.shape)
+    count = F.scatter_elements(start, index, ones, axis, reduction="add")
+    count = F.maximum(count, F.constant(1, total.dtype))
+    if total.dtype in dtypes.FLOATS:
+        return F.div(total, count)
+    # torch divides integers downwards, ONNX towards zero.
+    quotient = F.div(total, count)
+    low = F.logical_and(F.less(total, 0), F.logical_not(F.equal(F.mul(quotient, count), total)))
+    return F.sub(quotient, F.cast(low, total.dtype))
+
+
+def _with_nan(made: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: int) -> Tensor:
+    # torch's largest and smallest of anything with a NaN is NaN; engines skip some of them.
+    before, after = (F.cast(F.isnan(t), D.FLOAT) for t in (base, added))
+    tainted = F.greater(F.scatter_elements(before, index, after, axis, reduction="add"), 0.0)
+    return F.where(tainted, F.constant(np.nan, made.dtype), made)
+
+
+@converter(aten.index_add.default)
+def index_add(
+    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+) -> Tensor:
+    wide = kernels.accumulator(self.dtype)
+    scaled = source if alpha == 1 else F.mul(F.cast(source, wide), F.constant(alpha, wide))
+    return _rows(F.cast(self, wide), dim, index, F.cast(scaled, wide), "sum", dtype=self.dtype)
+
+
+@converter(aten.index_copy.default)
+def index_copy(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    return _rows(self, dim, index, source, None)
+
+
+@converter(aten.index_reduce.default)
+def index_reduce(
+    ctx: ConversionContext,
+    self: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    if self.dtype in (D.FLOAT16, D.BFLOAT16) and reduce in ("mean", "prod"):
+        raise ConversionError(
+            f"reduce={reduce!r} in {self.dtype.name}, rounded at every step, is not handled"
+        )
+    return _rows(self, dim, index, source, reduce, include_self)
+
+
+@converter(aten.index_fill.int_Scalar)
+def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
+    return _filled(self, dim, index, F.constant(value, self.dtype))
+
+
+@converter(aten.index_fill.int_Tensor)
+def index_fill_tensor(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    return _filled(self, dim, index, F.cast(value, self.dtype))
+
+
+def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    line = F.reshape(index, [-1])
+    if x.ndim == 0:
+        return F.reshape(_filled(F.reshape(x, [1]), 0, line, value), [])
+    axis = wrap(dim, x.ndim)
+    wanted: list[Size] = [size(line, 0) if i == axis else size(x, i) for i in range(x.ndim)]
+    known = tuple(line.shape[0] if i == axis else d for i, d in enumerate(x.shape))
+    return _rows(x, dim, line, expanded(value, wanted, known), None)
+
+
+def _rows(
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str | None,
+    include_self: bool = True,
+    dtype: ir.DataType | None = None,
+) -> Tensor:
+    """`x` with slices of `source` written or reduced at the numbers of a vector."""
+    wanted = x.dtype if dtype is None else dtype
+    if x.ndim == 0:
+        flat = _rows(
+            F.reshape(x, [1]), 0, F.reshape(index, [-1]), F.reshape(source, [-1]), reduce, include_self
+        )
+        return F.cast(F.reshape(flat, []), wanted)
+    axis = wrap(dim, x.ndim)
+    if 0 in source.shape:
+        return F.cast(x, wanted)
+    source = F.unsqueeze(source, list(range(x.ndim))) if source.ndim == 0 else source
+    line = F.reshape(wrapped(index, size(x, axis)), [-1 if i == axis else 1 for i in range(x.ndim)])
+    places = expanded(line, sizes(source), source.shape)
+    return F.cast(reduced(x, places, source, axis, reduce, include_self), wanted)
