@@ -1,0 +1,17 @@
+"""Pipelines: a model cut into balanced stages that work on different micro-batches at the same time."""
+
+from intarsia.pipeline.checkpoint import is_checkpointing, is_recomputing
+from intarsia.pipeline.gpipe import BalanceError, GPipe
+from intarsia.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
+
+__all__ = [
+    "BalanceError",
+    "GPipe",
+    "Namespace",
+    "is_checkpointing",
+    "is_recomputing",
+    "pop",
+    "skippable",
+    "stash",
+    "verify_skippables",
+]

@@ -1,0 +1,208 @@
+"""Checkpointing in two nodes, so that the recomputation can start before the gradient has arrived.
+
+x ──Checkpoint──> y ──────────join──> y'       forward: the function runs without a graph
+                  └─fork─Recompute─┘           backward: Recompute runs it again, with a graph;
+                                               Checkpoint then sends the gradient through it
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from intarsia.pipeline.dependency import fork, join
+from intarsia.pipeline.inherit import ThreadState
+from intarsia.pipeline.microbatch import Batch
+from intarsia.pipeline.phony import get_phony
+from intarsia.pipeline.rng import RNGState, restored_rng, save_rng
+
+Function = Callable[[Any], Any]
+
+
+class Replay(Protocol):
+    """What a second run of a function needs to be the same as the first."""
+
+    def record(self) -> AbstractContextManager[None]:
+        """Entered around the first run."""
+
+    def replay(self) -> AbstractContextManager[None]:
+        """Entered around the second."""
+
+
+class ReplayRandom:
+    """The second run draws the random numbers of the first, from the default generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.state: RNGState | None = None
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Remember where the generators stand."""
+        self.state = save_rng(self.device)
+        yield
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Draw from there again."""
+        assert self.state is not None
+        with restored_rng(self.state, self.device):
+            yield
+
+
+class _Phase(threading.local):
+    checkpointing = False
+    recomputing = False
+
+
+_phase = _Phase()
+
+
+def is_checkpointing() -> bool:
+    """Whether the module now runs forward under checkpointing: it will run once more, for the gradient.
+
+    >>> is_checkpointing()
+    False
+    """
+    return _phase.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether the module now runs again for the gradient; a counter, say, must not count this time.
+
+    >>> is_recomputing()
+    False
+    """
+    return _phase.recomputing
+
+
+@contextmanager
+def enable_checkpointing() -> Iterator[None]:
+    """Make `is_checkpointing()` true."""
+    before, _phase.checkpointing = _phase.checkpointing, True
+    try:
+        yield
+    finally:
+        _phase.checkpointing = before
+
+
+@contextmanager
+def enable_recomputing() -> Iterator[None]:
+    """Make `is_recomputing()` true."""
+    before, _phase.recomputing = _phase.recomputing, True
+    try:
+        yield
+    finally:
+        _phase.recomputing = before
+
+
+@dataclass
+class _Shared:
+    """What the two nodes of one checkpoint share."""
+
+    function: Function
+    input: Batch  # the structure of the input, without its tensors
+    replay: Replay
+    state: ThreadState
+    output: Batch | None = None
+    recomputed: deque[tuple[Batch, Batch]] = field(default_factory=deque)
+
+
+def checkpoint(function: Function, input: Any) -> Any:
+    """Run a function without keeping what its backward needs; that is computed again when it is needed.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> checkpoint(lambda x: x.exp().sum(), x).backward()
+    >>> torch.equal(x.grad, x.exp())
+    True
+    """
+    checkpointing = Checkpointing(function, Batch(input))
+    batch = checkpointing.checkpoint()
+    checkpointing.recompute(batch)
+    return batch.value
+
+
+class Checkpointing:
+    """Makes the pair of nodes: `checkpoint` computes, `recompute` puts the second node on the result."""
+
+    def __init__(self, function: Function, batch: Batch, replay: Replay | None = None) -> None:
+        self.batch = batch
+        structure = batch.copy()
+        structure[:] = tuple(get_phony(x.device, requires_grad=False) for x in batch)
+        replay = replay or ReplayRandom(batch[0].device)
+        self.shared = _Shared(function, structure, replay, ThreadState.capture())
+
+    def checkpoint(self) -> Batch:
+        """Run the function under checkpointing."""
+        # The input may need no gradient while the parameters do, so a phony that needs one comes along.
+        phony = get_phony(self.batch[0].device, requires_grad=True)
+        tensors = Checkpoint.apply(phony, self.shared, *self.batch)  # type: ignore[no-untyped-call]
+        output = self.shared.output
+        assert output is not None
+        self.shared.output = None  # the node must not keep its own output alive
+        output[:] = tensors
+        return output
+
+    def recompute(self, batch: Batch) -> None:
+        """Let the function run again before the gradient of this batch goes on."""
+        position = batch.carrier
+        if position is None:
+            return
+        batch[position], phony = fork(batch[position])
+        if not phony.requires_grad:  # nothing in this batch has a gradient, so nobody will come back
+            return
+        phony = Recompute.apply(phony, self.shared, *self.batch)  # type: ignore[no-untyped-call]
+        batch[position] = join(batch[position], phony)
+
+
+class Checkpoint(torch.autograd.Function):
+    """Forward without a graph; backward through the recomputed one."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        # Saved tensors are checked for in-place changes when Recompute reads them.
+        with torch.no_grad(), enable_checkpointing(), shared.replay.record():
+            output = Batch(shared.function(shared.input.rebuild(inputs)))
+        shared.output = output
+        # The same tensor twice, or an input handed on, would confuse autograd's bookkeeping.
+        return tuple(x.detach() for x in output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        inputs, output = ctx.shared.recomputed.pop()
+        pairs = [(y, g) for y, g in zip(output, grads, strict=True) if y.requires_grad and g is not None]
+        if pairs:
+            outputs, gradients = zip(*pairs, strict=True)
+            with torch.enable_grad():
+                torch.autograd.backward(outputs, gradients)
+        return None, None, *(x.grad for x in inputs)
+
+
+class Recompute(torch.autograd.Function):
+    """Forward nothing; backward runs the checkpointed function again, with a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> Tensor:
+        ctx.shared = shared
+        ctx.save_for_backward(*inputs)
+        return phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        shared: _Shared = ctx.shared
+        saved = ctx.saved_tensors
+        batch = shared.input.copy()
+        batch[:] = tuple(x.detach().requires_grad_(x.requires_grad) for x in saved)
+        with shared.state.enter(), torch.enable_grad(), enable_recomputing(), shared.replay.replay():
+            output = batch.call(shared.function)
+        shared.recomputed.append((batch, output))
+        return None, None, *(None for _ in saved)

@@ -1,0 +1,59 @@
+"""The thread-local state of torch that a worker thread takes over from its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+# Autocast is kept per device type; these are the ones a stage can run on.
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """Grad mode, inference mode, autocast and default device, as they were where it was captured.
+
+    >>> with torch.no_grad():
+    ...     state = ThreadState.capture()
+    >>> with state.enter():
+    ...     torch.is_grad_enabled()
+    False
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    default_device: torch.device
+
+    @staticmethod
+    def capture() -> ThreadState:
+        """The state of the calling thread."""
+        return ThreadState(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _AUTOCAST_DEVICES
+            ),
+            default_device=torch.get_default_device(),
+        )
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Take the state over for a while."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled != torch.is_autocast_enabled(kind) or enabled:
+                    # Autocast's cache of weights is one for all threads, and a weight cast under
+                    # checkpointing (without a graph) would cut the gradient of the next micro-batch.
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                    )
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            yield

@@ -1,0 +1,199 @@
+"""The pipeline: stages work on different micro-batches at the same time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from intarsia.pipeline.checkpoint import Checkpointing
+from intarsia.pipeline.copy import Copy, Wait
+from intarsia.pipeline.cores import shared_cores
+from intarsia.pipeline.dependency import fork, join
+from intarsia.pipeline.habits import Habits
+from intarsia.pipeline.inherit import ThreadState
+from intarsia.pipeline.microbatch import Batch
+from intarsia.pipeline.rng import Seeds
+from intarsia.pipeline.skip.layout import SkipLayout, inspect_skip_layout
+from intarsia.pipeline.skip.tracker import SkipTrackerThroughPortals
+from intarsia.pipeline.stream import AbstractStream, current_stream, new_stream, use_device, use_stream
+from intarsia.pipeline.task import StageRun
+from intarsia.pipeline.worker import Done, Task, run_task, spawn_workers
+
+
+def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
+    """The schedule of `m` micro-batches over `n` stages: (micro-batch, stage) pairs, tick by tick.
+
+        m=3, n=3    tick 0 1 2 3 4
+        stage 0          0 1 2
+        stage 1            0 1 2
+        stage 2              0 1 2
+
+    >>> list(clock_cycles(2, 2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(1, 1)]]
+    """
+    for tick in range(m + n - 1):
+        yield [(tick - j, j) for j in range(max(tick - m + 1, 0), min(tick + 1, n))]
+
+
+class Pipeline:
+    """Runs micro-batches through stages; afterwards `batches` holds the outputs.
+
+    >>> batches = [Batch(torch.zeros(1)), Batch(torch.ones(1))]
+    >>> stages = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
+    >>> Pipeline(batches, stages).run()
+    >>> [batch.tensor.item() for batch in batches]
+    [0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        batches: list[Batch],
+        partitions: Iterable[nn.Sequential],
+        devices: list[torch.device] | None = None,
+        copy_streams: list[list[AbstractStream]] | None = None,
+        skip_layout: SkipLayout | None = None,
+        checkpoint_stop: int = 0,
+        habits: list[Habits] | None = None,
+    ) -> None:
+        self.batches = batches
+        self.partitions = list(partitions)
+        count = len(self.partitions)
+        self.devices = devices or [torch.device("cpu")] * count
+        self.copy_streams = copy_streams or [[new_stream(d) for _ in batches] for d in self.devices]
+        self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
+        self.checkpoint_stop = checkpoint_stop
+        self.habits = habits or [Habits() for _ in range(count)]
+
+    def run(self) -> None:
+        """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
+        m, n = len(self.batches), len(self.partitions)
+        self._state = ThreadState.capture()
+        self._streams = [current_stream(device) for device in self.devices]
+        self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
+        self._checkpoints: dict[int, Checkpointing] = {}
+        self._phonies: dict[int, Tensor] = {}
+        if m == 1 or n == 1:  # nothing can run at the same time
+            self._run_alone()
+        else:
+            self._run_workers()
+
+    def _run_alone(self) -> None:
+        """Everything on the calling thread, tick by tick."""
+        m, n = len(self.batches), len(self.partitions)
+        for schedule in clock_cycles(m, n):
+            for i, j in schedule:
+                self._finish(run_task(self._task(i, j, None)))
+
+    def _run_workers(self) -> None:
+        """One thread a stage; this one hands out tasks as they become possible."""
+        m, n = len(self.batches), len(self.partitions)
+        seeds = Seeds()
+        submitted, done = [0] * n, [0] * n
+        failures: list[Done] = []
+
+        def possible(j: int) -> bool:
+            i = submitted[j]
+            if i == m or done[j] < i or (j > 0 and done[j - 1] <= i):
+                return False
+            # A stage is at most one micro-batch ahead of the next, so that outputs do not pile up.
+            return j == n - 1 or i < 2 or done[j + 1] >= i - 1
+
+        with shared_cores(self.devices) as prepare, spawn_workers(n, prepare) as (queues, results):
+            while done[-1] < m:
+                for j in range(n):
+                    if not failures and possible(j):
+                        queues[j].put(self._task(submitted[j], j, seeds))
+                        submitted[j] += 1
+                if submitted == done:
+                    break  # after a failure, when the tasks under way have ended
+                result = results.get()
+                done[result.task.stage] += 1
+                if isinstance(result.result, BaseException):
+                    failures.append(result)
+                elif not failures:
+                    self._finish(result)
+        if failures:
+            first = min(failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
+            self._finish(first)
+        if not seeds.finish():
+            # Somebody drew from the default generator unwatched: a stage with a new habit, or other code.
+            for habits in self.habits:
+                habits.forget()
+            if self.checkpoint_stop:
+                warnings.warn(
+                    "random numbers were drawn from torch's default generator while the pipeline ran; "
+                    "if a stage drew them, but not on its first micro-batch, its recomputation may differ",
+                    stacklevel=4,
+                )
+
+    def _task(self, i: int, j: int, seeds: Seeds | None) -> Task:
+        """The task of a stage on a micro-batch, its input fetched and ordered."""
+        self._fence(i, j)
+        batch, device, stream = self.batches[i], self.devices[j], self._streams[j]
+        checkpointed = i < self.checkpoint_stop and self._state.grad
+        run = StageRun(
+            self.partitions[j], device, self.habits[j], self._skip_trackers[i], (i, j), seeds, self._shared
+        )
+
+        def compute() -> Batch:
+            with self._state.enter(), use_device(device), use_stream(stream):
+                if self._crosses(j - 1, j):
+                    batch[:] = Wait.apply(self.copy_streams[j][i], stream, *batch)  # type: ignore[no-untyped-call]
+                output, checkpoint = run.compute(batch, checkpointed=checkpointed)
+            if checkpoint is not None:
+                self._checkpoints[i] = checkpoint
+            return output
+
+        return Task(i, j, compute)
+
+    def _fence(self, i: int, j: int) -> None:
+        """Bring a micro-batch and its skips to a stage, ordered after the micro-batch before it.
+
+        In the backward pass the order is reversed: the micro-batch before it waits for this one.
+        """
+        batch = self.batches[i]
+        position = batch.carrier
+        if j in self._phonies and position is not None:
+            batch[position] = join(batch[position], self._phonies.pop(j))
+        for source, ns, name in self.skip_layout.copy_policy(j):
+            if self._crosses(source, j):
+                streams = self.copy_streams[source][i], self.copy_streams[j][i]
+                self._skip_trackers[i].copy(batch, *streams, ns, name)
+        if self._crosses(j - 1, j):
+            streams = self.copy_streams[j - 1][i], self.copy_streams[j][i]
+            batch[:] = Copy.apply(*streams, *batch)  # type: ignore[no-untyped-call]
+
+    def _finish(self, result: Done) -> None:
+        """Take a task's output over, or raise what it raised."""
+        if isinstance(result.result, BaseException):
+            raise result.result
+        i, j, batch = result.task.micro_batch, result.task.stage, result.result
+        if j + 1 < len(self.partitions) and self._leaves(j):
+            streams = self._streams[j], self.copy_streams[j][i]
+            batch[:] = Wait.apply(*streams, *batch)  # type: ignore[no-untyped-call]
+        checkpoint = self._checkpoints.pop(i, None)
+        if checkpoint is not None:
+            with use_device(self.devices[j]):
+                checkpoint.recompute(batch)
+        position = batch.carrier
+        if i + 1 < len(self.batches) and position is not None:
+            batch[position], self._phonies[j] = fork(batch[position])
+        self.batches[i] = batch
+
+    def _crosses(self, source: int, target: int) -> bool:
+        """Whether there is a border between devices; the first stage's input is where it should be."""
+        return source >= 0 and self.devices[source] != self.devices[target]
+
+    def _leaves(self, source: int) -> bool:
+        """Whether anything of a stage goes to another device: its output, or a skip."""
+        routes = self.skip_layout.by_ns_name.values()
+        return self._crosses(source, source + 1) or any(
+            a == source and self._crosses(a, b) for a, b in routes
+        )
+
+    def _shared(self, device: torch.device) -> bool:
+        """Whether several stages may draw from a device's generator; they all may from the CPU's."""
+        return device.type == "cpu" or self.devices.count(device) > 1

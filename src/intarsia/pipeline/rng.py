@@ -1,0 +1,159 @@
+"""Random numbers that come out the same when a task runs again, also while other stages draw theirs.
+
+torch has one generator per device and process. Stages that run at the same time on one device would
+draw from it in an order nobody knows, and a recomputation could not draw the same numbers. So every
+task draws from generators of its own, seeded by (the caller's generator, micro-batch, stage).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Held while a default generator stands in for a task's own.
+_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class RNGState:
+    """The default generators' states of the CPU and of a CUDA device; None where it does not matter."""
+
+    cpu: Tensor | None
+    cuda: Tensor | None
+
+
+def save_rng(device: torch.device, *, cpu: bool = True) -> RNGState:
+    """The states now."""
+    return RNGState(
+        torch.get_rng_state() if cpu else None,
+        torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    )
+
+
+def set_rng(state: RNGState, device: torch.device) -> None:
+    """Put the states back."""
+    if state.cpu is not None:
+        torch.set_rng_state(state.cpu)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda, device)
+
+
+@contextmanager
+def restored_rng(state: RNGState, device: torch.device) -> Iterator[None]:
+    """Draw from an earlier state for a while; afterwards it is as if nothing had been drawn."""
+    now = RNGState(
+        None if state.cpu is None else torch.get_rng_state(),
+        None if state.cuda is None else torch.cuda.get_rng_state(device),
+    )
+    set_rng(state, device)
+    try:
+        yield
+    finally:
+        set_rng(now, device)
+
+
+class Seeds:
+    """The seeds of one run's tasks, from the state the caller's generator has at its start.
+
+    The caller's generator moves on by one draw if, and only if, a task drew anything.
+    """
+
+    def __init__(self) -> None:
+        self.before = torch.get_rng_state()
+        peek = torch.Generator()
+        peek.set_state(self.before)
+        self.base = _draw(peek)
+        self.used = False
+
+    def seed(self, micro_batch: int, stage: int) -> int:
+        """The seed of one task."""
+        digest = hashlib.blake2b(struct.pack("<qqq", self.base, micro_batch, stage), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def finish(self) -> bool:
+        """Move the caller's generator on; false if somebody else has drawn from it meanwhile."""
+        untouched = torch.equal(self.before, torch.get_rng_state())
+        if self.used:
+            _draw(torch.default_generator)
+        return untouched
+
+
+def _draw(generator: torch.Generator) -> int:
+    return int(torch.randint(0, 2**62, (), generator=generator, device="cpu"))
+
+
+class TaskRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives every random operation of a task the task's own generator.
+
+    A device that `shared` denies keeps its default generator: only one stage draws from it.
+    """
+
+    def __init__(self, seed: int, shared: Callable[[torch.device], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed = seed
+        self.shared = shared
+        self.drew: set[torch.device] = set()
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        arguments = func._schema.arguments
+        place = next((i for i, argument in enumerate(arguments) if argument.name == "generator"), None)
+        given = kwargs.get("generator")
+        if given is None and place is not None and place < len(args):
+            given = args[place]
+        if given is not None:  # the model's own generator
+            return func(*args, **kwargs)
+        device = _device_of(args, kwargs)
+        self.drew.add(device)
+        if not self.shared(device):
+            return func(*args, **kwargs)
+        generator = self._generator(device)
+        if place is not None and (place >= len(args) or arguments[place].kwarg_only):
+            return func(*args, **dict(kwargs, generator=generator))
+        with _lock:
+            default = _default_generator(device)
+            before = default.get_state()
+            default.set_state(generator.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                generator.set_state(default.get_state())
+                default.set_state(before)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators[device]
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device an operation draws on: the one it names, or that of its first tensor."""
+    named = kwargs.get("device")
+    if named is not None:
+        device = torch.device(named)
+    else:
+        values = (*args, *kwargs.values())
+        device = next((x.device for x in values if isinstance(x, Tensor)), torch.device("cpu"))
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator

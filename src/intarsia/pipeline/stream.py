@@ -1,0 +1,93 @@
+"""One vocabulary for CUDA streams and for the CPU, which has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor
+
+
+class CPUStreamType:
+    """The type of `CPUStream`, the one stream of the CPU: work on it is always already in order."""
+
+    def __repr__(self) -> str:
+        return "CPUStream"
+
+
+CPUStream = CPUStreamType()
+
+AbstractStream: TypeAlias = torch.cuda.Stream | CPUStreamType
+
+
+def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
+    """Whether the stream is a CUDA stream."""
+    return stream is not CPUStream
+
+
+def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
+    """The stream as a CUDA stream; the CPU's is refused."""
+    if not is_cuda(stream):
+        raise TypeError(f"expected a CUDA stream, got {stream!r}")
+    return stream
+
+
+def new_stream(device: torch.device) -> AbstractStream:
+    """A new stream on a device."""
+    if device.type != "cuda":
+        return CPUStream
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def current_stream(device: torch.device) -> AbstractStream:
+    """The stream work is put on now."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else CPUStream
+
+
+def default_stream(device: torch.device) -> AbstractStream:
+    """The stream work is put on when nobody chose one."""
+    return torch.cuda.default_stream(device) if device.type == "cuda" else CPUStream
+
+
+@contextmanager
+def use_device(device: torch.device) -> Iterator[None]:
+    """Make a CUDA device the current one; the CPU needs no choosing."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+@contextmanager
+def use_stream(stream: AbstractStream) -> Iterator[None]:
+    """Put work on a stream."""
+    if not is_cuda(stream):
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+
+
+def get_device(stream: AbstractStream) -> torch.device:
+    """The device a stream belongs to."""
+    return torch.device(stream.device) if is_cuda(stream) else torch.device("cpu")
+
+
+def wait_stream(source: AbstractStream, target: AbstractStream) -> None:
+    """Let `source` wait until everything now on `target` is done."""
+    if not is_cuda(target):
+        return  # what the CPU did is done
+    if is_cuda(source):
+        source.wait_stream(target)
+    else:
+        target.synchronize()  # only the host itself can wait here
+
+
+def record_stream(tensor: Tensor, stream: AbstractStream) -> None:
+    """Tell the allocator that a stream uses a tensor, so that its memory is not handed on too early."""
+    if is_cuda(stream) and tensor.is_cuda:
+        # record_stream remembers the storage, so the empty slice of a phony or of a view will do.
+        tensor.record_stream(stream)

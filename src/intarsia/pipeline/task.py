@@ -1,0 +1,119 @@
+"""One stage on one micro-batch: computed once or, under checkpointing, once more for the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from intarsia.pipeline.checkpoint import Checkpointing
+from intarsia.pipeline.habits import BufferSnapshot, Habits, owned_buffers, versions
+from intarsia.pipeline.microbatch import Batch
+from intarsia.pipeline.rng import RNGState, Seeds, TaskRandom, restored_rng, save_rng
+from intarsia.pipeline.skip.tracker import SkipTracker, use_skip_tracker
+
+
+class StageRun:
+    """Runs a stage on a micro-batch, learns its habits, and can make the run happen again exactly."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        device: torch.device,
+        habits: Habits,
+        skip_tracker: SkipTracker,
+        place: tuple[int, int],
+        seeds: Seeds | None,
+        shared: Callable[[torch.device], bool],
+    ) -> None:
+        self.stage = stage
+        self.device = device
+        self.habits = habits
+        self.skip_tracker = skip_tracker
+        self.place = place
+        self.seeds = seeds  # None where no other stage runs at the same time
+        self.shared = shared
+        self.learning = not habits.known(stage) or (seeds is not None and habits.random is None)
+        self.mutates_input = self.learning or habits.mutates_input
+        self.mutated = False
+        self.buffers = BufferSnapshot([], [])
+        self.generators = RNGState(None, None)
+
+    def compute(self, batch: Batch, *, checkpointed: bool) -> tuple[Batch, Checkpointing | None]:
+        """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
+        if checkpointed:
+            checkpoint = Checkpointing(self, batch, self)
+            return _checked(checkpoint.checkpoint()), checkpoint
+        with self.record(again=False):
+            return _checked(batch.call(self)), None
+
+    def __call__(self, value: Any) -> Any:
+        """The stage, on an input that is safe from it."""
+        batch = Batch(value)
+        if self.mutates_input:
+            batch[:] = tuple(x.clone() for x in batch)
+        before = versions(batch)
+        with use_skip_tracker(self.skip_tracker):
+            output = self.stage(batch.value)
+        self.mutated = versions(batch) != before
+        if self.mutated and not self.mutates_input:
+            self.habits.forget()
+            raise RuntimeError(
+                "the stage changed its input in place, which it had not done on its first micro-batch; "
+                "run the mini-batch again"
+            )
+        return output
+
+    @contextmanager
+    def record(self, *, again: bool = True) -> Iterator[None]:
+        """Around the first run: note what a second one needs, and learn the stage's habits."""
+        if self.learning:
+            self.buffers = BufferSnapshot.take(owned_buffers(self.stage))
+        elif again:
+            self.buffers = BufferSnapshot.take(self.habits.buffers)
+        if again:
+            alone = self.seeds is None
+            own = self.device if alone or not self.shared(self.device) else torch.device("cpu")
+            self.generators = save_rng(own, cpu=alone)
+        mode = self._random_mode()
+        with mode or nullcontext():
+            yield
+        drew = mode is not None and any(self.shared(device) for device in mode.drew)
+        if drew and self.seeds is not None:
+            self.seeds.used = True
+        if self.learning:
+            self.buffers = self.buffers.changed()
+            # Without other stages beside it nobody watched what it drew.
+            random = None if mode is None else drew
+            self.habits.learn(self.stage, self.mutated, random, self.buffers.owners)
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Around the second run: buffers and random numbers are those of the first."""
+        with (
+            self.buffers.replayed(),
+            restored_rng(self.generators, self.device),
+            self._random_mode() or nullcontext(),
+        ):
+            try:
+                yield
+            except BaseException as error:
+                i, j = self.place
+                error.add_note(
+                    f"in stage {j} of the pipeline, computing micro-batch {i} again for the gradient"
+                )
+                raise
+
+    def _random_mode(self) -> TaskRandom | None:
+        if self.seeds is None or not (self.learning or self.habits.random):
+            return None
+        return TaskRandom(self.seeds.seed(*self.place), self.shared)
+
+
+def _checked(output: Batch) -> Batch:
+    if len(output) == 0:
+        raise TypeError(f"a stage must return tensors, got {output.value!r}")
+    return output
