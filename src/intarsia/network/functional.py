@@ -61,6 +61,7 @@ from intarsia.network.ops.elementwise import (
 )
 from intarsia.network.ops.nn import *  # noqa: F403
 from intarsia.network.ops.nn import matmul
+from intarsia.network.ops.quantize import *  # noqa: F403
 from intarsia.network.ops.reduce import *  # noqa: F403
 from intarsia.network.ops.shape import *  # noqa: F403
 

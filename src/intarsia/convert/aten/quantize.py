@@ -1,0 +1,185 @@
+"""Quantisation as pt2e writes it: integers beside their scale and zero point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+try:  # the operators exist once this module of torch is loaded; a torch without it has none to convert
+    import torch.ao.quantization.fx._decomposed  # noqa: F401  # type: ignore[import-not-found,unused-ignore]
+
+    HAS_QUANTIZED = hasattr(torch.ops.quantized_decomposed, "quantize_per_tensor")
+except ImportError:
+    HAS_QUANTIZED = False
+
+aten = torch.ops.aten
+_RANGES = {
+    ir.DataType.INT8: (-128, 127),
+    ir.DataType.UINT8: (0, 255),
+    ir.DataType.INT16: (-32768, 32767),
+    ir.DataType.UINT16: (0, 65535),
+}
+
+
+def _limits(ctx: ConversionContext, quant_min: Any, quant_max: Any) -> tuple[int, int]:
+    low, high = _number(quant_min, "quant_min"), _number(quant_max, "quant_max")
+    if ctx.dtype not in _RANGES:
+        raise ConversionError(f"dtype={ctx.torch_dtype} is not handled")
+    return low, high
+
+
+def _number(value: Any, name: str) -> int:
+    if isinstance(value, Tensor):
+        if value.constant is None:
+            raise ConversionError(f"a {name} that is computed is not handled")
+        return int(value.constant)
+    return int(value)
+
+
+def _scale(value: Any) -> Tensor:
+    # torch's per-tensor scales are double; the products are float32 all the same.
+    return F.cast(value, torch.float32) if isinstance(value, Tensor) else F.constant(value, torch.float32)
+
+
+def _flat(value: Tensor) -> Tensor:
+    """A scale or zero point of one element as ONNX wants it for a whole tensor: 0-d."""
+    return value if value.ndim == 0 else F.reshape(value, [])
+
+
+def _zero_point(value: Any, dtype: ir.DataType) -> Tensor:
+    return F.cast(value, dtype) if isinstance(value, Tensor) else F.constant(value, dtype)
+
+
+def quantized(
+    ctx: ConversionContext,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Any,
+    limits: tuple[int, int],
+    axis: int | None,
+) -> Tensor:
+    """Round half to even as torch does; a quotient that is a tie may fall on the other side.
+
+    torch multiplies by the reciprocal of the scale where engines divide: where the two products
+    straddle a half, the integers differ by one. Integer kernels are chosen by this very layer.
+    """
+    made = F.quantize_linear(F.cast(x, torch.float32), scale, _zero_point(zero_point, ctx.dtype), axis=axis)
+    return made if limits == _RANGES[ctx.dtype] else F.clip(made, *limits)
+
+
+def dequantized(x: Tensor, scale: Tensor, zero_point: Any, axis: int | None, out_dtype: Any) -> Tensor:
+    """In float32, which both engines and torch compute in."""
+    if out_dtype not in (None, torch.float32):
+        raise ConversionError(f"out_dtype={out_dtype} is not handled")
+    if x.dtype not in _RANGES:
+        raise ConversionError(f"dtype={x.dtype.name} is not handled")
+    zero = None if zero_point is None else _zero_point(zero_point, x.dtype)
+    return F.dequantize_linear(x, scale, zero, axis=axis)
+
+
+if HAS_QUANTIZED:
+    q = torch.ops.quantized_decomposed
+
+    @converter(q.quantize_per_tensor.default, q.quantize_per_tensor.tensor, q.quantize_per_tensor.tensor2)
+    def quantize_per_tensor(
+        ctx: ConversionContext,
+        input: Tensor,
+        scale: Any,
+        zero_point: Any,
+        quant_min: Any,
+        quant_max: Any,
+        dtype: Any,
+    ) -> Tensor:
+        limits = _limits(ctx, quant_min, quant_max)
+        zero = _zero_point(zero_point, ctx.dtype)
+        return quantized(ctx, input, _flat(_scale(scale)), _flat(zero), limits, None)
+
+    @converter(
+        q.dequantize_per_tensor.default, q.dequantize_per_tensor.tensor, q.dequantize_per_tensor.tensor2
+    )
+    def dequantize_per_tensor(
+        ctx: ConversionContext,
+        input: Tensor,
+        scale: Any,
+        zero_point: Any,
+        quant_min: Any,
+        quant_max: Any,
+        dtype: Any,
+        *,
+        out_dtype: Any = None,
+    ) -> Tensor:
+        zero = _zero_point(zero_point, input.dtype)
+        return dequantized(input, _flat(_scale(scale)), _flat(zero), None, out_dtype)
+
+    @converter(q.quantize_per_channel.default)
+    def quantize_per_channel(
+        ctx: ConversionContext,
+        input: Tensor,
+        scales: Tensor,
+        zero_points: Tensor,
+        axis: int,
+        quant_min: int,
+        quant_max: int,
+        dtype: Any,
+    ) -> Tensor:
+        limits = _limits(ctx, quant_min, quant_max)
+        return quantized(ctx, input, _scale(scales), zero_points, limits, axis)
+
+    @converter(q.dequantize_per_channel.default)
+    def dequantize_per_channel(
+        ctx: ConversionContext,
+        input: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        axis: int,
+        quant_min: int,
+        quant_max: int,
+        dtype: Any,
+        *,
+        out_dtype: Any = None,
+    ) -> Tensor:
+        return dequantized(input, _scale(scales), zero_points, axis, out_dtype)
+
+
+def _fake(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
+    """Round to the grid and stay in float32: exactly torch's arithmetic, no integer type needed."""
+    steps = F.add(F.round(F.mul(x, F.div(1.0, scale))), zero_point)
+    return F.mul(F.sub(F.clip(steps, float(low), float(high)), zero_point), scale)
+
+
+@converter(aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams)
+def fake_quantize_per_tensor(
+    ctx: ConversionContext, self: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int
+) -> Tensor:
+    _float_only(self)
+    zero = _flat(_zero_point(zero_point, ir.DataType.FLOAT))
+    return _fake(self, _flat(_scale(scale)), zero, quant_min, quant_max)
+
+
+@converter(aten.fake_quantize_per_channel_affine.default)
+def fake_quantize_per_channel(
+    ctx: ConversionContext,
+    self: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int,
+    quant_min: int,
+    quant_max: int,
+) -> Tensor:
+    _float_only(self)
+    sizes = [-1 if i == axis % self.ndim else 1 for i in range(self.ndim)]
+    zero = F.cast(zero_point, torch.float32)
+    return _fake(self, F.reshape(_scale(scale), sizes), F.reshape(zero, sizes), quant_min, quant_max)
+
+
+def _float_only(x: Tensor) -> None:
+    if x.dtype != ir.DataType.FLOAT:
+        raise ConversionError(f"fake quantisation of {x.dtype.name} is not handled")

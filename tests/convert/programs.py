@@ -1,0 +1,50 @@
+"""Small functions as graphs of ATen operators, the way export makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, export
+
+
+class _Module(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def program_of(
+    function: Callable[..., Any], *inputs: torch.Tensor, dynamic: tuple[dict[int, Dim], ...] | None = None
+) -> fx.GraphModule:
+    """The graph of a function of tensors; tensors it closes over are frozen."""
+    shapes = None if dynamic is None else (tuple(d or None for d in dynamic),)
+    exported = export(_Module(function), inputs, dynamic_shapes=shapes, strict=False)
+    module = exported.module()
+    graph = fx.Graph()
+    values: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if _is_guard(node):
+            continue
+        if node.op == "output":
+            values[node] = graph.output(
+                [values[n] for n in node.all_input_nodes] if node.all_input_nodes else []
+            )
+            continue
+        values[node] = graph.node_copy(node, values.__getitem__)
+    made = fx.GraphModule(module, graph)
+    made.graph.eliminate_dead_code()
+    made.recompile()
+    return made
+
+
+def _is_guard(node: fx.Node) -> bool:
+    # export checks its inputs in a submodule of its own and asserts on sizes: neither computes anything.
+    if node.op == "call_module":
+        return True
+    return node.op == "call_function" and "assert" in str(node.target)
