@@ -1,0 +1,182 @@
+"""The pipeline's schedule, its workers, and that nothing of them stays behind."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from intarsia.pipeline import GPipe
+from intarsia.pipeline.cores import shared_cores
+from intarsia.pipeline.microbatch import Batch
+from intarsia.pipeline.pipeline import Pipeline, clock_cycles
+from intarsia.pipeline.worker import Task, spawn_workers
+
+
+def test_clock_cycles():
+    assert list(clock_cycles(1, 1)) == [[(0, 0)]]
+    assert list(clock_cycles(1, 3)) == [[(0, 0)], [(0, 1)], [(0, 2)]]
+    assert list(clock_cycles(3, 1)) == [[(0, 0)], [(1, 0)], [(2, 0)]]
+    assert list(clock_cycles(3, 3)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1), (0, 2)],
+        [(2, 1), (1, 2)],
+        [(2, 2)],
+    ]
+    assert list(clock_cycles(4, 2)) == [
+        [(0, 0)],
+        [(1, 0), (0, 1)],
+        [(2, 0), (1, 1)],
+        [(3, 0), (2, 1)],
+        [(3, 1)],
+    ]
+
+
+def test_a_stage_does_not_run_away_from_the_next():
+    timeline = []
+
+    class Log(nn.Module):
+        def __init__(self, stage, seconds):
+            super().__init__()
+            self.stage, self.seconds, self.count = stage, seconds, 0
+
+        def forward(self, x):
+            time.sleep(self.seconds)
+            timeline.append((self.count, self.stage))
+            self.count += 1
+            return x
+
+    model = GPipe(nn.Sequential(Log(0, 0), Log(1, 0.1)), [1, 1], devices=["cpu"] * 2, chunks=3)
+    model(torch.rand(3, 1))
+    assert timeline == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1)]
+
+
+def test_stages_run_at_the_same_time_each_on_its_thread():
+    meeting = threading.Barrier(2, timeout=20)
+    threads = [set(), set()]
+
+    class Meet(nn.Module):
+        def __init__(self, stage):
+            super().__init__()
+            self.stage, self.count = stage, 0
+
+        def forward(self, x):
+            threads[self.stage].add(threading.current_thread().name)
+            # Micro-batch i+1 in the first stage meets micro-batch i in the second.
+            if (self.stage, self.count) not in ((0, 0), (1, 3)):
+                meeting.wait()
+            self.count += 1
+            return x
+
+    GPipe(nn.Sequential(Meet(0), Meet(1)), [1, 1], devices=["cpu"] * 2, chunks=4)(torch.rand(4))
+    assert threads == [{"stage 0"}, {"stage 1"}]
+
+
+def test_context_variables_follow():
+    variable = contextvars.ContextVar("variable", default="unset")
+    seen = []
+
+    class See(nn.Module):
+        def forward(self, x):
+            seen.append(variable.get())
+            return x
+
+    variable.set("set")
+    GPipe(nn.Sequential(See(), See()), [1, 1], devices=["cpu"] * 2, chunks=2)(torch.rand(2))
+    assert seen == ["set"] * 4
+
+
+def test_an_interrupt_of_the_caller_ends_the_workers():
+    before = threading.active_count()
+
+    class Interrupt(nn.Module):
+        def forward(self, x):
+            os.kill(os.getpid(), signal.SIGINT)  # arrives on the main thread, which waits for results
+            time.sleep(0.2)
+            return x
+
+    model = GPipe(nn.Sequential(nn.Identity(), Interrupt()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.rand(2))
+    assert threading.active_count() == before
+
+
+def test_workers_end_when_the_caller_fails():
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), spawn_workers(3) as (queues, done):
+        queues[1].put(Task(0, 1, lambda: Batch(torch.ones(1))))
+        assert done.get().result.tensor == 1
+        raise ZeroDivisionError
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_nothing_stays_alive(fail):
+    class Last(nn.Module):
+        def forward(self, x):
+            if fail:
+                raise ZeroDivisionError
+            return x * 2
+
+    model = GPipe(nn.Sequential(nn.Linear(4, 4), Last()), [1, 1], devices=["cpu"] * 2, chunks=2)
+
+    def run():
+        x = torch.rand(4, 4, requires_grad=True)
+        alive = weakref.ref(x)
+        if fail:
+            with pytest.raises(ZeroDivisionError):
+                model(x)
+        else:
+            model(x).sum().backward()
+        return alive
+
+    alive = run()
+    gc.collect()
+    assert alive() is None
+
+
+def test_cores_are_shared_and_given_back():
+    before = torch.get_num_threads()
+    seen = []
+
+    class See(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_num_threads())
+            return x
+
+    try:
+        torch.set_num_threads(5)
+        GPipe(nn.Sequential(See(), See()), [1, 1], devices=["cpu"] * 2, chunks=2)(torch.rand(2))
+        assert seen == [2] * 4
+        assert torch.get_num_threads() == 5
+        with shared_cores([torch.device("meta")]) as prepare:
+            prepare()
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_pipeline_alone():
+    batches = [Batch(torch.full((1,), float(i))) for i in range(5)]
+    stages = [
+        nn.Sequential(nn.Linear(1, 1)),
+        nn.Sequential(nn.Linear(1, 1), nn.Tanh()),
+        nn.Sequential(nn.ReLU()),
+    ]
+    expected = []
+    for batch in batches:
+        x = batch.tensor
+        for stage in stages:
+            x = stage(x)
+        expected.append(x)
+    Pipeline(batches, stages, checkpoint_stop=3).run()
+    assert [batch.tensor for batch in batches] == expected
