@@ -112,10 +112,15 @@ def test_an_interrupt_of_the_caller_ends_the_workers():
 
 def test_workers_end_when_the_caller_fails():
     before = threading.active_count()
-    with pytest.raises(ZeroDivisionError), spawn_workers(3) as (queues, done):
-        queues[1].put(Task(0, 1, lambda: Batch(torch.ones(1))))
-        assert done.get().result.tensor == 1
-        raise ZeroDivisionError
+
+    def fail():
+        with spawn_workers(3) as (queues, done):
+            queues[1].put(Task(0, 1, lambda: Batch(torch.ones(1))))
+            assert done.get().result.tensor == 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert threading.active_count() == before
 
 

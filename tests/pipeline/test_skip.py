@@ -84,10 +84,10 @@ def test_misuse(tracker):
             return x
 
     x = torch.tensor(42)
-    with pytest.raises(RuntimeError, match="foo.*declared to be stashed"):
+    with pytest.raises(RuntimeError, match=r"foo.*declared to be stashed"):
         Silent()(x)
     stasher("foo")(x)
-    with pytest.raises(RuntimeError, match="foo.*declared to be popped"):
+    with pytest.raises(RuntimeError, match=r"foo.*declared to be popped"):
         Deaf()(x)
     with pytest.raises(RuntimeError, match="without being declared"):
         Undeclared(stash("foo", x))(x)
