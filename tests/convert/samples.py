@@ -102,15 +102,18 @@ def tolerance(name: str, dtype: torch.dtype) -> tuple[float, float]:
     return rtol, atol
 
 
-def cases(name: str, dtype: str, core: bool = True, limit: int = LIMIT) -> Iterator[Case]:
+def cases(
+    name: str, dtype: str, core: bool = True, limit: int = LIMIT, seen: set[str] | None = None
+) -> Iterator[Case]:
     """The cases of every covered sample: its own operator has a converter.
 
     The graph is traced as export does, composite operators kept. The operator under test is the
     one OpInfo names, or the only one in the graph. Where another node of the graph has no converter,
     the operator stands alone in its graph. With `core`, operators that appear only after torch's own
-    decomposition are cases of their own.
+    decomposition are cases of their own; those that differ in values alone from one in `seen` are left out.
     """
     op = op_infos()[name]
+    seen = set() if seen is None else seen
     for index, sample in enumerate(samples(op, DTYPES[dtype], limit)):
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
@@ -129,7 +132,11 @@ def cases(name: str, dtype: str, core: bool = True, limit: int = LIMIT) -> Itera
         if lowered is None:
             continue
         for target in dict.fromkeys(node.target for node in _calls(lowered)):
-            if target in registry and target not in tested:
+            if target not in registry or target in tested:
+                continue
+            signature = _signature(next(n for n in _calls(lowered) if n.target is target))
+            if signature not in seen:
+                seen.add(signature)
                 yield from _cases(name, dtype, index, "core", target, lowered, inputs)
 
 
@@ -185,6 +192,16 @@ def _core_table() -> dict[Any, Any]:
 def _calls(module: fx.GraphModule) -> list[fx.Node]:
     """The nodes that make layers."""
     return [n for n in module.graph.nodes if n.op == "call_function" and n.target not in EVALUATORS]
+
+
+def _signature(node: fx.Node) -> str:
+    """Target, types of tensors, and all other arguments."""
+
+    def show(source: fx.Node) -> str:
+        value = source.meta.get("val")
+        return f"{value.dtype}{list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
+
+    return f"{node.target}{fx.map_arg((node.args, node.kwargs), show)}"
 
 
 def own_targets(op: OpInfo, module: fx.GraphModule) -> set[Any]:

@@ -14,7 +14,7 @@ from intarsia.network import Tensor
 from intarsia.network import functional as F
 
 try:  # the operators exist once this module of torch is loaded; a torch without it has none to convert
-    import torch.ao.quantization.fx._decomposed  # noqa: F401  # type: ignore[import-not-found,unused-ignore]
+    import torch.ao.quantization.fx._decomposed  # type: ignore[import-not-found,unused-ignore]
 
     HAS_QUANTIZED = hasattr(torch.ops.quantized_decomposed, "quantize_per_tensor")
 except ImportError:
