@@ -157,7 +157,7 @@ def _efficientnet(hf: Any, full: bool) -> Specimen:
         )
     else:
         config = hf.EfficientNetConfig(
-            width_coefficient=0.25, depth_coefficient=0.4, image_size=64, hidden_dim=64
+            width_coefficient=0.25, depth_coefficient=0.4, image_size=64, hidden_dim=320
         )
     model = hf.EfficientNetModel(config)
     _lively_statistics(model)

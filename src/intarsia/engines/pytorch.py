@@ -10,14 +10,6 @@ from torch import fx
 
 from intarsia.engines.base import GraphEngine, Program
 
-aten = torch.ops.aten
-
-# A view needs the strides it was traced with; a neighbour's result may be laid out otherwise.
-_STRIDE_FREE = {
-    aten.view.default: aten.reshape.default,
-    aten._unsafe_view.default: aten.reshape.default,
-}
-
 
 @dataclass(frozen=True)
 class PyTorch(GraphEngine):
@@ -30,10 +22,6 @@ class PyTorch(GraphEngine):
         return None
 
     def build(self, module: fx.GraphModule) -> Program:
-        for node in module.graph.nodes:
-            if node.op == "call_function" and node.target in _STRIDE_FREE:
-                node.target = _STRIDE_FREE[node.target]
-        module.recompile()
         return _GraphProgram(module)
 
 

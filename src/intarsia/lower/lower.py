@@ -24,12 +24,21 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     changes nothing in place and whose operators all have converters is taken as it is.
     """
     table = decomposition_table(has_converter)
+    _free_views(program.graph)
     if any(_needs_work(node, table) for node in program.graph.nodes):
         with torch.no_grad():
             program = program.run_decompositions(table)
     lowered = unlift(program)
+    _free_views(lowered.module.graph)
     run_passes(lowered.module)
     return lowered
+
+
+def _free_views(graph: fx.Graph) -> None:
+    """Views become reshapes: a view presumes the strides it was traced with, which an engine need not keep."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
 
 
 # Composite operators that write to their running statistics without saying so in their schema.

@@ -47,6 +47,9 @@ _IDENTITY = frozenset(
         aten.alias_copy.default,
     }
 )
+_COPIES = frozenset(
+    {aten.clone.default, aten.lift_fresh_copy.default, aten.detach_copy.default, aten.alias_copy.default}
+)
 _CHECKS = frozenset(
     {
         aten._assert_tensor_metadata.default,
@@ -84,8 +87,10 @@ def remove_identities(module: fx.GraphModule) -> None:
         source = node.args[0]
         if not isinstance(source, fx.Node):
             continue
-        # A copy of an input that is returned must stay a copy: the caller may write into it.
-        if output in node.users and source.op in ("placeholder", "get_attr"):
+        # A copy of an input that is returned must stay a copy, since the caller may write into it; and
+        # so must every copy where the model itself writes to its inputs or buffers.
+        returned = output in node.users and source.op in ("placeholder", "get_attr")
+        if node.target in _COPIES and (returned or module.meta.get("writes")):
             continue
         node.replace_all_uses_with(source)
         module.graph.erase_node(node)

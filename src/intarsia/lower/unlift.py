@@ -56,6 +56,8 @@ def unlift(program: ExportedProgram) -> Lowered:
         copied[node].meta = dict(node.meta)
     outputs = _outputs(program, graph, copied)
     module = fx.GraphModule(root, graph)
+    # Copies made before the model writes to an input or buffer must stay copies.
+    module.meta["writes"] = any(output.role is not Role.USER for output in outputs)
     names = _input_names(program)
     return Lowered(
         module=module,

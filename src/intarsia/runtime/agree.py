@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils import _pytree as pytree
 
 # Largest difference allowed, as a share of the largest value: far above rounding, far below a mistake.
 _SHARE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -41,3 +42,18 @@ def disagreement(answers: Sequence[torch.Tensor], expected: Sequence[torch.Tenso
         if error > share * max(scale, 1e-6):
             return f"output {index} is off by {error:.3g} where values reach {scale:.3g}"
     return None
+
+
+def relative_error(answer: object, truth: object) -> float:
+    """The largest difference between two results (any nesting), as a share of the largest value."""
+    worst = 0.0
+    for a, b in zip(pytree.tree_leaves(answer), pytree.tree_leaves(truth), strict=True):
+        if not isinstance(b, torch.Tensor) or b.numel() == 0:
+            continue
+        x, y = a.double(), b.double()
+        both = torch.isfinite(x) & torch.isfinite(y)
+        if not torch.equal(torch.isfinite(x), torch.isfinite(y)):
+            return float("inf")
+        if bool(both.any()):
+            worst = max(worst, float((x[both] - y[both]).abs().max() / y[both].abs().max().clamp(min=1e-30)))
+    return worst

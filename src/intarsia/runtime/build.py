@@ -165,25 +165,16 @@ def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piec
 
 
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What PyTorch answers, whatever the strides of the inputs."""
+    """What PyTorch answers."""
     with torch.no_grad():
-        return tuple(_StrideFree(module).run(*inputs))
+        return tuple(module(*inputs))
 
 
 def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
-    interpreter = _StrideFree(module, garbage_collect_values=False)
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*inputs)
     return dict(interpreter.env)
-
-
-class _StrideFree(fx.Interpreter):
-    """Runs a graph; views are reshapes, since a traced view presumes the traced strides."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            target = torch.ops.aten.reshape.default
-        return super().call_function(target, args, kwargs)
 
 
 def require_everything(plan: Plan, table: SupportTable) -> None:

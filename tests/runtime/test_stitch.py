@@ -1,0 +1,216 @@
+"""A compiled module is called like the model it was made from, and refuses what it was not made for."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import intarsia
+from intarsia.errors import InputError
+
+ENGINES = ["onnxruntime", "openvino", "pytorch"]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None, flag: bool = True) -> torch.Tensor:
+        y = self.second(torch.relu(self.first(x)))
+        if scale is not None:
+            y = y * scale
+        return y if flag else -y
+
+
+def compiled(model: nn.Module, *args: Any, engine: str = "onnxruntime", **kwargs: Any) -> Any:
+    return intarsia.compile(model.eval(), args, kwargs, engines=[engine], min_block_size=1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_same_answer(engine: str) -> None:
+    model, x = Mlp(), torch.randn(3, 8)
+    fast = compiled(model, x, engine=engine)
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+    assert not fast(x).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: f(torch.randn(2, 8)), r"input x has shape \(2, 8\); compiled for \(3, 8\)"),
+        (
+            lambda f: f(torch.randn(3, 8).double()),
+            r"input x has dtype torch.float64; compiled for torch.float32",
+        ),
+        (lambda f: f(torch.randn(3, 8, device="meta")), r"input x is on meta; compiled for cpu"),
+        (lambda f: f([1.0]), "input x must be a tensor, not a list"),
+        (lambda f: f(1.0), "input x must be a tensor, not a float"),
+        (lambda f: f(), "does not fit the model"),
+        (lambda f: f(torch.randn(3, 8), torch.randn(3, 4)), "positional"),
+    ],
+)
+def test_refuses_other_inputs(call: Any, message: str) -> None:
+    fast = compiled(Mlp(), torch.randn(3, 8))
+    with pytest.raises(InputError, match=message):
+        call(fast)
+
+
+def test_arguments_by_name_or_position() -> None:
+    model, x, scale = Mlp(), torch.randn(3, 8), torch.randn(3, 4)
+    fast = compiled(model, x, scale=scale)
+    expected = model(x, scale).detach()
+    for answer in (fast(x, scale), fast(x, scale=scale), fast(scale=scale, x=x)):
+        torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_plain_values_are_part_of_the_program() -> None:
+    model, x = Mlp(), torch.randn(3, 8)
+    fast = compiled(model, x, None, False)
+    torch.testing.assert_close(fast(x, None, False), model(x, None, False).detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match="input flag is True; compiled for False"):
+        fast(x, None, True)
+
+
+@dataclass
+class Pair:
+    total: torch.Tensor
+    parts: list[torch.Tensor]
+
+
+pytree.register_dataclass(Pair)
+
+
+class Nested(nn.Module):
+    def forward(self, items: dict[str, Any]) -> Any:
+        a, (b, c) = items["a"], items["rest"]
+        return {"pair": Pair(a + b + c, [a * 2, b.view(-1)]), "same": a, "number": 3, "none": None}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nested_inputs_and_outputs(engine: str) -> None:
+    a, b, c = torch.randn(2, 2), torch.randn(2, 2), torch.randn(2, 2)
+    items = {"a": a, "rest": (b, c)}
+    fast = compiled(Nested(), items, engine=engine)
+    answer, expected = fast(items), Nested()(items)
+    assert isinstance(answer["pair"], Pair)
+    assert answer["number"] == 3 and answer["none"] is None
+    torch.testing.assert_close(pytree.tree_leaves(answer), pytree.tree_leaves(expected))
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(4, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.cache[1:] = self.cache[:-1].clone()
+        self.cache[0] = x
+        return self.cache * self.count + torch.relu(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_buffers_are_written_back(engine: str) -> None:
+    model, twin = Counter(), Counter()
+    fast = compiled(model, torch.randn(3), engine=engine)
+    assert int(model.count) == 0, "compiling must not run the model's side effects"
+    for _ in range(3):
+        x = torch.randn(3)
+        torch.testing.assert_close(fast(x), twin(x))
+    torch.testing.assert_close(model.count, twin.count)
+    torch.testing.assert_close(model.cache, twin.cache)
+
+
+class Bump(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = x.clone()
+        x.mul_(2).add_(y)
+        return before.view(-1), x - y
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inputs_are_changed_as_in_eager(engine: str) -> None:
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    fast = compiled(Bump(), x.clone(), y, engine=engine)
+    mine, theirs = x.clone(), x.clone()
+    torch.testing.assert_close(fast(mine, y), Bump()(theirs, y))
+    torch.testing.assert_close(mine, theirs)
+
+
+class Copies(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.clone(), torch.relu(x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_returned_copy_is_a_copy(engine: str) -> None:
+    x = torch.randn(4)
+    kept = x.clone()
+    copy, _ = compiled(Copies(), x, engine=engine)(x)
+    copy.zero_()
+    torch.testing.assert_close(x, kept)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_strided_inputs(engine: str) -> None:
+    model, x = Mlp(), torch.randn(8, 3).t()
+    assert not x.is_contiguous()
+    torch.testing.assert_close(compiled(model, x, engine=engine)(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_results_of_two_calls_do_not_share_memory(engine: str) -> None:
+    fast, a, b = compiled(Mlp(), torch.randn(3, 8), engine=engine), torch.randn(3, 8), torch.randn(3, 8)
+    first = fast(a)
+    kept = first.clone()
+    fast(b)
+    torch.testing.assert_close(first, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_many_threads(engine: str) -> None:
+    model = Mlp()
+    fast = compiled(model, torch.randn(3, 8), engine=engine)
+    inputs = [torch.randn(3, 8) for _ in range(8)]
+    expected = [model(x).detach() for x in inputs]
+    wrong: list[str] = []
+
+    def work(index: int) -> None:
+        for _ in range(30):
+            if not torch.allclose(fast(inputs[index]), expected[index], rtol=1e-5, atol=1e-5):
+                wrong.append(f"thread {index}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dynamic_sizes(engine: str) -> None:
+    model = Mlp().eval()
+    batch = torch.export.Dim("batch", min=2, max=16)
+    fast = intarsia.compile(
+        model,
+        (torch.randn(3, 8),),
+        dynamic_shapes={"x": {0: batch}},
+        engines=[engine],
+        min_block_size=1,
+    )
+    for size in (2, 5, 16):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match="size 17 in dimension 0; compiled for 2 to 16"):
+        fast(torch.randn(17, 8))
+    with pytest.raises(InputError, match="size 7 in dimension 1; compiled for 8"):
+        fast(torch.randn(3, 7))

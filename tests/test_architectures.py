@@ -1,0 +1,31 @@
+"""Whole architectures on each engine alone and on both: equal to eager, nearly all nodes on engines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import intarsia
+from intarsia import zoo
+from intarsia.capture import capture
+from intarsia.runtime.agree import relative_error
+
+pytest.importorskip("transformers", reason="the architectures come from Hugging Face configurations")
+pytest.importorskip("onnxruntime", reason="the engine under test")
+pytest.importorskip("openvino", reason="the engine under test")
+
+LINE_UPS = (["onnxruntime"], ["openvino"], ["openvino", "onnxruntime"])
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_equal_to_eager(name: str) -> None:
+    thing = zoo.specimen(name)
+    with torch.no_grad():
+        expected = thing.model(*thing.args, **thing.kwargs)
+    program = capture(thing.model, thing.args, thing.kwargs)
+    for engines in LINE_UPS:
+        fast = intarsia.compile(program, thing.args, thing.kwargs, engines=engines, min_block_size=1)
+        answer = fast(*thing.args, **thing.kwargs)
+        assert type(answer) is type(expected)
+        assert relative_error(answer, expected) <= 1e-4, engines
+        assert fast.plan.on_engines >= 0.95, f"{engines}\n{fast.plan}"
