@@ -121,14 +121,15 @@ def _transposed(
     strides, dilations = _per_axis(stride, rank, "stride"), _per_axis(dilation, rank, "dilation")
     padded, extra = _per_axis(padding, rank, "padding"), _per_axis(output_padding, rank, "output_padding")
     x, w = wide(_batched(input, weight)), wide(weight)
-    if not is_float(input):
-        return _done(
-            ctx, _integer_transposed(x, w, bias, strides, padded, extra, groups, dilations), input, weight
-        )
+    shift = None if bias is None else wide(bias)
+    # Kernels take an output padding below the stride only, though torch allows up to the dilation.
+    if not is_float(input) or any(e >= s for e, s in zip(extra, strides, strict=True)):
+        made = _as_plain(x, w, shift, strides, padded, extra, groups, dilations)
+        return _done(ctx, made, input, weight)
     made = F.conv_transpose(
         x,
         w,
-        None if bias is None else wide(bias),
+        shift,
         strides=strides,
         pads=padded * 2,
         dilations=dilations,

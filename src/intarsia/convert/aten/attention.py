@@ -1,0 +1,239 @@
+"""Scaled dot-product attention, as one layer wherever that layer means what torch means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten.precision import HALVES, filled, is_empty, used, wide
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Dim, Tensor, dtypes, shapes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+def attend(
+    ctx: ConversionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention over any number of leading dimensions; fewer heads of key and value are shared."""
+    if is_empty(query, key, value):
+        return filled(ctx, output=0 if isinstance(ctx.value, tuple) else None)
+    # ONNX Runtime's CPU kernel for float16 also sums in float16: a twentieth off where torch is exact.
+    halves = _result(ctx).device.type == "cpu"
+    q, k, v = (wide(x, halves=halves) for x in (query, key, value))
+    if mask is not None and mask.dtype != ir.DataType.BOOL:
+        mask = F.cast(mask, q.dtype)
+    rank = max(q.ndim, k.ndim, v.ndim)
+    q, k, v, mask = _four(q, k, v, mask)
+    if mask is not None:
+        mask = _full_mask(mask, q, k)
+    if q.dtype == ir.DataType.DOUBLE or (scale is not None and scale <= 0):
+        made = fragments(q, k, v, mask, causal, scale)[0]  # the layer is for floats and positive scales
+    else:
+        made = F.attention(q, k, v, mask, scale=scale, is_causal=causal)
+    return F.cast(_restore(ctx, made, rank), query.dtype)
+
+
+def _result(ctx: ConversionContext) -> torch.Tensor:
+    made: torch.Tensor = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
+    return made
+
+
+def _four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, Any, Any, Any]:
+    """Operands as (batch, heads, length, width)."""
+    rank = max(q.ndim, k.ndim, v.ndim)
+    leading = [tensor.shape[:-2] for tensor in (q, k, v)]
+    if rank == 4 and q.ndim == k.ndim == v.ndim and _known_equal(q.shape[0], k.shape[0], v.shape[0]):
+        return q, k, v, mask
+    if rank <= 3 and leading[0] == leading[1] == leading[2]:
+        front = list(range(4 - rank)) if rank < 3 else [1]
+        if mask is not None and mask.ndim == 3:
+            mask = F.unsqueeze(mask, [1])
+        return *(F.unsqueeze(tensor, front) for tensor in (q, k, v)), mask
+    batch = shapes.broadcast(*leading)
+    if not all(isinstance(size, int) for size in batch):
+        raise ConversionError(f"attention over broadcast dimensions {batch} is not handled")
+    flat = [_flatten(tensor, batch) for tensor in (q, k, v)]
+    return *flat, None if mask is None else _flatten(mask, batch)
+
+
+def _known_equal(*sizes: Dim) -> bool:
+    return sizes[0] is not None and all(size == sizes[0] for size in sizes)
+
+
+def _flatten(x: Tensor, batch: tuple[Dim, ...]) -> Tensor:
+    """`x` broadcast to these leading sizes, which become one, with a single head each."""
+    tail = [F.size(x, axis) if not isinstance(x.shape[axis], int) else x.shape[axis] for axis in (-2, -1)]
+    whole = F.expand(x, [*batch, *tail]) if x.shape[:-2] != batch else x  # type: ignore[list-item]
+    return F.reshape(whole, [shapes.product(batch), 1, *tail])  # type: ignore[list-item]
+
+
+def _restore(ctx: ConversionContext, made: Tensor, rank: int) -> Tensor:
+    result = _result(ctx)
+    if rank == 3 and made.shape[1] == 1 and result.ndim == 3:
+        return F.squeeze(made, [1])
+    if rank == 2:
+        return F.squeeze(made, [0, 1])
+    sizes = [size if isinstance(size, int) else None for size in result.shape]
+    if rank == 4 and (None in sizes or list(made.shape) == sizes):
+        return made
+    if None in sizes:
+        raise ConversionError(f"attention over {rank} dimensions of unknown size is not handled")
+    return F.reshape(made, sizes)  # type: ignore[arg-type]
+
+
+def _full_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The mask with its last two dimensions spelled out, which ONNX Runtime wants."""
+    lengths = (q.shape[-2], k.shape[-2])
+    if mask.ndim < 2 or mask.shape[-2:] != lengths:
+        sizes = [
+            size if isinstance(size, int) else F.size(x, -2) for x, size in zip((q, k), lengths, strict=True)
+        ]
+        mask = F.expand(mask, [*[1] * (mask.ndim - 2), *sizes])
+    if mask.dtype == ir.DataType.BOOL:
+        return mask
+    # ONNX Runtime takes a row of lowest numbers for one that is masked out (all zeros); torch averages.
+    lowest = torch.finfo(dtypes.to_torch(mask.dtype)).min
+    return F.where(F.equal(mask, lowest), lowest / 2, mask)
+
+
+def fragments(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The result and the weights, layer by layer; a row masked out altogether weighs nothing."""
+    width = q.shape[-1]
+    if scale is None:
+        if not isinstance(width, int):
+            raise ConversionError("attention over heads of unknown width is not handled")
+        scale = width**-0.5
+    heads, shared = q.shape[1], k.shape[1]
+    if heads != shared:
+        k, v = (_repeat(x, heads, shared) for x in (k, v))
+    scores = F.mul(F.matmul(q, F.transpose(k, (0, 1, 3, 2))), scale)
+    if causal:
+        ones = F.expand(F.constant(True), [_length(q), _length(k)])
+        mask = F.cast(F.trilu(F.cast(ones, ir.DataType.INT64), upper=False), ir.DataType.BOOL)
+    if mask is not None:
+        hidden = F.where(mask, scores, -torch.inf) if mask.dtype == ir.DataType.BOOL else F.add(scores, mask)
+        weights = F.softmax(hidden)
+        weights = F.where(F.equal(F.reduce_max(hidden, [-1]), -torch.inf), 0.0, weights)
+    else:
+        weights = F.softmax(scores)
+    return F.matmul(weights, v), weights
+
+
+def _length(x: Tensor) -> Any:
+    size = x.shape[-2]
+    return size if isinstance(size, int) else F.size(x, -2)
+
+
+def _repeat(x: Tensor, heads: Dim, shared: Dim) -> Tensor:
+    if not isinstance(heads, int) or not isinstance(shared, int):
+        raise ConversionError(f"{heads} heads sharing {shared} of key and value are not handled")
+    return F.gather(x, [i // (heads // shared) for i in range(heads)], axis=1)
+
+
+def _alone(ctx: ConversionContext, made: Tensor) -> tuple[Tensor | None, ...]:
+    """The attention of an operator that also returns what only training reads."""
+    for index in range(1, len(ctx.value)):
+        if used(ctx.node, index):
+            raise ConversionError(f"result {index} of {ctx.name}, made for training, is not handled")
+    return (made, *[None] * (len(ctx.value) - 1))
+
+
+@converter(aten.scaled_dot_product_attention.default)
+def scaled_dot_product_attention(
+    ctx: ConversionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return attend(ctx, query, key, value, attn_mask, is_causal, scale)
+
+
+@converter(aten._scaled_dot_product_flash_attention.default)
+def flash(
+    ctx: ConversionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    return _alone(ctx, attend(ctx, query, key, value, None, is_causal, scale))
+
+
+@converter(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def flash_for_cpu(
+    ctx: ConversionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    return _alone(ctx, attend(ctx, query, key, value, attn_mask, is_causal, scale))
+
+
+@converter(
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default
+)
+def efficient(
+    ctx: ConversionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    return _alone(ctx, attend(ctx, query, key, value, attn_bias, is_causal, scale))
+
+
+@converter(aten._scaled_dot_product_attention_math.default)
+def math(
+    ctx: ConversionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if not used(ctx.node, 1):
+        return attend(ctx, query, key, value, attn_mask, is_causal, scale), None
+    if query.ndim != 4 or is_empty(query, key, value):
+        raise ConversionError(f"attention weights over {query.ndim} dimensions are not handled")
+    half = query.dtype in HALVES
+    q, k, v = (wide(x, halves=half) for x in (query, key, value))
+    mask = (
+        attn_mask
+        if attn_mask is None or attn_mask.dtype == ir.DataType.BOOL
+        else wide(attn_mask, halves=half)
+    )
+    made, weights = fragments(q, k, v, mask, is_causal, scale)
+    return F.cast(made, query.dtype), F.cast(weights, query.dtype)

@@ -1,0 +1,306 @@
+"""Normalisation: by batch, layer, group, instance and root mean square."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten.precision import filled, is_empty, used, wide
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor, dtypes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+def _ones(sizes: Sequence[Any], dtype: ir.DataType, value: float = 1.0) -> Tensor:
+    if not all(isinstance(size, int) for size in sizes):
+        raise ConversionError(
+            f"normalising over sizes {tuple(sizes)} that are not known ahead is not handled"
+        )
+    return F.constant(np.full(tuple(sizes), value, dtypes.to_numpy(dtype)))
+
+
+def _layer_norm(
+    ctx: ConversionContext, input: Tensor, sizes: Sequence[int], weight: Any, bias: Any, eps: float
+) -> Tensor:
+    if is_empty(input):
+        return filled(ctx, output=0 if isinstance(ctx.value, tuple | list) else None)
+    x = wide(input)
+    scale = _ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    shift = None if bias is None else F.cast(bias, x.dtype)
+    return F.cast(F.layer_norm(x, scale, shift, axis=-len(sizes), epsilon=eps), input.dtype)
+
+
+@converter(aten.layer_norm.default)
+def layer_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    return _layer_norm(ctx, input, normalized_shape, weight, bias, eps)
+
+
+@converter(aten.native_layer_norm.default)
+def native_layer_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    made = _layer_norm(ctx, input, normalized_shape, weight, bias, eps)
+    if not used(ctx.node, 1) and not used(ctx.node, 2):
+        return made, None, None
+    if is_empty(input):
+        raise ConversionError("statistics of an empty tensor are not handled")
+    axes = list(range(input.ndim - len(normalized_shape), input.ndim))
+    mean, rstd = _statistics(wide(input, halves=True), axes, eps)
+    return made, F.cast(mean, ctx.value[1].dtype), F.cast(rstd, ctx.value[2].dtype)
+
+
+def _statistics(x: Tensor, axes: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and reciprocal standard deviation over axes, which are kept."""
+    mean = F.reduce_mean(x, axes)
+    centred = F.sub(x, mean)
+    variance = F.reduce_mean(F.mul(centred, centred), axes)
+    return mean, F.reciprocal(F.sqrt(F.add(variance, eps)))
+
+
+def _along_channels(value: Tensor, rank: int) -> Tensor:
+    return F.reshape(value, [-1, *[1] * (rank - 2)]) if rank > 2 else value
+
+
+def _by_given(input: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """Batch norm by running statistics."""
+    x = wide(input)
+    channels = mean.shape
+    scale = _ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    shift = _ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
+    made = F.batch_norm(x, scale, shift, F.cast(mean, x.dtype), F.cast(var, x.dtype), eps)
+    return F.cast(made, input.dtype)
+
+
+def _by_batch(input: Tensor, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch norm by the statistics of the batch itself: result, mean, reciprocal deviation."""
+    x = wide(input, halves=True)
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    mean, rstd = _statistics(x, axes, eps)
+    made = F.mul(F.sub(x, mean), rstd)
+    if weight is not None:
+        made = F.mul(made, _along_channels(F.cast(weight, x.dtype), x.ndim))
+    if bias is not None:
+        made = F.add(made, _along_channels(F.cast(bias, x.dtype), x.ndim))
+    return F.cast(made, input.dtype), F.squeeze(mean, axes), F.squeeze(rstd, axes)
+
+
+def _batch(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    eps: float,
+) -> tuple[Tensor, Any, Any]:
+    if is_empty(input):
+        raise ConversionError("batch norm of an empty tensor is not handled")
+    if not training:
+        if mean is None or var is None:
+            raise ConversionError("batch norm in evaluation needs running statistics")
+        return _by_given(input, weight, bias, mean, var, eps), None, None
+    if mean is not None or var is not None:
+        raise ConversionError("training=True updates running statistics, which is not handled")
+    return _by_batch(input, weight, bias, eps)
+
+
+@converter(aten.batch_norm.default)
+def batch_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return _batch(ctx, input, weight, bias, running_mean, running_var, training, eps)[0]
+
+
+def _with_statistics(ctx: ConversionContext, made: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
+    result: list[Any] = [made[0]]
+    for index, statistic in ((1, made[1]), (2, made[2])):
+        if not used(ctx.node, index):
+            result.append(None)
+        elif statistic is None:
+            result.append(filled(ctx, output=index))  # empty in evaluation
+        else:
+            result.append(F.cast(statistic, ctx.value[index].dtype))
+    return (*result, *[None] * (len(ctx.value) - 3))
+
+
+@converter(aten.native_batch_norm.default)
+def native_batch_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, training, eps))
+
+
+@converter(aten._native_batch_norm_legit.no_stats)
+def native_batch_norm_no_stats(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    return _with_statistics(ctx, _batch(ctx, input, weight, bias, None, None, True, eps))
+
+
+@converter(aten._native_batch_norm_legit_no_training.default)
+def native_batch_norm_no_training(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, False, eps))
+
+
+def _grouped(input: Tensor, groups: int) -> Tensor:
+    """`input` as (batch, groups, the rest)."""
+    batch, rest = input.shape[0], input.shape[1:]
+    if all(isinstance(size, int) for size in rest):
+        each = int(np.prod(rest)) // groups  # type: ignore[arg-type]
+        return F.reshape(input, [-1, groups, each])
+    return F.reshape(input, [batch if isinstance(batch, int) else F.size(input, 0), groups, -1])
+
+
+def _like(x: Tensor, model: Tensor) -> Tensor:
+    """`x` in the sizes of another tensor."""
+    unknown = [i for i, size in enumerate(model.shape) if not isinstance(size, int)]
+    if len(unknown) > 1:
+        return F.reshape(x, F.shape(model))
+    return F.reshape(x, [-1 if i in unknown else size for i, size in enumerate(model.shape)])  # type: ignore[misc]
+
+
+def _group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Tensor:
+    x = wide(input)
+    rows = _grouped(x, groups)
+    made = F.instance_norm(rows, _ones([groups], x.dtype), _ones([groups], x.dtype, 0.0), eps)
+    made = _like(made, x)
+    if weight is not None:
+        made = F.mul(made, _along_channels(F.cast(weight, x.dtype), x.ndim))
+    if bias is not None:
+        made = F.add(made, _along_channels(F.cast(bias, x.dtype), x.ndim))
+    return F.cast(made, input.dtype)
+
+
+@converter(aten.group_norm.default)
+def group_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    if is_empty(input):
+        return filled(ctx)
+    return _group_norm(input, num_groups, weight, bias, eps)
+
+
+@converter(aten.native_group_norm.default)
+def native_group_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: Any,
+    C: Any,
+    HxW: Any,
+    group: int,
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    if is_empty(input):
+        raise ConversionError("group norm of an empty tensor is not handled")
+    made = _group_norm(input, group, weight, bias, eps)
+    if not used(ctx.node, 1) and not used(ctx.node, 2):
+        return made, None, None
+    mean, rstd = _statistics(_grouped(wide(input, halves=True), group), [2], eps)
+    return made, *(F.cast(F.squeeze(x, [2]), ctx.value[1].dtype) for x in (mean, rstd))
+
+
+@converter(aten.instance_norm.default)
+def instance_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    if is_empty(input):
+        return filled(ctx)
+    if not use_input_stats:
+        return _batch(ctx, input, weight, bias, running_mean, running_var, False, eps)[0]
+    if running_mean is not None:
+        raise ConversionError("use_input_stats=True updates running statistics, which is not handled")
+    x = wide(input)
+    channels = [x.shape[1]]
+    scale = _ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    shift = _ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
+    return F.cast(F.instance_norm(x, scale, shift, eps), input.dtype)
+
+
+def _rms_norm(input: Tensor, sizes: Sequence[int], weight: Any, eps: float | None) -> Tensor:
+    if eps is None:
+        eps = torch.finfo(dtypes.to_torch(input.dtype)).eps
+    x = wide(input, halves=True)
+    scale = _ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    return F.cast(F.rms_norm(x, scale, axis=-len(sizes), epsilon=eps), input.dtype)
+
+
+@converter(aten.rms_norm.default)
+def rms_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    return filled(ctx) if is_empty(input) else _rms_norm(input, normalized_shape, weight, eps)
