@@ -17,6 +17,7 @@ from intarsia.network import dtypes
 from intarsia.network.attributes import from_attr, to_attr
 from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Moved, Redirected, Removed
 from intarsia.network.order import Order
+from intarsia.network.uses import detach, is_dead
 
 if TYPE_CHECKING:
     from intarsia.network.signature import FLayerInfo, FLayerInfoMemo
@@ -408,10 +409,12 @@ class Network:
             self.graph.append(node)
             self.order.appended(node)
             return
-        limit, late = self.order.of(anchor), None
+        order = self.order
+        limit, late = order.of(anchor), None
         for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if maker is not None and maker.graph is self.graph and (label := self.order.of(maker)) >= limit:
+            if value is None or (maker := value.producer()) is None or maker.graph is not self.graph:
+                continue
+            if (label := order.of(maker)) >= limit:
                 limit, late = label, maker
         if late is None:
             self.graph.insert_before(anchor, node)
@@ -443,17 +446,32 @@ class Network:
         node = layer.node
         if node.graph is not self.graph:
             raise NetworkError(f"layer {layer.name} is not in network {self.name}")
-        for value in node.outputs:
-            readers = value.uses()
-            if readers or value.is_graph_output():
-                who = ", ".join(str(use.node.name) for use in readers) or "the network's outputs"
-                raise NetworkError(f"layer {layer.name} cannot be removed: {value.name} is read by {who}")
-        if self.journal is not None:
-            info = None if self.memo is None else self.memo.raw(layer.name)
-            self.journal.append(Removed(node, tuple(node.inputs), self.order.of(node), info))
-        node.resize_inputs(0)
-        self.graph.remove(node)
-        self.forget_layer(node)
+        if not is_dead(node):
+            value = next(v for v in node.outputs if v.uses() or v.is_graph_output())
+            who = ", ".join(str(use.node.name) for use in value.uses()) or "the network's outputs"
+            raise NetworkError(f"layer {layer.name} cannot be removed: {value.name} is read by {who}")
+        self.remove_dead([node], feeders=False)
+
+    def remove_dead(self, nodes: list[ir.Node], *, feeders: bool = True) -> None:
+        """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
+        gone: list[ir.Node] = []
+        seen: set[ir.Node] = set()
+        while nodes:
+            node = nodes.pop()
+            if node in seen or node.graph is not self.graph or not is_dead(node):
+                continue
+            seen.add(node)
+            gone.append(node)
+            inputs = tuple(node.inputs)
+            if self.journal is not None:
+                info = None if self.memo is None else self.memo.raw(str(node.name))
+                self.journal.append(Removed(node, inputs, self.order.of(node), info))
+            detach(node)
+            if feeders:
+                nodes += [maker for v in inputs if v is not None and (maker := v.producer()) is not None]
+        self.graph.remove(gone)
+        for node in gone:
+            self.forget_layer(node)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""

@@ -186,29 +186,32 @@ class Driver:
         near = dict.fromkeys(made)
         for edit in edits:
             if type(edit) is Moved:
-                values: Sequence[ir.Value | None] = (edit.new,)
+                near.update(dict.fromkeys([use[0] for use in edit.uses[:_NEAR]]))
             elif type(edit) is Removed:
-                values = edit.inputs
-            else:
-                continue
-            for value in values:
-                if value is not None and value.const_value is None and use_count(value) <= 2:
-                    near.update(dict.fromkeys([use.node for use in value.uses()]))
+                for value in edit.inputs:
+                    if value is not None and use_count(value) == 1 and value.const_value is None:
+                        near[next(iter(value.uses()))[0]] = None
         front = list(near)
-        for _ in range(self.reach):
-            below = []
-            for node in front:
-                for value in node.outputs:
-                    if use_count(value) <= _NEAR:
-                        below += [use.node for use in value.uses() if use.node not in near]
+        for _ in range(self.reach - 1):
+            below = [
+                use[0]
+                for node in front
+                for value in node.outputs
+                if use_count(value) <= _NEAR
+                for use in value.uses()
+                if use[0] not in near
+            ]
+            if not below:
+                break
             near.update(dict.fromkeys(below))
             front = below
-            if not front or len(near) > _NEAR:
+            if len(near) > _NEAR:
                 break
         for node in near:
             kind = kind_of(node)
             for level in self.levels:
-                level.push(node, kind)
+                if kind in level.by_kind or level.anywhere:
+                    level.push(node, kind)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,19 @@ import onnx_ir as ir
 from intarsia.network import Tensor
 from intarsia.network.schema import schema_of
 from intarsia.network.uses import use_count
-from intarsia.rewrite.term import COMMUTATIVE, Any_, Call, Either, Maybe, Number, Output, Term, Var, call_of
+from intarsia.rewrite.term import (
+    COMMUTATIVE,
+    Any_,
+    Call,
+    Either,
+    Maybe,
+    Number,
+    Output,
+    Term,
+    Var,
+    call_of,
+    parts,
+)
 
 _SOLUTIONS = 16  # ways to match one layer that are tried before giving up
 _READERS = 64  # readers of a tensor among which a further output of a pattern is looked for
@@ -25,11 +38,11 @@ class Found:
 
     __slots__ = ("layers", "nodes", "roots", "variables")
 
-    def __init__(self) -> None:
+    def __init__(self, *roots: ir.Value) -> None:
         self.variables: dict[str, ir.Value | None] = {}
         self.nodes: dict[Call, ir.Node] = {}
         self.layers: dict[ir.Node, bool] = {}  # whether others may read it
-        self.roots: list[ir.Value] = []
+        self.roots = list(roots)
 
     def copy(self) -> Found:
         other = Found()
@@ -47,6 +60,8 @@ class Matcher:
     def __init__(self, roots: Sequence[Call | Output], *, explain: bool = False) -> None:
         self._roots = roots
         self._explain = explain
+        self._even = _even_calls(roots)
+        self._all = True
         self.miss: tuple[int, str] = (-1, "")
 
     def at(self, node: ir.Node) -> Iterator[Found]:
@@ -54,10 +69,19 @@ class Matcher:
         index = first.index if isinstance(first, Output) else 0
         if index >= len(node.outputs):
             return
-        state = Found()
-        state.roots.append(node.outputs[index])
-        goals: list[Goal] = [(first, node.outputs[index])]
-        yield from self._solve(state, goals)
+        value = node.outputs[index]
+        # Whichever way round two free variables go, an operator of both matches: the other way is for
+        # rules that refuse the first, and costs nothing until then.
+        self._all = not self._even
+        for state in self._solve(Found(value), [(first, value)]):
+            yield state
+            break
+        else:
+            return
+        self._all = True
+        solutions = self._solve(Found(value), [(first, value)])
+        next(solutions, None)
+        yield from solutions
 
     def _solve(self, state: Found, goals: list[Goal]) -> Iterator[Found]:
         # Each choice is a state and the goals left in it; the last one made is tried first.
@@ -188,7 +212,12 @@ class Matcher:
             message = "{} has {} inputs, the pattern's {} has {}"
             return self._fail(state, message, node, len(values), term.kind, len(terms))
         padded = [*values[: len(terms)], *[None] * (len(terms) - len(values))]
-        if len(terms) == 2 and term.kind in COMMUTATIVE and values[0] is not values[1]:
+        if (
+            term.kind in COMMUTATIVE
+            and len(terms) == 2
+            and values[0] is not values[1]
+            and (self._all or term not in self._even)
+        ):
             swapped: list[Goal] = [*goals, (terms[1], padded[0]), (terms[0], padded[1])]
             choices.append((state.copy(), swapped))
         # The goal tried next is the last: operators fail sooner than variables, so they come last.
@@ -252,6 +281,18 @@ class Matcher:
         if self._explain and len(state.layers) > self.miss[0]:
             self.miss = (len(state.layers), message.format(*(_shown(part) for part in parts)))
         return False
+
+
+def _even_calls(roots: Sequence[Call | Output]) -> frozenset[Call]:
+    """The commutative operators of two variables that stand nowhere else in the pattern."""
+    seen = Counter(term.name for term in parts(roots) if isinstance(term, Var))
+    return frozenset(
+        term
+        for term in parts(roots)
+        if isinstance(term, Call)
+        and term.kind in COMMUTATIVE
+        and all(isinstance(item, Var) and not item.constant and seen[item.name] == 1 for item in term.inputs)
+    )
 
 
 def holds(value: ir.Value, number: float) -> bool:

@@ -10,8 +10,7 @@ from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
 from intarsia.rewrite.match import Found, Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.term import Call, Term, build, call_of, depth
-from intarsia.rewrite.transaction import remove_dead
+from intarsia.rewrite.term import Call, build, call_of, depth, parts
 
 Function = Callable[..., Any]
 
@@ -26,7 +25,9 @@ class Rule(PatternRewriter):
         self.variables = variables
         self.reach = max(depth(root) for root in self.roots)
         self._matcher = Matcher(self.roots)
-        self._named = {call.name: call for call in _calls(self.roots) if call.name is not None}
+        self._named = {
+            term.name: term for term in parts(self.roots) if isinstance(term, Call) and term.name is not None
+        }
         self._wanted = list(inspect.signature(function).parameters)[1:]
         known = {*variables, *self._named}
         if unknown := [wanted for wanted in self._wanted if wanted not in known]:
@@ -51,11 +52,11 @@ class Rule(PatternRewriter):
             if not isinstance(said, Refusal):
                 self._replace(net, solution, said)
                 return True
-            refusal = refusal or said
+            refusal = said if refusal is None else refusal
             if journal:
                 return refusal  # it built something before it refused: all is undone
             solution = next(others, None)
-        return refusal or Refusal("nothing matched")
+        return Refusal("nothing matched") if refusal is None else refusal
 
     def why_not(self, layer: Layer) -> str:
         matcher = Matcher(self.roots, explain=True)
@@ -80,25 +81,8 @@ class Rule(PatternRewriter):
             raise RewriteError(f"the rule gave {said!r} where {len(found.roots)} tensor(s) should be")
         for old, new in zip(found.roots, made, strict=True):
             net.replace_all_uses(Tensor.of(old), new)
-        # The last made is read by none of the others, so it can go first; the list's end is popped first.
-        remove_dead(net, sorted((n for n in found.layers if n.graph is not None), key=net.order.of))
-
-
-def _calls(terms: Any) -> list[Call]:
-    found: dict[Call, None] = {}
-
-    def visit(term: Term | None) -> None:
-        if isinstance(term, Call):
-            found[term] = None
-        for part in getattr(term, "inputs", ()) or getattr(term, "terms", ()):
-            visit(part)
-        for name in ("call", "term"):
-            if (inner := getattr(term, name, None)) is not None:
-                visit(inner)
-
-    for term in terms:
-        visit(term)
-    return list(found)
+        # The last made is read by none of the others, so it goes first: the list is taken from its end.
+        net.remove_dead(sorted(found.layers, key=net.order.of), feeders=False)
 
 
 def rule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,3 +164,29 @@ def depth(term: Term | None) -> int:
     if isinstance(term, Either):
         return max(depth(item) for item in term.terms)
     return 0
+
+
+def parts(terms: Sequence[Term]) -> list[Term]:
+    """Every term of these, each once as often as it is written; a shared operator once."""
+    found: list[Term] = []
+    seen: set[Call] = set()
+
+    def visit(term: Term | None) -> None:
+        if term is None or term in seen:
+            return
+        found.append(term)
+        if isinstance(term, Call):
+            seen.add(term)
+            for item in term.inputs:
+                visit(item)
+        elif isinstance(term, Output):
+            visit(term.call)
+        elif isinstance(term, Maybe):
+            visit(term.term)
+        elif isinstance(term, Either):
+            for item in term.terms:
+                visit(item)
+
+    for term in terms:
+        visit(term)
+    return found

@@ -12,7 +12,7 @@ from intarsia.network.attributes import from_attr
 from intarsia.network.infer import has_rule, infer
 from intarsia.network.journal import Added, Edit, Marked, Moved, Removed, Typed, undo
 from intarsia.network.network import raw_shape
-from intarsia.network.uses import is_dead, use_count
+from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
@@ -47,29 +47,23 @@ def attempt(
             undo(net, edits)
 
 
-def remove_dead(net: Network, nodes: list[ir.Node]) -> None:
-    """Take out these layers, and what fed them alone, where nothing reads them."""
-    while nodes:
-        node = nodes.pop()
-        if node.graph is not net.graph or not is_dead(node):
-            continue
-        feeders = [value.producer() for value in node.inputs if value is not None]
-        net.remove(Layer(node))
-        nodes += [maker for maker in feeders if maker is not None]
-
-
 def _sweep(net: Network, edits: list[Edit]) -> None:
+    """Take out what nothing reads of the new layers and of those whose readers were moved or removed."""
     suspects: list[ir.Node] = []
     for edit in edits:
         if type(edit) is Added:
-            suspects.append(edit.node)
+            node: ir.Node | None = edit.node
+        elif type(edit) is Moved:
+            node = edit.old.producer()
         elif type(edit) is Removed:
-            for value in edit.inputs:
-                if value is not None and not use_count(value) and (maker := value.producer()) is not None:
-                    suspects.append(maker)
-        elif type(edit) is Moved and (maker := edit.old.producer()) is not None:
-            suspects.append(maker)
-    remove_dead(net, suspects)
+            suspects += [m for v in edit.inputs if v is not None and (m := v.producer()) is not None]
+            continue
+        else:
+            continue
+        if node is not None:
+            suspects.append(node)
+    if suspects := [node for node in suspects if node.graph is net.graph and is_dead(node)]:
+        net.remove_dead(suspects)
 
 
 def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:

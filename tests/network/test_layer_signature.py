@@ -1,0 +1,161 @@
+"""Signatures: what was recorded stays true through every rewrite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from intarsia.network import FLayerInfo, FLayerInfoMemo, Layer, Network, Tensor, net_guard, record_signature
+from intarsia.network import functional as F
+from intarsia.network.journal import undo
+from intarsia.network.signature import tensors_in
+
+
+def info_of(tensor: Tensor) -> FLayerInfo:
+    parent = tensor.get_parent()
+    assert parent is not None
+    found = FLayerInfoMemo.of(tensor.network).get(parent)
+    assert found is not None
+    return found
+
+
+def given_input(net: Network, name: str = "x") -> Tensor:
+    with net_guard(net):
+        return Tensor(name, torch.float32, (2, 3))
+
+
+def test_arguments_are_recorded_by_name_with_defaults() -> None:
+    net = Network()
+    x = given_input(net)
+    with net_guard(net):
+        y = F.gelu(x)
+    info = info_of(y)
+    assert info.layer_kind == "gelu"
+    assert info.raw_inputs == {"x": x, "approximate": "none"}
+    assert info.raw_outputs == y
+    assert list(info.signature.parameters) == ["x", "approximate"]
+
+
+def test_a_functional_that_makes_nothing_leaves_the_signature_alone() -> None:
+    net = Network()
+    x = given_input(net)
+    with net_guard(net):
+        y = F.relu(x)
+        assert F.cast(y, torch.float32) == y
+    assert info_of(y).layer_kind == "relu"
+
+
+@record_signature
+def block(x: Tensor, *, twice: bool = False) -> dict[str, Any]:
+    y = F.silu(x)
+    return {"one": y, "more": [F.neg(y), F.abs(y)] if twice else []}
+
+
+def test_nested_functionals_and_structured_outputs() -> None:
+    net = Network()
+    x = given_input(net)
+    with net_guard(net):
+        made = block(x, twice=True)
+    for tensor in tensors_in(made):
+        assert info_of(tensor).layer_kind == "block"
+        assert info_of(tensor).raw_outputs == made
+    sigmoid = net.get_layer_by_name("sigmoid")
+    assert sigmoid is not None and FLayerInfoMemo.of(net).get(sigmoid) is None
+
+
+def test_replacing_an_input_changes_the_layer_too() -> None:
+    net = Network()
+    x, z = given_input(net), given_input(net, "z")
+    with net_guard(net):
+        y = F.silu(x)
+        y.mark_output("y")
+    info = info_of(y)
+    info.replace_input_with(x, z)
+    assert info.get_input("x") == z
+    assert all(x not in layer.get_inputs() for layer in net.get_layers())
+    net.verify()
+
+
+def test_outputs_are_replaced_by_key() -> None:
+    net = Network()
+    x = given_input(net)
+    with net_guard(net):
+        made = block(x, twice=True)
+        for tensor in tensors_in(made):
+            tensor.mark_output()
+        info = info_of(made["one"])
+        new = {"one": F.exp(x), "more": [F.sin(x), F.cos(x)]}
+        info.replace_outputs_uses_with(net, new)
+    assert [t.get_parent().kind for t in net.get_outputs()] == ["Exp", "Sin", "Cos"]  # type: ignore[union-attr]
+    net.verify()
+
+
+def check_signatures(net: Network) -> int:
+    """Every signature mentions living tensors, and what its layer really reads."""
+    memo, checked = FLayerInfoMemo.of(net), 0
+    for layer in net.get_layers():
+        info = memo.get(layer)
+        if info is None:
+            continue
+        checked += 1
+        mentioned = list(tensors_in(info.raw_inputs))
+        assert all(t.value.graph is net.graph for t in mentioned)
+        assert any(t.get_parent() == layer for t in tensors_in(info.raw_outputs))
+        if info.layer_kind in ("relu", "neg", "add", "sub", "mul"):
+            assert mentioned == [t for t in layer.get_inputs() if t is not None and t.constant is None]
+    return checked
+
+
+UNARY = {"relu": F.relu, "neg": F.neg, "silu": F.silu}
+BINARY = {"add": F.add, "sub": F.sub, "mul": F.mul}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_rewrites_keep_signatures_true(data: st.DataObject) -> None:
+    net = Network()
+    tensors = [given_input(net), given_input(net, "z")]
+
+    def pick(pool: list[Tensor]) -> Tensor:
+        return pool[data.draw(st.integers(0, len(pool) - 1))]
+
+    def make(pool: list[Tensor]) -> Tensor:
+        name = data.draw(st.sampled_from(sorted([*UNARY, *BINARY])))
+        return UNARY[name](pick(pool)) if name in UNARY else BINARY[name](pick(pool), pick(pool))
+
+    with net_guard(net):
+        for _ in range(data.draw(st.integers(2, 10))):
+            tensors.append(make(tensors))
+        tensors[-1].mark_output("y")
+        assert check_signatures(net)
+        for _ in range(data.draw(st.integers(1, 12))):
+            layers = list(net.get_layers())
+            if not layers:
+                return
+            layer = layers[data.draw(st.integers(0, len(layers) - 1))]
+            back = data.draw(st.booleans())
+            before = str(net)
+            net.journal = edits = []
+            rewrite_one(net, layer, make)
+            net.journal = None
+            net.verify()
+            check_signatures(net)
+            if back:
+                undo(net, edits)
+                assert str(net) == before
+                net.verify()
+                check_signatures(net)
+
+
+def rewrite_one(net: Network, layer: Layer, make: Any) -> None:
+    """Put something else made of earlier tensors in the place of a layer."""
+    old = layer.get_outputs()[0]
+    earlier = [t for other in net.get_layers() for t in other.get_outputs()]
+    earlier = earlier[: earlier.index(old)]
+    with net.before(layer):
+        new = make([*net.get_inputs(), *earlier])
+    old.replace_all_uses_with(new)
+    layer.mark_as_removed()
