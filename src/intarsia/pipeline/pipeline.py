@@ -73,6 +73,7 @@ class Pipeline:
         self._state = ThreadState.capture()
         self._streams = [current_stream(device) for device in self.devices]
         self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
+        self._shared = shared_generators(self.devices)
         self._checkpoints: dict[int, Checkpointing] = {}
         self._phonies: dict[int, Tensor] = {}
         if m == 1 or n == 1:  # nothing can run at the same time
@@ -194,6 +195,7 @@ class Pipeline:
             a == source and self._crosses(a, b) for a, b in routes
         )
 
-    def _shared(self, device: torch.device) -> bool:
-        """Whether several stages may draw from a device's generator; they all may from the CPU's."""
-        return device.type == "cpu" or self.devices.count(device) > 1
+
+def shared_generators(devices: list[torch.device]) -> frozenset[torch.device]:
+    """The devices whose generator several stages may draw from; from the CPU's all of them may."""
+    return frozenset([torch.device("cpu"), *(d for d in devices if devices.count(d) > 1)])

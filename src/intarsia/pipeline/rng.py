@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,10 +94,10 @@ def _draw(generator: torch.Generator) -> int:
 class TaskRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every random operation of a task the task's own generator.
 
-    A device that `shared` denies keeps its default generator: only one stage draws from it.
+    A device that is not in `shared` keeps its default generator: only one stage draws from it.
     """
 
-    def __init__(self, seed: int, shared: Callable[[torch.device], bool]) -> None:
+    def __init__(self, seed: int, shared: frozenset[torch.device]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.shared = shared
@@ -119,7 +119,7 @@ class TaskRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
         self.drew.add(device)
-        if not self.shared(device):
+        if device not in self.shared:
             return func(*args, **kwargs)
         generator = self._generator(device)
         if place is not None and (place >= len(args) or arguments[place].kwarg_only):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ class StageRun:
         skip_tracker: SkipTracker,
         place: tuple[int, int],
         seeds: Seeds | None,
-        shared: Callable[[torch.device], bool],
+        shared: frozenset[torch.device],
     ) -> None:
         self.stage = stage
         self.device = device
@@ -76,12 +76,12 @@ class StageRun:
             self.buffers = BufferSnapshot.take(self.habits.buffers)
         if again:
             alone = self.seeds is None
-            own = self.device if alone or not self.shared(self.device) else torch.device("cpu")
+            own = self.device if alone or self.device not in self.shared else torch.device("cpu")
             self.generators = save_rng(own, cpu=alone)
         mode = self._random_mode()
         with mode or nullcontext():
             yield
-        drew = mode is not None and any(self.shared(device) for device in mode.drew)
+        drew = mode is not None and not self.shared.isdisjoint(mode.drew)
         if drew and self.seeds is not None:
             self.seeds.used = True
         if self.learning:
