@@ -167,7 +167,7 @@ def index_reduce(
 ) -> Tensor:
     if self.dtype in (D.FLOAT16, D.BFLOAT16) and reduce in ("mean", "prod"):
         raise ConversionError(
-            f"reduce={reduce!r} in {self.dtype.name}, rounded at every step, is not handled"
+            f"reduce={reduce!r} in {self.dtype.name}, which torch rounds at each step, is not handled"
         )
     return _rows(self, dim, index, source, reduce, include_self)
 

@@ -1,0 +1,130 @@
+"""Values looked for among others: searchsorted, bucketize, isin, one_hot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten.sizes import arange
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+D = ir.DataType
+_COMPARED = {D.BFLOAT16: D.FLOAT, D.BOOL: D.INT32}
+
+
+@converter(aten.searchsorted.Tensor)
+def searchsorted(
+    ctx: ConversionContext,
+    sorted_sequence: Tensor,
+    self: Tensor,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    line = sorted_sequence if sorter is None else _sorted(sorted_sequence, sorter)
+    return _count(ctx, line, self, right or side == "right")
+
+
+@converter(aten.searchsorted.Scalar)
+def searchsorted_scalar(
+    ctx: ConversionContext,
+    sorted_sequence: Tensor,
+    self: float,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    line = sorted_sequence if sorter is None else _sorted(sorted_sequence, sorter)
+    return _count(ctx, line, self, right or side == "right")
+
+
+@converter(aten.bucketize.Tensor, aten.bucketize.Scalar)
+def bucketize(
+    ctx: ConversionContext, self: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
+) -> Tensor:
+    return _count(ctx, boundaries, self, right)
+
+
+def _sorted(line: Tensor, sorter: Tensor) -> Tensor:
+    return F.gather_elements(line, F.cast(sorter, D.INT64), line.ndim - 1)
+
+
+def _count(ctx: ConversionContext, line: Tensor, values: Any, right: bool) -> Tensor:
+    """How many elements of the sorted `line` lie before each value.
+
+    torch walks on while an element is not `>=` the value (or not `>`): NaN comes after all numbers.
+    """
+    a, b = ctx.common(line, values)
+    a, b = (F.cast(t, _COMPARED.get(t.dtype, t.dtype)) for t in (a, b))
+    if a.ndim == 1:
+        reached = _reached(a, F.unsqueeze(b, [b.ndim]), right)  # (..., line)
+    else:
+        reached = _reached(F.unsqueeze(a, [a.ndim - 1]), F.unsqueeze(b, [b.ndim]), right)
+    before = F.cast(F.logical_not(reached), D.INT64)
+    return F.cast(F.reduce_sum(before, [before.ndim - 1], keepdims=False), ctx.dtype)
+
+
+def _reached(line: Tensor, values: Tensor, right: bool) -> Tensor:
+    return F.greater(line, values) if right else F.greater_equal(line, values)
+
+
+@converter(aten.isin.Tensor_Tensor)
+def isin(
+    ctx: ConversionContext,
+    elements: Tensor,
+    test_elements: Tensor,
+    *,
+    assume_unique: bool = False,
+    invert: bool = False,
+) -> Tensor:
+    return _isin(ctx, elements, test_elements, invert)
+
+
+@converter(aten.isin.Tensor_Scalar)
+def isin_scalar(
+    ctx: ConversionContext,
+    elements: Tensor,
+    test_element: float,
+    *,
+    assume_unique: bool = False,
+    invert: bool = False,
+) -> Tensor:
+    return _isin(ctx, elements, test_element, invert)
+
+
+@converter(aten.isin.Scalar_Tensor)
+def isin_of_scalar(
+    ctx: ConversionContext,
+    element: float,
+    test_elements: Tensor,
+    *,
+    assume_unique: bool = False,
+    invert: bool = False,
+) -> Tensor:
+    return _isin(ctx, element, test_elements, invert)
+
+
+def _isin(ctx: ConversionContext, elements: Any, among: Any, invert: bool) -> Tensor:
+    a, b = ctx.common(elements, among)
+    a, b = (F.cast(t, _COMPARED.get(t.dtype, t.dtype)) for t in (a, b))
+    same = F.cast(F.equal(F.unsqueeze(a, [a.ndim]), F.reshape(b, [-1])), D.INT32)
+    found = F.greater(F.reduce_sum(same, [a.ndim], keepdims=False), 0)
+    return F.logical_not(found) if invert else found
+
+
+@converter(aten.one_hot.default)
+def one_hot(ctx: ConversionContext, self: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:
+        raise ConversionError(f"num_classes={num_classes}, to be read from the data, is not handled")
+    return F.cast(F.equal(F.unsqueeze(self, [self.ndim]), arange(num_classes)), D.INT64)
