@@ -1,0 +1,181 @@
+"""The balance problem as it is met: memory caps, unequal devices, the price of a cut, layers pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A balance: layers per stage, and the time of each stage; the slowest sets the pace."""
+
+    balance: list[int]
+    times: list[float]
+
+    @property
+    def bottleneck(self) -> float:
+        """The time of the slowest stage."""
+        return max(self.times)
+
+
+def balance_stages(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    memory: Sequence[float] | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
+    cut_costs: Sequence[float] | None = None,
+    pins: Mapping[int, int] | None = None,
+    together: Iterable[tuple[int, int]] = (),
+) -> Solution:
+    """The balance whose slowest stage is fastest. Exact; among equals, the most even one.
+
+    >>> balance_stages([4, 1, 1, 1, 1], 2).balance
+    [1, 4]
+    >>> balance_stages([1, 1, 1, 1], 2, speeds=[3, 1]).balance
+    [3, 1]
+    >>> balance_stages([1, 1, 1, 1], 2, memory=[1, 1, 5, 5], memory_cap=7).balance
+    [3, 1]
+
+    Args:
+        costs: the time of each layer on a device of speed 1.
+        stages: how many stages; none is empty.
+        memory: the memory of each layer, in any unit.
+        memory_cap: the most a stage may take: one number, or one per stage.
+        speeds: how fast each stage's device is.
+        cut_costs: for each place between two layers, the time to send what crosses it; the stage
+            before the cut pays.
+        pins: layers that must be in a certain stage.
+        together: pairs of layers that no cut may separate.
+    """
+    n = len(costs)
+    if stages < 1:
+        raise ValueError(f"the number of stages must be positive, got {stages}")
+    if n < stages:
+        raise ValueError(f"{n} layers cannot fill {stages} stages")
+    problem = _Problem(
+        _sums(costs, "costs", n),
+        _per_stage(speeds, "speeds", stages, 1.0),
+        np.append(_vector(cut_costs, "cut_costs", n - 1), 0.0),
+        None if memory is None else _sums(memory, "memory", n),
+        _per_stage(memory_cap, "memory_cap", stages, np.inf),
+        _earliest_starts(n, stages, pins or {}),
+        _forbidden_cuts(n, together),
+    )
+    if memory is None and memory_cap is not None:
+        raise ValueError("memory_cap needs the memory of each layer")
+    bottleneck = problem.least_bottleneck()
+    if not np.isfinite(bottleneck):
+        raise ValueError(f"no balance of {n} layers over {stages} stages meets the memory caps and the pins")
+    cuts = problem.most_even(bottleneck)
+    times = [float(problem.times(j, b)[a]) for j, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))]
+    return Solution([b - a for a, b in zip(cuts[:-1], cuts[1:], strict=True)], times)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    costs: Vector  # sums of prefixes
+    speeds: Vector
+    cut_costs: Vector  # after layer i; 0 after the last
+    memory: Vector | None  # sums of prefixes
+    caps: Vector
+    earliest: list[list[int]]  # per stage and its end, where it may start at the earliest by the pins
+    forbidden: NDArray[np.bool_]  # cut positions
+
+    def times(self, stage: int, end: int) -> Vector:
+        """The time of a stage that ends before layer `end`, for every layer it may start at; inf if it may not."""
+        times = (self.costs[end] - self.costs[:end]) / self.speeds[stage] + self.cut_costs[end - 1]
+        if self.memory is not None:
+            times[self.memory[end] - self.memory[:end] > self.caps[stage]] = np.inf
+        times[: self.earliest[stage][end]] = np.inf
+        if self.forbidden.any():
+            times[self.forbidden[:end]] = np.inf
+        return times
+
+    def least_bottleneck(self) -> float:
+        """The least possible time of the slowest stage."""
+        n, stages = len(self.costs) - 1, len(self.speeds)
+        best = np.full(n + 1, np.inf)  # best[i]: the first i layers in the stages so far
+        best[0] = 0.0
+        for stage in range(stages):
+            following = np.full(n + 1, np.inf)
+            for end in range(stage + 1, n + 1):
+                following[end] = np.maximum(best[:end], self.times(stage, end)).min()
+            best = following
+        return float(best[n])
+
+    def most_even(self, bottleneck: float) -> list[int]:
+        """The cuts with the least sum of squared stage times, no stage slower than the bottleneck."""
+        n, stages = len(self.costs) - 1, len(self.speeds)
+        best = np.full(n + 1, np.inf)
+        best[0] = 0.0
+        starts = np.zeros((stages, n + 1), dtype=np.int64)
+        for stage in range(stages):
+            following = np.full(n + 1, np.inf)
+            for end in range(stage + 1, n + 1):
+                times = self.times(stage, end)
+                total = np.where(times <= bottleneck, best[:end] + times * times, np.inf)
+                starts[stage, end] = total.argmin()
+                following[end] = total[starts[stage, end]]
+            best = following
+        cuts = [n]
+        for stage in range(stages - 1, -1, -1):
+            cuts.append(int(starts[stage, cuts[-1]]))
+        return cuts[::-1]
+
+
+def _vector(values: Sequence[float] | None, name: str, count: int) -> Vector:
+    if values is None:
+        return np.zeros(count)
+    if len(values) != count:
+        raise ValueError(f"{name} must have {count} entries, got {len(values)}")
+    vector = np.asarray(values, dtype=np.float64)
+    wrong = vector[~(np.isfinite(vector) & (vector >= 0))]
+    if len(wrong):
+        raise ValueError(f"{name} must be finite and not negative, got {wrong[0]}")
+    return vector
+
+
+def _sums(values: Sequence[float], name: str, count: int) -> Vector:
+    return np.concatenate([[0.0], np.cumsum(_vector(values, name, count))])
+
+
+def _per_stage(values: float | Sequence[float] | None, name: str, stages: int, default: float) -> Vector:
+    if values is None:
+        return np.full(stages, default)
+    vector = np.full(stages, values) if isinstance(values, int | float) else np.asarray(values, np.float64)
+    if len(vector) != stages:
+        raise ValueError(f"{name} must have one entry per stage ({stages}), got {len(vector)}")
+    if not (vector > 0).all():
+        raise ValueError(f"{name} must be positive, got {vector.tolist()}")
+    return vector.astype(np.float64)
+
+
+def _earliest_starts(n: int, stages: int, pins: Mapping[int, int]) -> list[list[int]]:
+    for layer, stage in pins.items():
+        if not (0 <= layer < n and 0 <= stage < stages):
+            raise ValueError(f"layer {layer} cannot be pinned to stage {stage}: {n} layers, {stages} stages")
+    earliest = []
+    for stage in range(stages):
+        # A stage starts after the last layer before its end that belongs to another.
+        starts = [0]
+        for layer in range(n):
+            starts.append(layer + 1 if pins.get(layer, stage) != stage else starts[-1])
+        earliest.append(starts)
+    return earliest
+
+
+def _forbidden_cuts(n: int, together: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
+    forbidden = np.zeros(n + 1, dtype=bool)
+    for a, b in together:
+        if not (0 <= a < n and 0 <= b < n):
+            raise ValueError(f"layers {a} and {b} cannot be kept together: there are {n}")
+        forbidden[min(a, b) + 1 : max(a, b) + 1] = True
+    return forbidden
