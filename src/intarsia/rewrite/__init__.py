@@ -1,5 +1,7 @@
 """Layers into better layers: patterns over a network, and who applies them."""
 
+from intarsia.rewrite.check import Checked as Checked
+from intarsia.rewrite.check import check_pattern as check_pattern
 from intarsia.rewrite.log import Fired as Fired
 from intarsia.rewrite.log import RewriteLog as RewriteLog
 from intarsia.rewrite.manager import AnalysisPatternManager as AnalysisPatternManager

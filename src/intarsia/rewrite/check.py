@@ -1,0 +1,168 @@
+"""Proof by running: a pattern's network before and after, on random shapes, dtypes and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.errors import RewriteError
+from intarsia.network import Network, dtypes
+from intarsia.rewrite.manager import RewritePatternManager
+from intarsia.rewrite.pattern import PatternRewriter
+from intarsia.rewrite.rule import Rule
+from intarsia.rewrite.sample import random_network
+
+Sample = Callable[[np.random.Generator], Network]
+Build = Callable[[Network], Callable[..., tuple[torch.Tensor, ...]]]
+
+_TOLERANCE = {ir.DataType.FLOAT16: 1e-2, ir.DataType.BFLOAT16: 4e-2, ir.DataType.DOUBLE: 1e-7}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check saw: networks tried, those that changed, why others did not, the largest error."""
+
+    tried: int
+    fired: int
+    refused: dict[str, int]
+    worst: float
+
+
+def check_pattern(
+    pattern: PatternRewriter,
+    sample: Sample | None = None,
+    *,
+    trials: int = 40,
+    build: Build | None = None,
+    seed: int = 0,
+) -> Checked:
+    """Run `trials` random networks before and after a pattern; RewriteError at the first difference.
+
+    Networks the pattern refuses do not count; it is an error if it refuses them all.
+    `sample(rng)` makes a network the pattern may match; a rule's is made from its own terms by default.
+    `build` turns a network into a program (an engine's `build`); by default ONNX's reference evaluator.
+
+    >>> from intarsia.network import functional as F
+    >>> from intarsia.rewrite import check_pattern, rule
+    >>> @rule(lambda op, x: op.Relu(op.Relu(x)))
+    ... def relu_once(net, x):
+    ...     return F.relu(x)
+    >>> check_pattern(relu_once, trials=5).fired
+    5
+    """
+    if sample is None and not isinstance(pattern, Rule):
+        raise RewriteError(
+            f"pattern {pattern.name!r} is no rule: say how to make networks for it, sample=..."
+        )
+    rng = np.random.default_rng(seed)
+    run = build or reference
+    refused: Counter[str] = Counter()
+    fired, worst = 0, 0.0
+    tried = 0
+    while fired < trials and tried < 10 * trials:
+        tried += 1
+        net, inputs, expected = _trial(pattern, sample, run, rng)
+        before = str(net)
+        manager = RewritePatternManager()
+        manager.add(pattern.name, pattern)
+        if not manager.rewrite(net):
+            refused.update(_reasons(manager, net, pattern))
+            continue
+        fired += 1
+        net.verify()
+        got = run(net)(*inputs)
+        for number, (a, b) in enumerate(zip(expected, got, strict=True)):
+            error = difference(a, b)
+            worst = max(worst, error)
+            if error > _TOLERANCE.get(dtypes.to_onnx(a.dtype), 1e-4):
+                raise RewriteError(
+                    f"pattern {pattern.name!r} changes output {number} by {error:.3g} of its size"
+                    f"\nbefore:\n{before}\nafter:\n{net}"
+                )
+    if not fired:
+        reasons = "; ".join(f"{reason} ({count} times)" for reason, count in refused.most_common(3))
+        raise RewriteError(f"pattern {pattern.name!r} never fired in {tried} networks: {reasons}")
+    return Checked(tried, fired, dict(refused), worst)
+
+
+def _trial(
+    pattern: PatternRewriter, sample: Sample | None, run: Build, rng: np.random.Generator
+) -> tuple[Network, list[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A network, inputs, and what it makes of them; made-up networks that no evaluator takes are left out."""
+    failure: Exception | None = None
+    for _ in range(200):
+        try:
+            if sample is not None:
+                net = sample(rng)
+            else:
+                assert isinstance(pattern, Rule)
+                net = random_network(pattern.roots, rng)
+            inputs = random_inputs(net, rng)
+            return net, inputs, run(net)(*inputs)
+        except Exception as error:
+            if sample is not None:
+                raise
+            failure = error
+    raise RewriteError(f"no network of pattern {pattern.name!r} could be made up: {failure}") from failure
+
+
+def _reasons(manager: RewritePatternManager, net: Network, pattern: PatternRewriter) -> list[str]:
+    roots = [x for x in net.get_layers() if pattern.root_layer is None or x.kind in pattern.root_layer]
+    return [manager.explain(layer)[0].reason for layer in roots[-1:]]
+
+
+def random_inputs(net: Network, rng: np.random.Generator) -> list[torch.Tensor]:
+    """Values for a network's inputs; a symbol is one size everywhere."""
+    sizes: dict[Any, int] = {}
+    made = []
+    for tensor in net.get_inputs():
+        shape = [
+            d if isinstance(d, int) else sizes.setdefault(d, int(rng.integers(1, 5))) for d in tensor.shape
+        ]
+        dtype = dtypes.to_torch(tensor.dtype)
+        if tensor.dtype == ir.DataType.BOOL:
+            made.append(torch.from_numpy(rng.random(shape) < 0.5))
+        elif tensor.dtype in dtypes.INTEGERS:
+            made.append(torch.from_numpy(rng.integers(0, 4, shape)).to(dtype))
+        else:
+            scale = rng.choice([0.3, 1.0, 4.0])
+            made.append(torch.from_numpy(np.asarray(rng.standard_normal(shape) * scale)).to(dtype))
+    return made
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value; infinite for another shape, dtype or NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    x, y = a.double(), b.double()
+    same = (x == y) | (x.isnan() & y.isnan())
+    if bool(same.all()):
+        return 0.0
+    if not bool((x.isfinite() == y.isfinite()).all()):
+        return float("inf")
+    largest = float(x[x.isfinite()].abs().max()) if bool(x.isfinite().any()) else 0.0
+    gap = (x - y)[~same].abs()
+    return float(gap.max()) / max(largest, 1e-3) if bool(gap.isfinite().all()) else float("inf")
+
+
+def reference(net: Network) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A program that runs a network by ONNX's own definition of its operators; slow and plain."""
+    from onnx.reference import ReferenceEvaluator
+
+    evaluator = ReferenceEvaluator(net.to_onnx())
+    names = [tensor.name for tensor in net.get_inputs()]
+    wanted = [dtypes.to_torch(tensor.dtype) for tensor in net.get_outputs()]
+
+    def program(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = evaluator.run(None, {n: t.numpy() for n, t in zip(names, tensors, strict=True)})
+        return tuple(torch.from_numpy(np.array(x)).to(d) for x, d in zip(made, wanted, strict=True))
+
+    return program

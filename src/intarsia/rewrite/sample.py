@@ -1,0 +1,115 @@
+"""Random networks made from a rule's own terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from intarsia.errors import NetworkError
+from intarsia.network import Network, Tensor, net_guard
+from intarsia.network import functional as F
+from intarsia.network.schema import schema_of
+from intarsia.rewrite.term import Any_, Call, Either, Maybe, Number, Output, Term, Var
+
+_DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+def random_network(roots: Sequence[Call | Output], rng: np.random.Generator) -> Network:
+    """A network in which the terms stand; the error of the operator that cannot be, if shapes do not fit."""
+    net = Network("sample")
+    with net_guard(net):
+        maker = _Maker(rng)
+        for index, root in enumerate(roots):
+            maker.make(root).mark_output(f"out{index}")
+    net.verify()
+    return net
+
+
+class _Maker:
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.rng = rng
+        self.dtype = _DTYPES[rng.integers(len(_DTYPES))]
+        self.base = tuple(int(d) for d in rng.choice([1, 2, 2, 3, 4], size=int(rng.integers(1, 5))))
+        self.variables: dict[str, Tensor] = {}
+        self.calls: dict[Call, tuple[Tensor, ...]] = {}
+
+    def make(self, term: Term) -> Tensor:
+        if isinstance(term, Var):
+            if term.name not in self.variables:
+                self.variables[term.name] = self.variable(term)
+            return self.variables[term.name]
+        if isinstance(term, Number):
+            return F.constant(term.value, self.dtype)
+        if isinstance(term, Either):
+            return self.make(term.terms[self.rng.integers(len(term.terms))])
+        if isinstance(term, Maybe):
+            return self.make(term.term)
+        if isinstance(term, Output):
+            return self.call(term.call, 1 + term.index)[term.index]
+        assert isinstance(term, Call)
+        return self.call(term, 1)[0]
+
+    def variable(self, var: Var) -> Tensor:
+        shape = self.shape()
+        if not var.constant:
+            return Tensor(var.name, self.dtype, shape)
+        return F.constant(np.asarray(self.rng.standard_normal(shape)), self.dtype, name=var.name)
+
+    def shape(self) -> tuple[int, ...]:
+        """The shape most variables have, one that broadcasts to it, its turned end, or any other."""
+        base, way = self.base, self.rng.random()
+        if way < 0.55:
+            return base
+        if way < 0.7:
+            return tuple(1 if self.rng.random() < 0.4 else d for d in base)[self.rng.integers(len(base)) :]
+        if way < 0.85 and len(base) > 1:
+            return (*base[:-2], base[-1], base[-2])
+        return tuple(int(d) for d in self.rng.choice([1, 2, 3], size=int(self.rng.integers(0, 4))))
+
+    def call(self, call: Call, outputs: int) -> tuple[Tensor, ...]:
+        if call in self.calls:
+            return self.calls[call]
+        inputs: list[Tensor | None] = []
+        for term in call.inputs:
+            left_out = term is None or (isinstance(term, Maybe) and self.rng.random() < 0.5)
+            inputs.append(None if left_out else self.make(term))  # type: ignore[arg-type]
+        if any(t is None for t in inputs[1:]):  # inputs after a missing one are missing too, mostly
+            cut = next(i for i, t in enumerate(inputs) if t is None)
+            inputs = inputs if self.rng.random() < 0.3 else inputs[:cut]
+        domain, _, op_type = call.kind.rpartition("::")
+        attributes = self.attributes(call, op_type, inputs[0])
+        self.calls[call] = F.ops(op_type, *inputs, outputs=outputs, domain=domain, **attributes)
+        return self.calls[call]
+
+    def attributes(self, call: Call, op_type: str, first: Tensor | None) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, wanted in call.attributes.items():
+            if not isinstance(wanted, Any_) and not callable(wanted):
+                made[name] = wanted
+                continue
+            for _ in range(40):
+                value = self.attribute(name, op_type, first)
+                if isinstance(wanted, Any_) or wanted(value):
+                    made[name] = value
+                    break
+            else:
+                raise NetworkError(f"no value of {name} satisfies the pattern")
+        return made
+
+    def attribute(self, name: str, op_type: str, first: Tensor | None) -> Any:
+        rank = 0 if first is None else first.ndim
+        if name == "perm":
+            return [int(i) for i in self.rng.permutation(rank)]
+        if name == "axis":
+            return int(self.rng.integers(-rank, max(rank, 1)))
+        if name in ("keepdims", "transA", "transB", "is_causal"):
+            return int(self.rng.integers(2))
+        if name in ("alpha", "beta", "scale"):
+            return float(self.rng.choice([0.5, 1.0, 2.0]))
+        if name == "epsilon":
+            return float(self.rng.choice([1e-5, 1e-3]))
+        schema = schema_of("", op_type)
+        return None if schema is None else schema.defaults.get(name)
