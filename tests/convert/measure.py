@@ -1,0 +1,114 @@
+"""Counts of verdicts for every op, dtype and engine, kept as JSON so that a run can be continued."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.convert import drivers
+from tests.convert.harness import REFUSED, RUNS, WRONG, judge
+from tests.convert.samples import LIMIT, cases, dtypes_of, op_infos
+
+Key = tuple[str, str, str]  # op, dtype, engine
+
+
+@dataclass
+class Tally:
+    """Samples of the op itself (`own`), and of operators found in its decomposition (`core`)."""
+
+    own: Counter[str] = field(default_factory=Counter)
+    core: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "own": dict(self.own),
+            "core": dict(self.core),
+            "reasons": dict(self.reasons),
+            "wrong": self.wrong,
+        }
+
+    @staticmethod
+    def of(data: dict[str, Any]) -> Tally:
+        return Tally(Counter(data["own"]), Counter(data["core"]), Counter(data["reasons"]), data["wrong"])
+
+
+def measure(name: str, dtype: str, engines: Iterable[str], core: bool, limit: int) -> dict[Key, Tally]:
+    """One op and dtype on each engine."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    tallies = {(name, dtype, engine): Tally() for engine in engines}
+    for case in cases(name, dtype, core=core, limit=limit, seen=_seen):
+        for engine in engines:
+            outcome = judge(case, engine)
+            tally = tallies[name, dtype, engine]
+            (tally.own if case.level == "composite" else tally.core)[outcome.verdict] += 1
+            if outcome.verdict == REFUSED:
+                tally.reasons[f"{case.target}: {outcome.reason}"] += 1
+            elif outcome.verdict == WRONG:
+                tally.wrong.append(f"{case}: {outcome.reason}")
+    return tallies
+
+
+_seen: set[str] = set()  # operators of decompositions already judged in this process
+
+
+def measure_all(
+    names: Iterable[str],
+    dtypes: Iterable[str],
+    engines: Iterable[str] = drivers.ENGINES,
+    *,
+    core: bool = True,
+    limit: int = LIMIT,
+    jobs: int = 1,
+    keep: Path | None = None,
+) -> dict[Key, Tally]:
+    """All ops and dtypes, those found in `keep` taken from there."""
+    found = load(keep) if keep is not None and keep.exists() else {}
+    engines = tuple(engines)
+    wanted = [
+        (name, dtype)
+        for dtype in dtypes
+        for name in names
+        if dtype in dtypes_of(op_infos()[name]) and (name, dtype, engines[0]) not in found
+    ]
+    if jobs == 1:
+        for done, (name, dtype) in enumerate(wanted, 1):
+            found.update(measure(name, dtype, engines, core, limit))
+            if keep is not None and done % 20 == 0:
+                save(found, keep)
+    else:
+        with ProcessPoolExecutor(jobs) as pool:
+            futures = [pool.submit(measure, name, dtype, engines, core, limit) for name, dtype in wanted]
+            for done, future in enumerate(futures, 1):
+                found.update(future.result())
+                if keep is not None and done % 20 == 0:
+                    save(found, keep)
+    if keep is not None:
+        save(found, keep)
+    return found
+
+
+def save(tallies: dict[Key, Tally], path: Path) -> None:
+    path.write_text(json.dumps({"|".join(key): tally.to_json() for key, tally in tallies.items()}, indent=0))
+
+
+def load(path: Path) -> dict[Key, Tally]:
+    data = json.loads(path.read_text())
+    return {tuple(key.split("|")): Tally.of(item) for key, item in data.items()}  # type: ignore[misc]
+
+
+def share(tallies: Iterable[Tally], level: str = "own") -> tuple[int, int]:
+    """(samples that run, samples)."""
+    total: Counter[str] = Counter()
+    for tally in tallies:
+        total.update(getattr(tally, level))
+    return total[RUNS], total.total()
