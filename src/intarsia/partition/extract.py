@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,13 +18,20 @@ from intarsia.partition.table import PYTORCH
 class Piece:
     """One segment cut out: call `module` with the values of `inputs`, get those of `outputs` as a tuple.
 
-    `inputs` and `outputs` are nodes of the graph it was cut from.
+    `inputs` and `outputs` are nodes of the graph it was cut from, which `owner` holds; `graph` is the
+    piece's own.
     """
 
     segment: Segment
-    module: fx.GraphModule
+    owner: fx.GraphModule
+    graph: fx.Graph
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The piece as a module; made when first asked for, since it is the dear part of cutting."""
+        return fx.GraphModule(self.owner, self.graph)
 
 
 def extract(gm: fx.GraphModule, plan: Plan) -> list[Piece]:
@@ -61,7 +69,7 @@ def _piece(gm: fx.GraphModule, segment: Segment, border: Border) -> Piece:
             copy = graph.node_copy(node, local)
         made[node] = copy
     graph.output(tuple(made[node] for node in border.outputs))
-    return Piece(segment, fx.GraphModule(gm, graph), border.inputs, border.outputs)
+    return Piece(segment, gm, graph, border.inputs, border.outputs)
 
 
 def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:

@@ -6,6 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator
+from enum import Enum
 from functools import cache
 from pathlib import PurePath
 from typing import Any
@@ -62,12 +63,10 @@ _CONTROL_FLOW_NAMES = frozenset({"cond", "while_loop", "scan", "map_impl", "asso
 
 def is_free(node: fx.Node) -> bool:
     """True when the node makes no layer: constants, `getitem`, sizes, and arithmetic on sizes."""
-    if node.op == "get_attr":
-        return True
     if node.op != "call_function":
-        return False
-    target = node.target
-    return target is operator.getitem or is_size(node) or _is_scalar_arithmetic(node)
+        return node.op == "get_attr"
+    kind = _kind(node.target)
+    return kind is not _Kind.COMPUTE and (kind is not _Kind.ARITHMETIC or _on_scalars(node))
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -82,7 +81,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 def is_size(node: fx.Node) -> bool:
     """True for nodes that read a size, stride or element count off a tensor."""
-    return node.op == "call_function" and getattr(node.target, "overloadpacket", node.target) in _SIZE_PACKETS
+    return node.op == "call_function" and _kind(node.target) is _Kind.SIZE
 
 
 def is_control_flow(node: fx.Node) -> bool:
@@ -157,18 +156,27 @@ def whereabouts(node: fx.Node) -> str:
     return " ".join(parts)
 
 
-def _is_scalar_arithmetic(node: fx.Node) -> bool:
-    target = node.target
-    named = getattr(target, "__module__", None) in ("math", "torch") and getattr(
-        target, "__name__", ""
-    ).startswith("sym_")
-    if (
-        target not in _SYM_OPERATORS
-        and not named
-        and getattr(math, getattr(target, "__name__", ""), None) is not target
-    ):
-        return False
-    # `operator.add` on tensors is work; on sizes it is not.
+class _Kind(Enum):
+    GETITEM = "getitem"
+    SIZE = "size"
+    ARITHMETIC = "arithmetic"  # free on sizes, work on tensors
+    COMPUTE = "compute"
+
+
+@cache
+def _kind(target: Any) -> _Kind:
+    if target is operator.getitem:
+        return _Kind.GETITEM
+    if getattr(target, "overloadpacket", target) in _SIZE_PACKETS:
+        return _Kind.SIZE
+    name = getattr(target, "__name__", "")
+    symbolic = getattr(target, "__module__", None) == "torch" and name.startswith("sym_")
+    if target in _SYM_OPERATORS or symbolic or getattr(math, name, None) is target:
+        return _Kind.ARITHMETIC
+    return _Kind.COMPUTE
+
+
+def _on_scalars(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if value is not None:
         return not isinstance(value, torch.Tensor)
