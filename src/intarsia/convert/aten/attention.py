@@ -8,6 +8,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten.precision import HALVES, filled, is_empty, used, wide
+from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -127,7 +128,7 @@ def fragments(
     if mask is not None:
         hidden = F.where(mask, scores, -torch.inf) if mask.dtype == ir.DataType.BOOL else F.add(scores, mask)
         weights = F.softmax(hidden)
-        weights = F.where(F.equal(F.reduce_max(hidden, [-1]), -torch.inf), 0.0, weights)
+        weights = F.where(holds_everywhere(F.equal(hidden, -torch.inf), [-1], True), 0.0, weights)
     else:
         weights = F.softmax(scores)
     return F.matmul(weights, v), weights

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from intarsia.convert.aten.precision import axes_of, filled, is_empty, wide
+from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
@@ -41,7 +42,7 @@ def _safe_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = N
     x = F.cast(self, dtype) if dtype is not None else self
 
     def safe(x: Tensor, axis: int) -> Tensor:
-        hidden = F.equal(F.reduce_max(x, [axis]), -torch.inf)
+        hidden = holds_everywhere(F.equal(x, -torch.inf), [axis], True)
         return F.where(hidden, 0.0, F.softmax(x, axis))
 
     return _along(ctx, x, dim, safe)

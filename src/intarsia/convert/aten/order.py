@@ -1,0 +1,205 @@
+"""Where the extremes are, the k best, and sorting."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten.precision import filled, is_empty, is_float, static, wide
+from intarsia.convert.aten.reduce import holds_somewhere
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.network import Tensor, dtypes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+def _comparable(x: Tensor) -> Tensor:
+    return F.cast(x, ir.DataType.INT32) if x.dtype == ir.DataType.BOOL else wide(x, halves=True)
+
+
+def _place(x: Tensor, axis: int, largest: bool) -> Tensor:
+    """Index of the first extreme along an axis, which is kept; a NaN is the extreme, as in torch."""
+    layer = F.argmax if largest else F.argmin
+    found = layer(x, axis, keepdims=True)
+    if not is_float(x):
+        return found
+    nans = F.isnan(x)
+    first = F.argmax(F.cast(nans, ir.DataType.INT32), axis, keepdims=True)
+    return F.where(holds_somewhere(nans, [axis], True), first, found)
+
+
+def _arg(ctx: ConversionContext, self: Tensor, dim: int | None, keepdim: bool, largest: bool) -> Tensor:
+    if is_empty(self):
+        return filled(ctx)
+    if self.ndim == 0:
+        return F.constant(0, ir.DataType.INT64)
+    x = _comparable(self)
+    if dim is None:
+        found = _place(F.reshape(x, [-1]), 0, largest)
+        return F.reshape(found, [1] * self.ndim if keepdim else [])
+    found = _place(x, dim % self.ndim, largest)
+    return found if keepdim else F.squeeze(found, [dim])
+
+
+@converter(aten.argmax.default)
+def argmax(ctx: ConversionContext, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _arg(ctx, self, dim, keepdim, True)
+
+
+@converter(aten.argmin.default)
+def argmin(ctx: ConversionContext, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _arg(ctx, self, dim, keepdim, False)
+
+
+def _extreme_dim(
+    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool, largest: bool
+) -> tuple[Tensor, Tensor]:
+    if is_empty(self):
+        return filled(ctx, output=0), filled(ctx, output=1)
+    if self.ndim == 0:
+        return self, F.constant(0, ir.DataType.INT64)
+    axis = dim % self.ndim
+    found = _place(_comparable(self), axis, largest)
+    values = pick(self, found, axis)
+    return (values, found) if keepdim else (F.squeeze(values, [axis]), F.squeeze(found, [axis]))
+
+
+def pick(x: Tensor, indices: Tensor, axis: int) -> Tensor:
+    """Elements of `x` at indices along an axis."""
+    carrier = F.cast(x, ir.DataType.FLOAT) if x.dtype == ir.DataType.BFLOAT16 else x
+    return F.cast(F.gather_elements(carrier, indices, axis), x.dtype)
+
+
+@converter(aten.max.dim)
+def max_dim(ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _extreme_dim(ctx, self, dim, keepdim, True)
+
+
+@converter(aten.min.dim)
+def min_dim(ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _extreme_dim(ctx, self, dim, keepdim, False)
+
+
+def best(x: Tensor, k: Any, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """The k largest or smallest in order, equal ones by place; NaN is above everything, as in torch."""
+    key = _comparable(x)
+    if not is_float(key):
+        values, indices = F.topk(key, k, axis, largest=largest)
+        return F.cast(values, x.dtype), indices
+    top = torch.finfo(dtypes.to_torch(key.dtype)).max
+    key = F.where(F.isnan(key), math.inf, F.minimum(key, top))
+    indices = F.topk(key, k, axis, largest=largest)[1]
+    return pick(x, indices, axis), indices
+
+
+def _ordered(ctx: ConversionContext, self: Tensor, k: Any, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
+    if is_empty(self) or k == 0:
+        return filled(ctx, output=0), filled(ctx, output=1)
+    if self.ndim == 0:
+        return self, F.constant(0, ir.DataType.INT64)
+    return best(self, k, dim % self.ndim, largest)
+
+
+@converter(aten.topk.default)
+def topk(
+    ctx: ConversionContext, self: Tensor, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    return _ordered(ctx, self, k, dim, largest)
+
+
+def _count(x: Tensor, dim: int) -> Any:
+    if x.ndim == 0:
+        return 1
+    size = x.shape[dim]
+    return size if isinstance(size, int) else F.size(x, dim)
+
+
+@converter(aten.sort.default)
+def sort(
+    ctx: ConversionContext, self: Tensor, dim: int = -1, descending: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _ordered(ctx, self, _count(self, dim), dim, descending)
+
+
+@converter(aten.sort.stable)
+def sort_stable(
+    ctx: ConversionContext, self: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _ordered(ctx, self, _count(self, dim), dim, descending)
+
+
+def _argsort(ctx: ConversionContext, self: Tensor, dim: int, descending: bool) -> Tensor:
+    if is_empty(self):
+        return filled(ctx)
+    if self.ndim == 0:
+        return F.constant(0, ir.DataType.INT64)
+    return best(self, _count(self, dim), dim % self.ndim, descending)[1]
+
+
+@converter(aten.argsort.default)
+def argsort(ctx: ConversionContext, self: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
+    return _argsort(ctx, self, dim, descending)
+
+
+@converter(aten.argsort.stable)
+def argsort_stable(
+    ctx: ConversionContext, self: Tensor, *, stable: bool, dim: int = -1, descending: bool = False
+) -> Tensor:
+    return _argsort(ctx, self, dim, descending)
+
+
+@converter(aten.msort.default)
+def msort(ctx: ConversionContext, self: Tensor) -> Tensor:
+    if is_empty(self):
+        return filled(ctx)
+    return self if self.ndim == 0 else best(self, _count(self, 0), 0, False)[0]
+
+
+def _kth(ctx: ConversionContext, self: Tensor, k: int, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    if is_empty(self):
+        return filled(ctx, output=0), filled(ctx, output=1)
+    if self.ndim == 0:
+        return self, F.constant(0, ir.DataType.INT64)
+    axis = dim % self.ndim
+    values, indices = best(self, k, axis, False)
+    chosen = tuple(F.slice(x, k - 1, k, axis=axis) for x in (values, indices))
+    made = chosen if keepdim else tuple(F.squeeze(x, [axis]) for x in chosen)
+    return made[0], made[1]
+
+
+@converter(aten.kthvalue.default)
+def kthvalue(
+    ctx: ConversionContext, self: Tensor, k: int, dim: int = -1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    return _kth(ctx, self, k, dim, keepdim)
+
+
+@converter(aten.median.dim)
+def median_dim(
+    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The lower median; a NaN anywhere is the median."""
+    if self.ndim == 0 or is_empty(self):
+        return _kth(ctx, self, 1, dim, keepdim)
+    axis = dim % self.ndim
+    values, indices = _kth(ctx, self, (static(self, axis) + 1) // 2, axis, True)
+    if is_float(self):
+        nans = F.isnan(_comparable(self))
+        first = F.argmax(F.cast(nans, ir.DataType.INT32), axis, keepdims=True)
+        indices = F.where(holds_somewhere(nans, [axis], True), first, indices)
+        values = pick(self, indices, axis)
+    return (values, indices) if keepdim else (F.squeeze(values, [axis]), F.squeeze(indices, [axis]))
+
+
+@converter(aten.median.default)
+def median(ctx: ConversionContext, self: Tensor) -> Tensor:
+    if is_empty(self):
+        return filled(ctx, math.nan)
+    if self.ndim == 0:
+        return self
+    return median_dim(ctx, F.reshape(self, [-1]), 0)[0]

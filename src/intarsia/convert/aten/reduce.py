@@ -1,0 +1,315 @@
+"""Sums, means, products, extremes and truth along dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten.precision import axes_of, filled, is_empty, is_float, wide
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+Layer = Callable[..., Tensor]
+
+
+def reduced(
+    ctx: ConversionContext,
+    x: Tensor,
+    dim: Any,
+    keepdim: bool,
+    layer: Layer,
+    empty: float,
+    output: int | None = None,
+) -> Tensor:
+    """`layer` over dimensions, in a dtype wide enough, cast to the dtype of the result."""
+    made = ctx.value if output is None else ctx.value[output]
+    if is_empty(x):
+        return filled(ctx, empty, output)
+    axes = axes_of(dim, x.ndim)
+    result = layer(x, axes, keepdims=keepdim) if axes else x
+    return F.cast(result, made.dtype)
+
+
+def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:
+    """`x` in the dtype torch adds up in: that of the result, wider if that is short."""
+    return wide(F.cast(x, ctx.dtype), halves=True)
+
+
+@converter(aten.sum.default)
+def sum_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+    return reduced(ctx, _accumulated(ctx, self), None, False, F.reduce_sum, 0)
+
+
+@converter(aten.sum.dim_IntList)
+def sum_dim(
+    ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    return reduced(ctx, _accumulated(ctx, self), dim, keepdim, F.reduce_sum, 0)
+
+
+@converter(aten.nansum.default)
+def nansum(
+    ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    x = _accumulated(ctx, self)
+    if is_float(x):
+        x = F.where(F.isnan(x), 0.0, x)
+    return reduced(ctx, x, dim, keepdim, F.reduce_sum, 0)
+
+
+@converter(aten.mean.default)
+def mean_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+    return reduced(ctx, _accumulated(ctx, self), None, False, F.reduce_mean, math.nan)
+
+
+@converter(aten.mean.dim)
+def mean_dim(
+    ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    return reduced(ctx, _accumulated(ctx, self), dim, keepdim, F.reduce_mean, math.nan)
+
+
+@converter(aten.prod.default)
+def prod_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+    return reduced(ctx, _accumulated(ctx, self), None, False, F.reduce_prod, 1)
+
+
+@converter(aten.prod.dim_int)
+def prod_dim(
+    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    return reduced(ctx, _accumulated(ctx, self), dim, keepdim, F.reduce_prod, 1)
+
+
+def _flags(condition: Tensor) -> Tensor:
+    return F.cast(condition, ir.DataType.INT32)
+
+
+def holds_somewhere(condition: Tensor, axes: list[int], keepdims: bool) -> Tensor:
+    return F.cast(F.reduce_max(_flags(condition), axes, keepdims=keepdims), ir.DataType.BOOL)
+
+
+def holds_everywhere(condition: Tensor, axes: list[int], keepdims: bool) -> Tensor:
+    return F.cast(F.reduce_min(_flags(condition), axes, keepdims=keepdims), ir.DataType.BOOL)
+
+
+def _extreme(layer: Layer, worst: float) -> Layer:
+    """Largest or smallest element; engines lose a NaN, and a row of nothing but infinities."""
+
+    def extreme(x: Tensor, axes: list[int], *, keepdims: bool) -> Tensor:
+        made = layer(x, axes, keepdims=keepdims)
+        if not is_float(x):
+            return made
+        made = F.where(holds_everywhere(F.equal(x, worst), axes, keepdims), worst, made)
+        return F.where(holds_somewhere(F.isnan(x), axes, keepdims), math.nan, made)
+
+    return extreme
+
+
+largest, smallest = _extreme(F.reduce_max, -math.inf), _extreme(F.reduce_min, math.inf)
+
+
+def _comparable(x: Tensor) -> Tensor:
+    return _flags(x) if x.dtype == ir.DataType.BOOL else wide(x)
+
+
+@converter(aten.amax.default)
+def amax(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return reduced(ctx, _comparable(self), list(dim), keepdim, largest, 0)
+
+
+@converter(aten.amin.default)
+def amin(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+    return reduced(ctx, _comparable(self), list(dim), keepdim, smallest, 0)
+
+
+@converter(aten.max.default)
+def max_all(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return reduced(ctx, _comparable(self), None, False, largest, 0)
+
+
+@converter(aten.min.default)
+def min_all(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return reduced(ctx, _comparable(self), None, False, smallest, 0)
+
+
+@converter(aten.aminmax.default)
+def aminmax(ctx: ConversionContext, self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    x = _comparable(self)
+    # Over all dimensions torch keeps them all, of size 1.
+    return tuple(reduced(ctx, x, dim, keepdim, layer, 0, i) for i, layer in enumerate((smallest, largest)))
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    """Where `x` is not zero; a NaN is not."""
+    if x.dtype == ir.DataType.BOOL:
+        return x
+    return F.logical_not(F.equal(wide(x), 0))
+
+
+def _truth(ctx: ConversionContext, x: Tensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
+    if dim is not None and not isinstance(dim, int) and not list(dim):
+        return F.cast(_nonzero(x), ctx.dtype)  # an empty list reduces nothing here
+    layer = F.reduce_min if every else F.reduce_max
+    counts = _flags(_nonzero(x))
+    if is_empty(x):
+        return filled(ctx, every)
+    made = layer(counts, axes_of(dim, x.ndim), keepdims=keepdim) if x.ndim else counts
+    return F.cast(F.cast(made, ir.DataType.BOOL), ctx.dtype)
+
+
+@converter(aten.any.default)
+def any_all(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return _truth(ctx, self, None, False, False)
+
+
+@converter(aten.any.dim, aten.any.dims)
+def any_dim(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return _truth(ctx, self, dim, keepdim, False)
+
+
+@converter(aten.all.default)
+def all_all(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return _truth(ctx, self, None, False, True)
+
+
+@converter(aten.all.dim, aten.all.dims)
+def all_dim(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return _truth(ctx, self, dim, keepdim, True)
+
+
+@converter(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count_nonzero(ctx: ConversionContext, self: Tensor, dim: Any = None) -> Tensor:
+    counts = F.cast(_nonzero(self), ir.DataType.INT64)
+    return reduced(ctx, counts, dim, False, F.reduce_sum, 0)
+
+
+def _variance(
+    ctx: ConversionContext, self: Tensor, dim: Any, correction: Any, keepdim: bool
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean, in the dtype to go on computing in."""
+    x = wide(self, halves=True)
+    axes = axes_of(dim, self.ndim)
+    mean = F.reduce_mean(x, axes) if axes else x
+    centred = F.sub(x, mean)
+    squares = F.mul(centred, centred)
+    summed = F.reduce_sum(squares, axes, keepdims=keepdim) if axes else squares
+    count: Any = 1
+    for axis in axes:
+        size = self.shape[axis]
+        count = count * (size if isinstance(size, int) else F.cast(F.size(self, axis), x.dtype))
+    taken = 1 if correction is None else correction
+    if isinstance(count, Tensor):
+        freedom: Any = F.maximum(F.sub(count, float(taken)), 0.0)
+    else:
+        freedom = float(max(count - taken, 0))
+    variance = F.div(summed, freedom)
+    return variance, mean if keepdim or not axes else F.squeeze(mean, axes)
+
+
+def _spread(
+    ctx: ConversionContext, x: Tensor, dim: Any, correction: Any, keepdim: bool, *, root: bool, mean: bool
+) -> Any:
+    if is_empty(x):
+        return tuple(filled(ctx, math.nan, i) for i in range(2)) if mean else filled(ctx, math.nan)
+    variance, centre = _variance(ctx, x, dim, correction, keepdim)
+    made = F.cast(F.sqrt(variance) if root else variance, ctx.dtype)
+    return (made, F.cast(centre, ctx.dtype)) if mean else made
+
+
+def _register_spread(name: str, root: bool, mean: bool) -> None:
+    packet = getattr(aten, name)
+
+    def over_all(ctx: ConversionContext, self: Tensor, unbiased: bool = True) -> Any:
+        return _spread(ctx, self, None, int(unbiased), False, root=root, mean=mean)
+
+    def over_dim(
+        ctx: ConversionContext, self: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False
+    ) -> Any:
+        return _spread(ctx, self, dim, int(unbiased), keepdim, root=root, mean=mean)
+
+    def corrected(
+        ctx: ConversionContext,
+        self: Tensor,
+        dim: Any = None,
+        *,
+        correction: Any = None,
+        keepdim: bool = False,
+    ) -> Any:
+        return _spread(ctx, self, dim, correction, keepdim, root=root, mean=mean)
+
+    for function, overload in ((over_all, "default"), (over_dim, "dim"), (corrected, "correction")):
+        function.__name__ = function.__qualname__ = f"{name}_{overload}"
+        converter(getattr(packet, overload))(function)
+
+
+for _name, _root, _mean in (
+    ("var", False, False),
+    ("std", True, False),
+    ("var_mean", False, True),
+    ("std_mean", True, True),
+):
+    _register_spread(_name, _root, _mean)
+
+
+def _vector_norm(ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim: bool) -> Tensor:
+    """`sum(|x|**p)**(1/p)` and its limits."""
+    p = 2.0 if p is None else float(p)
+    if is_empty(self):
+        return filled(ctx, math.inf if p < 0 else 0)
+    x = F.abs(wide(F.cast(self, ctx.dtype), halves=True))
+    if math.isinf(p):
+        return reduced(ctx, x, dim, keepdim, largest if p > 0 else smallest, 0)
+    if p == 0:
+        counts = F.cast(_nonzero(x), x.dtype)
+        return reduced(ctx, counts, dim, keepdim, F.reduce_sum, 0)
+    if self.ndim == 0:
+        return F.cast(x, ctx.dtype)
+    if p == 1:
+        return reduced(ctx, x, dim, keepdim, F.reduce_sum, 0)
+    if p == 2:
+        return reduced(ctx, x, dim, keepdim, F.reduce_l2, 0)
+    summed = F.reduce_sum(F.pow(x, p), axes_of(dim, self.ndim), keepdims=keepdim)
+    return F.cast(F.pow(summed, 1 / p), ctx.dtype)
+
+
+@converter(aten.linalg_vector_norm.default)
+def linalg_vector_norm(
+    ctx: ConversionContext,
+    self: Tensor,
+    ord: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Tensor:
+    return _vector_norm(ctx, self, ord, dim, keepdim)
+
+
+@converter(aten.norm.Scalar)
+def norm_all(ctx: ConversionContext, self: Tensor, p: Any = 2) -> Tensor:
+    return _vector_norm(ctx, self, p, None, False)
+
+
+@converter(aten.norm.ScalarOpt_dtype)
+def norm_all_dtype(ctx: ConversionContext, self: Tensor, p: Any, *, dtype: Any) -> Tensor:
+    return _vector_norm(ctx, self, p, None, False)
+
+
+@converter(aten.norm.ScalarOpt_dim)
+def norm_dim(ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim: bool = False) -> Tensor:
+    return _vector_norm(ctx, self, p, dim, keepdim)
+
+
+@converter(aten.norm.ScalarOpt_dim_dtype)
+def norm_dim_dtype(
+    ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim: bool, *, dtype: Any
+) -> Tensor:
+    return _vector_norm(ctx, self, p, dim, keepdim)
