@@ -46,10 +46,13 @@ class Converter:
             return f"{self.name} handles static shapes only"
         if self.validator is None:
             return None
-        verdict = self.validator(node)
-        if verdict is True or verdict is None:
-            return None
-        return verdict if isinstance(verdict, str) else f"the validator of {self.name} does not accept it"
+        try:
+            verdict = self.validator(node)
+        except Exception as error:  # an author's mistake must cost this node, not the model
+            return f"the validator of {self.name} failed: {type(error).__name__}: {error}"
+        if isinstance(verdict, str):
+            return verdict
+        return None if verdict is None or verdict else f"the validator of {self.name} does not accept it"
 
 
 class Registry:
@@ -100,7 +103,9 @@ class Registry:
                 with self._lock:
                     self._store(key_of(target), ())
             for function in functions:
-                for entry in getattr(function, "converters", ()):
+                if not hasattr(function, "converters"):
+                    raise ConversionError(f"{function!r} is not a converter; decorate it with @converter")
+                for entry in function.converters:
                     with self._lock:
                         present = tuple(c for c in self._converters.get(entry.target, ()) if c is not entry)
                         first = Converter(**{**entry.__dict__, "priority": ConverterPriority.HIGH})
