@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ def all_cuts(n: int, k: int):
 
 
 def blocks(sequence, cuts):
-    return [sequence[a:b] for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [sequence[a:b] for a, b in pairwise(cuts)]
 
 
 def exact(block):
@@ -111,13 +111,17 @@ def brute_force(p):
             continue
         if any(stage_of[a] != stage_of[b] for a, b in p["together"]):
             continue
-        for j, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+        for j, (a, b) in enumerate(pairwise(cuts)):
             if p["memory"] is not None and sum(p["memory"][a:b]) > caps[j]:
                 break
             send = p["cut_costs"][b - 1] if p["cut_costs"] and b < n else 0
             times.append(sum(p["costs"][a:b]) / (p["speeds"] or [1] * k)[j] + send)
         else:
-            yield max(times), sum(t * t for t in times), [b - a for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+            yield (
+                max(times),
+                sum(t * t for t in times),
+                [b - a for a, b in pairwise(cuts)],
+            )
 
 
 @given(problem=problems())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -26,7 +26,7 @@ def solve(sequence: Sequence[Number], partitions: int = 1) -> list[list[Number]]
         raise ValueError(f"{len(sequence)} elements cannot fill {partitions} partitions")
     sums = prefix_sums(sequence)
     cuts = even_cuts(sums, partitions, smallest_bottleneck(sums, partitions))
-    return [list(sequence[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [list(sequence[a:b]) for a, b in pairwise(cuts)]
 
 
 def prefix_sums(sequence: Sequence[int | float]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,8 +76,8 @@ def balance_stages(
     if not np.isfinite(bottleneck):
         raise ValueError(f"no balance of {n} layers over {stages} stages meets the memory caps and the pins")
     cuts = problem.most_even(bottleneck)
-    times = [float(problem.times(j, b)[a]) for j, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))]
-    return Solution([b - a for a, b in zip(cuts[:-1], cuts[1:], strict=True)], times)
+    times = [float(problem.times(j, b)[a]) for j, (a, b) in enumerate(itertools.pairwise(cuts))]
+    return Solution([b - a for a, b in itertools.pairwise(cuts)], times)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class _Problem:
     forbidden: NDArray[np.bool_]  # cut positions
 
     def times(self, stage: int, end: int) -> Vector:
-        """The time of a stage that ends before layer `end`, for every layer it may start at; inf if it may not."""
-        times = (self.costs[end] - self.costs[:end]) / self.speeds[stage] + self.cut_costs[end - 1]
+        """The time of a stage that ends before layer `end`, by the layer it starts at; inf where it may not."""
+        times: Vector = (self.costs[end] - self.costs[:end]) / self.speeds[stage] + self.cut_costs[end - 1]
         if self.memory is not None:
             times[self.memory[end] - self.memory[:end] > self.caps[stage]] = np.inf
         times[: self.earliest[stage][end]] = np.inf
