@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -82,20 +83,24 @@ class OnnxRuntime(NetworkEngine):
 
 
 class _Session:
-    """One session; each call has a binding of its own, so that threads do not meet."""
+    """One session; each thread has a binding of its own, bound anew at every call."""
 
     def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
         self._session = session
         self._weights = weights  # the session reads them where they lie
         self._device = device
+        self._bindings = threading.local()
         self._inputs = [(t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
         self._outputs = [
             (t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype), _static(t.shape))
             for t in net.get_outputs()
         ]
+        self._some_unknown = any(shape is None for *_, shape in self._outputs)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        binding = self._session.io_binding()
+        binding = self._bindings.__dict__.get("binding")
+        if binding is None:
+            binding = self._bindings.binding = self._session.io_binding()
         device = self._device
         kept = []  # copies made here must outlive the run
         for (name, element, dtype), tensor in zip(self._inputs, tensors, strict=True):
@@ -118,7 +123,7 @@ class _Session:
                 binding.bind_output(name, device)
             results.append(out)
         self._session.run_with_iobinding(binding)
-        if None in results:
+        if self._some_unknown:
             made = binding.get_outputs()
             results = [_to_torch(made[i]) if out is None else out for i, out in enumerate(results)]
         return tuple(results)  # type: ignore[arg-type]
