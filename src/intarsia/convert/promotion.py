@@ -17,12 +17,18 @@ NARROW = frozenset({ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT8, ir.D
 
 def wide(dtype: ir.DataType) -> ir.DataType:
     """Where a formula of several layers is computed: torch too computes halves in float32."""
-    return ir.DataType.FLOAT if dtype in HALVES else dtype
+    return ir.DataType.FLOAT if dtype in HALVES else native(dtype)
 
 
 def native(dtype: ir.DataType) -> ir.DataType:
-    """Where a single layer is computed: as it is, but for bfloat16, which few kernels know."""
-    return ir.DataType.FLOAT if dtype == ir.DataType.BFLOAT16 else dtype
+    """Where a single layer is computed: as it is, where engines have kernels that are right.
+
+    They hardly have any for bfloat16. For narrow integers some are missing and others saturate where
+    torch wraps; in int32 they are there, and the cast back wraps.
+    """
+    if dtype == ir.DataType.BFLOAT16:
+        return ir.DataType.FLOAT
+    return ir.DataType.INT32 if dtype in NARROW else dtype
 
 
 def promoted_wide(ctx: ConversionContext, *values: Any) -> tuple[Tensor, ...]:

@@ -19,7 +19,8 @@ aten = torch.ops.aten
 @converter(aten.relu.default)
 def relu(ctx: ConversionContext, self: Tensor) -> Tensor:
     if self.dtype in dtypes.INTEGERS:
-        return F.clip(self, 0)
+        (x,) = promoted(ctx, self)
+        return narrowed(ctx, F.clip(x, 0))
     return narrowed(ctx, F.relu(*promoted(ctx, self)))
 
 
@@ -68,9 +69,9 @@ def rrelu(
 @converter(aten.prelu.default, aten._prelu_kernel.default)
 def prelu(ctx: ConversionContext, self: Tensor, weight: Tensor) -> Tensor:
     x, slope = promoted(ctx, self, weight)
-    if weight.ndim == 1 and self.ndim > 1:
-        channels = (-1,) + (1,) * (self.ndim - 2)
-        slope = F.reshape(slope, channels)  # torch gives one slope to each channel
+    if weight.ndim == 1 and self.ndim != 1:
+        # torch gives one slope to each channel, the second dimension.
+        slope = F.reshape(slope, (-1,) + (1,) * (self.ndim - 2) if self.ndim else ())
     return narrowed(ctx, F.prelu(x, slope))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import onnx_ir as ir
@@ -30,7 +31,7 @@ def add(ctx: ConversionContext, self: Any, other: Any, alpha: Any = 1) -> Tensor
     if _is_one(alpha):
         a, b = promoted(ctx, self, other)
         return narrowed(ctx, F.add(a, b))
-    a, b, scale = promoted_wide(ctx, self, other, alpha)
+    a, b, scale = promoted(ctx, self, other, alpha)  # torch rounds the product, too
     return narrowed(ctx, F.add(a, F.mul(b, scale)))
 
 
@@ -39,7 +40,7 @@ def sub(ctx: ConversionContext, self: Any, other: Any, alpha: Any = 1) -> Tensor
     if _is_one(alpha):
         a, b = promoted(ctx, self, other)
         return narrowed(ctx, F.sub(a, b))
-    a, b, scale = promoted_wide(ctx, self, other, alpha)
+    a, b, scale = promoted(ctx, self, other, alpha)
     return narrowed(ctx, F.sub(a, F.mul(b, scale)))
 
 
@@ -82,31 +83,24 @@ def lerp(ctx: ConversionContext, self: Tensor, end: Tensor, weight: Any) -> Tens
 
 @converter(aten.maximum.default, aten.max.other)
 def maximum(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-    return larger(ctx, *extremes(ctx, self, other))
+    return larger(ctx, *promoted(ctx, self, other))
 
 
 @converter(aten.minimum.default, aten.min.other)
 def minimum(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-    return smaller(ctx, *extremes(ctx, self, other))
+    return smaller(ctx, *promoted(ctx, self, other))
 
 
 @converter(aten.fmax.default)
 def fmax(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-    a, b = _without_nan(*extremes(ctx, self, other))
+    a, b = _without_nan(*promoted(ctx, self, other))
     return larger(ctx, a, b)
 
 
 @converter(aten.fmin.default)
 def fmin(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-    a, b = _without_nan(*extremes(ctx, self, other))
+    a, b = _without_nan(*promoted(ctx, self, other))
     return smaller(ctx, a, b)
-
-
-def extremes(ctx: ConversionContext, *values: Any) -> tuple[Tensor, ...]:
-    """Operands in a dtype that Max and Min have kernels for."""
-    if ctx.dtype in (ir.DataType.INT16, ir.DataType.UINT16):
-        return tuple(F.cast(value, ir.DataType.INT32) for value in ctx.promote(*values))
-    return promoted(ctx, *values)
 
 
 def larger(ctx: ConversionContext, a: Tensor, b: Tensor) -> Tensor:
@@ -133,10 +127,17 @@ def copysign(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 @converter(aten.hypot.default)
 def hypot(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     # Divided by the larger one first: squares of large numbers are infinite, of small ones zero.
-    a, b = (F.abs(value) for value in promoted_wide(ctx, self, other))
-    high, low = F.maximum(a, b), F.minimum(a, b)
+    high, low = _ordered(*(F.abs(value) for value in promoted_wide(ctx, self, other)))
     ratio = F.where(F.equal(low, high), 1.0, F.div(low, high))
-    return narrowed(ctx, F.mul(high, F.sqrt(F.add(F.mul(ratio, ratio), 1.0))))
+    length = F.mul(high, F.sqrt(F.add(F.mul(ratio, ratio), 1.0)))
+    infinite = F.logical_or(F.equal(high, math.inf), F.equal(low, math.inf))  # even beside a NaN
+    return narrowed(ctx, F.where(infinite, math.inf, length))
+
+
+def _ordered(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The larger and the smaller, both of them kept if one is NaN."""
+    swap = F.less(a, b)
+    return F.where(swap, b, a), F.where(swap, a, b)
 
 
 @converter(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, aten.special_xlogy.default)
@@ -152,13 +153,12 @@ def heaviside(ctx: ConversionContext, self: Tensor, values: Tensor) -> Tensor:
     if ctx.dtype == BOOL:
         return F.logical_or(self, values)
     x, at_zero = promoted_wide(ctx, self, values)
-    step = F.cast(F.greater(x, 0), x.dtype)
+    step = F.cast(F.less(F.constant(0, x.dtype), x), x.dtype)
     return narrowed(ctx, F.where(F.equal(x, 0), at_zero, step))
 
 
 @converter(aten.logaddexp.default)
 def logaddexp(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
-    a, b = promoted_wide(ctx, self, other)
-    high, low = F.maximum(a, b), F.minimum(a, b)
+    high, low = _ordered(*promoted_wide(ctx, self, other))
     gap = F.where(F.equal(high, low), 0.0, F.sub(low, high))  # equal infinities have no difference
     return narrowed(ctx, F.add(high, F.softplus(gap)))

@@ -11,6 +11,7 @@ import torch
 
 from intarsia.convert.aten.division import floor_of_ints
 from intarsia.convert.context import ConversionContext
+from intarsia.convert.promotion import narrowed, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -52,7 +53,7 @@ def bitwise_not(ctx: ConversionContext, self: Tensor) -> Tensor:
 def left_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     # ONNX shifts unsigned integers only; a product with a power of two wraps just as a shift does.
     a, b = _shiftable(ctx, self, other)
-    return F.mul(a, F.gather(_powers(a.dtype, beyond=0), _places(b, a.dtype)))
+    return narrowed(ctx, F.mul(a, F.gather(_powers(a.dtype), _places(b, _width(ctx.dtype), _width(a.dtype)))))
 
 
 @converter(
@@ -64,20 +65,18 @@ def left_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 )
 def right_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = _shiftable(ctx, self, other)
-    places = _places(b, a.dtype)
-    if a.dtype in dtypes.UNSIGNED:
-        shifted = floor_of_ints(a, F.gather(_powers(a.dtype, beyond=1), places))
-        return F.where(F.equal(places, _width(a.dtype)), 0, shifted)
-    shifted = floor_of_ints(a, F.gather(_powers(a.dtype, beyond=1), places))
-    # All bits but the sign are gone: the last power of two has no positive integer.
+    last = _width(a.dtype) - 1
+    places = _places(b, _width(ctx.dtype), last)
+    shifted = floor_of_ints(a, F.gather(_powers(a.dtype), places))
+    # The last power of two has no positive integer; all bits but the sign are gone there.
     sign = F.neg(F.cast(F.less(a, 0), a.dtype))
-    return F.where(F.less(places, _width(a.dtype) - 1), shifted, sign)
+    return narrowed(ctx, F.where(F.equal(places, last), sign, shifted))
 
 
 def _shiftable(ctx: ConversionContext, self: Any, other: Any) -> tuple[Tensor, Tensor]:
     if ctx.dtype not in dtypes.INTEGERS:
         raise ConversionError(f"a shift of {ctx.dtype.name} is not handled")
-    a, b = ctx.promote(self, other)
+    a, b = promoted(ctx, self, other)
     return a, b
 
 
@@ -85,17 +84,14 @@ def _width(dtype: ir.DataType) -> int:
     return dtypes.to_numpy(dtype).itemsize * 8
 
 
-def _powers(dtype: ir.DataType, beyond: int) -> Tensor:
-    """Two to each number of places, and at the end the factor for more places than there are bits."""
-    width = _width(dtype)
-    unsigned = np.array([1 << place for place in range(width)], dtype=np.uint64)
-    table = np.append(unsigned, np.uint64(beyond)).astype(dtypes.to_numpy(dtype))
-    return F.constant(table)
+def _powers(dtype: ir.DataType) -> Tensor:
+    """Two to each number of places, and zero at the end, for more places than there are bits."""
+    powers = np.array([1 << place for place in range(_width(dtype))] + [0], dtype=np.uint64)
+    return F.constant(powers.astype(dtypes.to_numpy(dtype)))
 
 
-def _places(b: Tensor, dtype: ir.DataType) -> Tensor:
-    """Numbers of places as indices of the table; negative ones count as too many."""
-    width = _width(dtype)
+def _places(b: Tensor, width: int, beyond: int) -> Tensor:
+    """Numbers of places; negative ones count as too many, and too many are `beyond`."""
     places = F.cast(b, ir.DataType.INT64)
-    outside = F.logical_or(F.less(places, 0), F.greater(places, width))
-    return F.where(outside, width, places)
+    outside = F.logical_or(F.less(places, 0), F.less(F.constant(width - 1, ir.DataType.INT64), places))
+    return F.where(outside, beyond, places)

@@ -7,6 +7,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.comparison import truth
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -16,30 +17,35 @@ from intarsia.network import functional as F
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
+def converted(ctx: ConversionContext, x: Tensor) -> Tensor:
+    """`x` in the dtype of the result."""
+    return truth(x) if ctx.dtype == ir.DataType.BOOL else F.cast(x, ctx.dtype)
+
+
 # The dtype asked for is the dtype of the result, which the context knows.
 @converter(aten.to.dtype, aten.to.dtype_layout, aten.to.device)
 def to_dtype(ctx: ConversionContext, self: Tensor, dtype: Any = None, copy: bool = False) -> Tensor:
-    return F.cast(self, ctx.dtype)
+    return converted(ctx, self)
 
 
 @converter(aten.to.other)
 def to_other(ctx: ConversionContext, self: Tensor, other: Tensor, copy: bool = False) -> Tensor:
-    return F.cast(self, ctx.dtype)
+    return converted(ctx, self)
 
 
 @converter(aten.type_as.default)
 def type_as(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
-    return F.cast(self, ctx.dtype)
+    return converted(ctx, self)
 
 
 @converter(aten._to_copy.default)
 def to_copy(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return F.cast(self, ctx.dtype)
+    return converted(ctx, self)
 
 
 @converter(prims.convert_element_type.default)
 def convert_element_type(ctx: ConversionContext, a: Tensor, dtype: Any) -> Tensor:
-    return F.cast(a, ctx.dtype)
+    return converted(ctx, a)
 
 
 @converter(aten.item.default, aten._local_scalar_dense.default)

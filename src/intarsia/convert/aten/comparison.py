@@ -27,8 +27,26 @@ def comparable(ctx: ConversionContext, a: Any, b: Any) -> tuple[Tensor, ...]:
     return F.cast(a, dtype), F.cast(b, dtype)
 
 
+def truth(value: Any) -> Tensor:
+    """What torch takes for true: all but zero, NaN included, which engines cast differently."""
+    if not isinstance(value, Tensor):
+        return F.constant(value, BOOL)
+    if value.dtype not in dtypes.FLOATS:
+        return F.cast(value, BOOL)
+    return F.logical_not(F.equal(F.cast(value, native(value.dtype)), 0.0))
+
+
 def _different(a: Any, b: Any) -> Tensor:
     return F.logical_not(F.equal(a, b))
+
+
+# Written as less with the sides swapped: OpenVINO's Greater holds for NaN.
+def greater(a: Any, b: Any) -> Tensor:
+    return F.less(b, a)
+
+
+def greater_equal(a: Any, b: Any) -> Tensor:
+    return F.less_equal(b, a)
 
 
 COMPARISONS: dict[str, Compare] = {
@@ -39,10 +57,10 @@ COMPARISONS: dict[str, Compare] = {
     "less": F.less,
     "le": F.less_equal,
     "less_equal": F.less_equal,
-    "gt": F.greater,
-    "greater": F.greater,
-    "ge": F.greater_equal,
-    "greater_equal": F.greater_equal,
+    "gt": greater,
+    "greater": greater,
+    "ge": greater_equal,
+    "greater_equal": greater_equal,
 }
 LOGIC: dict[str, Compare] = {
     "logical_and": F.logical_and,
@@ -62,7 +80,7 @@ def _comparison(name: str, functional: Compare) -> None:
 
 def _logic(name: str, functional: Compare) -> None:
     def logic(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-        return functional(ctx.tensor(self, BOOL), ctx.tensor(other, BOOL))
+        return functional(truth(self), truth(other))
 
     logic.__name__ = logic.__qualname__ = name
     converter(getattr(aten, name).default)(logic)
@@ -76,7 +94,7 @@ for _name, _functional in LOGIC.items():
 
 @converter(aten.logical_not.default)
 def logical_not(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return F.logical_not(F.cast(self, BOOL))
+    return F.logical_not(truth(self))
 
 
 def always(x: Tensor) -> Tensor:

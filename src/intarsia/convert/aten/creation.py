@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten import kernels
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
@@ -22,7 +23,7 @@ SMALL = 64  # elements below which a constant says it plainly
 def filled(sizes: Sizes | Tensor, value: Any, dtype: ir.DataType) -> Tensor:
     """A tensor of one value; the value, too, may be known only when the network runs."""
     if isinstance(value, Tensor):
-        return F.expand(F.cast(value, dtype), sizes)
+        return kernels.expand(F.cast(value, dtype), sizes)
     if isinstance(sizes, Tensor):
         array = np.asarray([value]).astype(dtype.numpy())
         return F.op("ConstantOfShape", sizes, value=ir.Tensor(array, dtype=dtype))

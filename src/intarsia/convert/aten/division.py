@@ -41,7 +41,7 @@ def floor_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
     if a.dtype in dtypes.FLOATS:
         return narrowed(ctx, _floor_of_floats(a, b))
-    return floor_of_ints(a, b)
+    return narrowed(ctx, floor_of_ints(a, b))
 
 
 def trunc_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
@@ -50,7 +50,7 @@ def trunc_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     if a.dtype in dtypes.FLOATS:
         quotient = narrowed(ctx, F.div(a, b))  # torch rounds to a half before it cuts
         return narrowed(ctx, trunc(F.cast(quotient, a.dtype)))
-    return F.div(a, divisor(b))
+    return narrowed(ctx, _exact(a, b)[0])
 
 
 @converter(prims.div.default)
@@ -63,49 +63,52 @@ def prims_div(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 @converter(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
-    if a.dtype not in dtypes.FLOATS:
-        return F.mod(a, divisor(b))
-    rest = F.mod(a, b, fmod=True)
+    rest = _rest_of_floats(a, b) if a.dtype in dtypes.FLOATS else _exact(a, b)[1]
     return narrowed(ctx, F.where(_opposed(rest, b), F.add(rest, b), rest))
 
 
 @converter(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
-    if a.dtype not in dtypes.FLOATS:
-        b = divisor(b)
-    return narrowed(ctx, F.mod(a, b, fmod=True))
+    return narrowed(ctx, _rest_of_floats(a, b) if a.dtype in dtypes.FLOATS else _exact(a, b)[1])
+
+
+def _rest_of_floats(a: Tensor, b: Tensor) -> Tensor:
+    """C's fmod; a divisor larger than the dividend, infinity above all, leaves the dividend."""
+    return F.where(F.less(F.abs(a), F.abs(b)), a, F.mod(a, b, fmod=True))
 
 
 def _floor_of_floats(a: Tensor, b: Tensor) -> Tensor:
     # Not floor(a / b): 1 // 0.1 is 9, while 1 / 0.1 rounds to 10.
-    rest = F.mod(a, b, fmod=True)
+    rest = _rest_of_floats(a, b)
     quotient = F.div(F.sub(a, rest), b)
     quotient = F.where(_opposed(rest, b), F.sub(quotient, 1.0), quotient)
     below = F.floor(quotient)
-    below = F.where(F.greater(F.sub(quotient, below), 0.5), F.add(below, 1.0), below)
+    below = F.where(F.less(F.constant(0.5, a.dtype), F.sub(quotient, below)), F.add(below, 1.0), below)
     return F.where(F.equal(b, 0.0), F.div(a, b), below)
 
 
 def _opposed(rest: Tensor, b: Tensor) -> Tensor:
     """Where a remainder is not zero and has not the sign of the divisor."""
-    signs = F.logical_xor(F.less(rest, 0.0), F.less(b, 0.0))
-    return F.logical_and(signs, F.logical_not(F.equal(rest, 0.0)))
+    signs = F.logical_xor(F.less(rest, 0), F.less(b, 0))
+    return F.logical_and(signs, F.logical_not(F.equal(rest, 0)))
 
 
 def floor_of_ints(a: Tensor, b: Tensor) -> Tensor:
     """Integers divided towards minus infinity; ONNX divides towards zero."""
-    if a.dtype in dtypes.UNSIGNED:
-        return F.div(a, divisor(b))
-    rest = F.mod(a, divisor(b))  # has the sign of b, so what is left divides evenly
-    return F.div(F.sub(a, rest), b)
+    quotient, rest = _exact(a, b)
+    return F.sub(quotient, F.cast(_opposed(rest, b), a.dtype))
 
 
-def divisor(b: Tensor) -> Tensor:
-    """An integer divisor; a constant zero is refused, for torch raises there."""
+def _exact(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Quotient towards zero and remainder of integers."""
     known = b.constant
     if known is not None and not np.all(known):
         raise ConversionError("an integer division by zero is not handled")
     if b.dtype == ir.DataType.BOOL:
         raise ConversionError("a division of booleans is not handled")
-    return b
+    quotient = F.div(a, b)
+    rest = F.sub(a, F.mul(quotient, b))
+    # An engine may divide in float32 and be off by a few units; what is left over says by how many.
+    more = F.div(rest, b)
+    return F.add(quotient, more), F.sub(rest, F.mul(more, b))

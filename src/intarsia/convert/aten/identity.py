@@ -5,8 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten import kernels
 from intarsia.convert.aten.creation import filled_like
 from intarsia.convert.context import ConversionContext
+from intarsia.convert.promotion import narrowed, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
@@ -48,6 +50,9 @@ def view_of(ctx: ConversionContext, a: Tensor) -> Tensor:
     aten.feature_alpha_dropout.default,
 )
 def dropout(ctx: ConversionContext, input: Tensor, p: float, train: bool) -> Tensor:
+    if train and p == 1:
+        (x,) = promoted(ctx, input)
+        return narrowed(ctx, F.mul(x, 0.0))  # all is dropped, and a NaN stays one
     _refuse_training(p, train)
     return input
 
@@ -68,4 +73,4 @@ def copy(ctx: ConversionContext, self: Tensor, src: Tensor) -> Tensor:
     source = F.cast(src, ctx.dtype)
     if source.shape == self.shape and None not in self.shape:
         return source
-    return F.expand(source, F.shape(self))
+    return kernels.expand(source, F.shape(self))

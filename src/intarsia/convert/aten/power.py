@@ -22,7 +22,8 @@ def pow_scalar(ctx: ConversionContext, self: Tensor, exponent: Any) -> Tensor:
     if isinstance(exponent, Tensor):
         return power(ctx, self, exponent)
     if ctx.dtype in dtypes.INTEGERS:
-        return _integer_power(ctx.promote(self)[0], int(exponent))
+        (x,) = promoted(ctx, self)
+        return narrowed(ctx, _integer_power(x, int(exponent)))
     if ctx.dtype == ir.DataType.BOOL:
         raise ConversionError("a power of booleans is not handled")
     if exponent == 1:

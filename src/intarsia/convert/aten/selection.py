@@ -8,12 +8,13 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.arithmetic import extremes, larger, smaller
+from intarsia.convert.aten.arithmetic import larger, smaller
+from intarsia.convert.aten.comparison import truth
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, native, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Tensor
+from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
@@ -28,9 +29,15 @@ def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None
         if isinstance(bound, float) and math.isnan(bound):
             raise ConversionError("a bound that is NaN is not handled")
     (x,) = promoted(ctx, self)
-    low = None if min is None else F.constant(min, x.dtype)
-    high = None if max is None else F.constant(max, x.dtype)
+    # A bound left out would be the largest finite number to ONNX, and cut infinities off.
+    endless = math.inf if x.dtype in dtypes.FLOATS else None
+    low = _bound(-math.inf if min is None and endless else min, x)
+    high = _bound(endless if max is None else max, x)
     return narrowed(ctx, F.clip(x, low, high))
+
+
+def _bound(value: Any, x: Tensor) -> Tensor | None:
+    return None if value is None else F.constant(value, x.dtype)
 
 
 @converter(aten.clamp_min.default)
@@ -47,8 +54,8 @@ def clamp_max(ctx: ConversionContext, self: Tensor, max: Any) -> Tensor:
 def clamp_tensor(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None) -> Tensor:
     x = self
     if min is not None:
-        x = larger(ctx, *extremes(ctx, x, min))
-    return x if max is None else smaller(ctx, *extremes(ctx, x, max))
+        x = larger(ctx, *promoted(ctx, x, min))
+    return x if max is None else smaller(ctx, *promoted(ctx, x, max))
 
 
 @converter(aten.clamp_min.Tensor)
@@ -64,19 +71,15 @@ def clamp_max_tensor(ctx: ConversionContext, self: Tensor, max: Tensor) -> Tenso
 @converter(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def where(ctx: ConversionContext, condition: Tensor, self: Any, other: Any) -> Tensor:
     a, b = ctx.promote(self, other)
-    return choose(ctx, F.cast(condition, BOOL), a, b)
+    return choose(ctx, truth(condition), a, b)
 
 
 @converter(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(ctx: ConversionContext, self: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return choose(ctx, F.cast(mask, BOOL), ctx.tensor(value, ctx.dtype), self)
+    return choose(ctx, truth(mask), ctx.tensor(value, ctx.dtype), self)
 
 
 def choose(ctx: ConversionContext, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Where, in a dtype that it has a kernel for."""
-    dtype = native(ctx.dtype)
-    if dtype == BOOL:
-        dtype = ir.DataType.UINT8
-    if dtype in (ir.DataType.INT16, ir.DataType.UINT16):
-        dtype = ir.DataType.INT32
+    dtype = ir.DataType.UINT8 if ctx.dtype == BOOL else native(ctx.dtype)
     return narrowed(ctx, F.where(condition, F.cast(a, dtype), F.cast(b, dtype)))

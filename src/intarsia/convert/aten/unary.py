@@ -136,8 +136,6 @@ def abs(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 @converter(aten.neg.default, aten.negative.default)
 def neg(ctx: ConversionContext, self: Tensor) -> Tensor:
-    if self.dtype in dtypes.UNSIGNED:
-        return F.sub(F.constant(0, self.dtype), self)
     return narrowed(ctx, F.neg(*promoted(ctx, self)))
 
 
@@ -145,7 +143,10 @@ def neg(ctx: ConversionContext, self: Tensor) -> Tensor:
 def sign(ctx: ConversionContext, self: Tensor) -> Tensor:
     if self.dtype == ir.DataType.BOOL:
         return self
-    return F.sign(self)
+    if self.dtype not in dtypes.FLOATS:
+        return F.sign(self)
+    (x,) = promoted(ctx, self)
+    return narrowed(ctx, F.where(F.isnan(x), 0.0, F.sign(x)))  # torch gives a NaN no sign
 
 
 @converter(aten.signbit.default)
