@@ -30,8 +30,9 @@ def build(engine: str, net: Network) -> Program:
     if key not in _programs:
         if len(_programs) >= _KEPT:
             _programs.clear()
+        reason = engine_of(engine).probe(net)  # as compiling does, before anything is built
         try:
-            _programs[key] = engine_of(engine).build(net)
+            _programs[key] = engine_of(engine).build(net) if reason is None else EngineError(reason)
         except EngineError as error:
             _programs[key] = error
     found = _programs[key]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -58,10 +60,13 @@ def _sym_numel(ctx: ConversionContext, x: Tensor) -> Any:
     return F.op("Size", x)
 
 
+_PYTHON_FLOAT = ir.DataType.DOUBLE  # in float32, int(50 * 0.58) would be another size
+
+
 def _number(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    return F.constant(value, ir.DataType.INT64 if isinstance(value, int) else ir.DataType.FLOAT)
+    return F.constant(value, ir.DataType.INT64 if isinstance(value, int) else _PYTHON_FLOAT)
 
 
 def _arithmetic(targets: tuple[Any, ...], layers: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -72,7 +77,7 @@ def _arithmetic(targets: tuple[Any, ...], layers: Callable[[Tensor, Tensor], Ten
             return python(a, b)
         left, right = _number(a), _number(b)
         if left.dtype != right.dtype:
-            left, right = F.cast(left, ir.DataType.FLOAT), F.cast(right, ir.DataType.FLOAT)
+            left, right = F.cast(left, _PYTHON_FLOAT), F.cast(right, _PYTHON_FLOAT)
         return layers(left, right)
 
     evaluator(*targets)(function)
@@ -89,7 +94,7 @@ def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _true_divide(a: Tensor, b: Tensor) -> Tensor:
-    return F.div(F.cast(a, ir.DataType.FLOAT), F.cast(b, ir.DataType.FLOAT))
+    return F.div(F.cast(a, _PYTHON_FLOAT), F.cast(b, _PYTHON_FLOAT))
 
 
 _arithmetic((operator.add,), F.add)
@@ -123,10 +128,56 @@ def _not(ctx: ConversionContext, a: Any) -> Any:
 
 @evaluator(torch.sym_float)
 def _float(ctx: ConversionContext, a: Any) -> Any:
-    return F.cast(a, ir.DataType.FLOAT) if isinstance(a, Tensor) else float(a)
+    return F.cast(a, _PYTHON_FLOAT) if isinstance(a, Tensor) else float(a)
 
 
-@evaluator(torch.sym_int)
+@evaluator(operator.abs)
+def _abs(ctx: ConversionContext, a: Any) -> Any:
+    return F.abs(a) if isinstance(a, Tensor) else abs(a)
+
+
+@evaluator(math.floor)
+def _floor(ctx: ConversionContext, a: Any) -> Any:
+    return F.cast(F.floor(a), ir.DataType.INT64) if isinstance(a, Tensor) else math.floor(a)
+
+
+@evaluator(math.ceil)
+def _ceil(ctx: ConversionContext, a: Any) -> Any:
+    return F.cast(F.ceil(a), ir.DataType.INT64) if isinstance(a, Tensor) else math.ceil(a)
+
+
+@evaluator(builtins.round)
+def _round(ctx: ConversionContext, a: Any, digits: int | None = None) -> Any:
+    if not isinstance(a, Tensor):
+        return round(a, digits)
+    if digits is not None:
+        raise ConversionError(f"round to {digits} digits is not handled")
+    return F.cast(F.round(a), ir.DataType.INT64)
+
+
+@evaluator(torch.sym_sum)
+def _sum(ctx: ConversionContext, items: Any) -> Any:
+    total = items[0]
+    for item in items[1:]:
+        total = EVALUATORS[operator.add](ctx, total, item)
+    return total
+
+
+@evaluator(operator.rshift)
+def _shift_right(ctx: ConversionContext, a: Any, b: Any) -> Any:
+    if isinstance(b, Tensor):
+        raise ConversionError("a shift by a computed number is not handled")
+    return EVALUATORS[operator.floordiv](ctx, a, 1 << b)
+
+
+@evaluator(operator.lshift)
+def _shift_left(ctx: ConversionContext, a: Any, b: Any) -> Any:
+    if isinstance(b, Tensor):
+        raise ConversionError("a shift by a computed number is not handled")
+    return EVALUATORS[operator.mul](ctx, a, 1 << b)
+
+
+@evaluator(torch.sym_int, math.trunc)
 def _int(ctx: ConversionContext, a: Any) -> Any:
     return F.cast(a, ir.DataType.INT64) if isinstance(a, Tensor) else int(a)
 

@@ -88,6 +88,8 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
             return evaluate(ctx, node, tuple(args))
         except IntarsiaError as error:
             raise NodeError(node, str(error)) from error
+        except Exception as error:  # an author's mistake must cost this node, not the model
+            raise NodeError(node, f"its evaluator failed: {type(error).__name__}: {error}") from error
     reasons: list[str] = []
     for candidate in registry.converters(node.target):
         reason = candidate.refuses(node)

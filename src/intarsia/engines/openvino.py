@@ -72,6 +72,7 @@ class OpenVINO(NetworkEngine):
             raise EngineError(f"OpenVINO failed to build {net.name}: {_last_line(error)}") from error
 
     def _read(self, net: Network) -> tuple[Any, object]:
+        _refuse_doubles(net)
         kept: list[object] = []
 
         def locate(name: str, array: ir.TensorProtocol) -> tuple[str, int]:
@@ -129,6 +130,14 @@ class _Compiled:
             raw = tensor.view(torch.int16).numpy()
             return self._tensor(raw, tensor.shape, self._types[dtype])
         return self._tensor(tensor.numpy(), shared_memory=True)
+
+
+def _refuse_doubles(net: Network) -> None:
+    # The CPU plugin rounds them to float32 without a word.
+    made = (tensor for layer in net.get_layers() for tensor in layer.get_outputs())
+    for tensor in (*net.get_inputs(), *made):
+        if tensor.value.dtype == ir.DataType.DOUBLE:
+            raise EngineError(f"{tensor.name} is float64, which OpenVINO computes in float32")
 
 
 @functools.cache
