@@ -11,9 +11,12 @@ from torch import fx
 
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
-from intarsia.errors import EngineError, PartitionError
+from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
+from intarsia.partition.assemble import require_full
+from intarsia.partition.nodes import compute_nodes
+from intarsia.partition.repair import bisect_failure, repair
 from intarsia.runtime.agree import disagreement
 
 Rewrite = Callable[[Network, str], None]
@@ -41,13 +44,20 @@ class Builder:
 
     def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
         """A plan whose every piece builds and answers as PyTorch does."""
+        plan = self.strategy(self.module, table, self.options)
         while True:
-            plan = self.strategy(self.module, table, self.options).verify(self.module)
-            pieces = extract(self.module, plan)
+            pieces = extract(self.module, plan.verify(self.module))
             programs, refusals = self._build_all(pieces)
             if not refusals:
                 return plan, pieces, programs
-            table = table.with_refusals(refusals)
+            repaired = repair(self.module, plan, table, refusals, self.options)
+            if repaired is None:
+                table = table.with_refusals(refusals)
+                plan = self.strategy(self.module, table, self.options)
+            else:
+                plan, table = repaired
+            if self.options.require_full_compilation:
+                require_full(plan.segments)
 
     def _build_all(self, pieces: list[Piece]) -> tuple[list[Program], dict[fx.Node, dict[str, str]]]:
         known = self._start()
@@ -117,41 +127,20 @@ class Builder:
         inner = {node.name: node for node in piece.module.graph.nodes}
         values = None if inputs is None else _values(piece.module, inputs)
         suspects = [inner[node.name] for node in piece.segment.nodes]
-        blamed: dict[fx.Node, dict[str, str]] = {}
 
-        def fails(nodes: Sequence[fx.Node]) -> Failure | None:
+        def fails(nodes: Sequence[fx.Node]) -> str | None:
             part = _part(piece.module, engine, nodes)
             given = None if values is None else [values[node] for node in part.inputs]
             truth = None if given is None else run_in_pytorch(part.module, given)
             made = self._build(part.module, engine, given, truth)
-            return made if isinstance(made, Failure) else None
+            return made.reason if isinstance(made, Failure) else None
 
-        for node, why in smallest_failure(suspects, failure, fails):
-            blamed[by_name[node.name]] = {engine: why.reason}
-        return blamed
-
-
-def smallest_failure(
-    nodes: Sequence[fx.Node], failure: Failure, fails: Callable[[Sequence[fx.Node]], Failure | None]
-) -> list[tuple[fx.Node, Failure]]:
-    """Halve the nodes down to those that fail alone; if neither half fails, all are to blame together."""
-    if failure.nodes:
-        return [(node, failure) for node in nodes if node.name in failure.nodes]
-    if len(nodes) == 1:
-        return [(nodes[0], failure)]
-    middle = len(nodes) // 2
-    found: list[tuple[fx.Node, Failure]] = []
-    for half in (nodes[:middle], nodes[middle:]):
-        why = fails(half)
-        if why is not None:
-            found += smallest_failure(half, why, fails)
-    return found or [(node, failure) for node in nodes]
+        blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
+        return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
 
 
 def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
     """Some consecutive nodes of a piece as a piece of their own."""
-    from intarsia.partition.nodes import compute_nodes
-
     everyone = compute_nodes(module.graph)
     inside = set(nodes)
     first = next(i for i, node in enumerate(everyone) if node in inside)
@@ -175,17 +164,3 @@ def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]
     with torch.no_grad():
         interpreter.run(*inputs)
     return dict(interpreter.env)
-
-
-def require_everything(plan: Plan, table: SupportTable) -> None:
-    """Raise, listing every refused node, unless one segment on an engine holds the whole model."""
-    from intarsia.partition.nodes import op_name, whereabouts
-
-    left = [node for segment in plan.segments if segment.engine == "pytorch" for node in segment.nodes]
-    if not left:
-        return
-    lines = [f"require_full_compilation=True, but {len(left)} nodes run on no engine:"]
-    for node in left:
-        reasons = "; ".join(f"{engine}: {why}" for engine, why in table.refusals.get(node, {}).items())
-        lines.append(f"  {op_name(node)} {whereabouts(node)}: {reasons or 'no engine is installed'}")
-    raise PartitionError("\n".join(lines))
