@@ -1,0 +1,315 @@
+"""Pooling: largest and mean of windows, sliding and adaptive, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.convert.aten import windows
+from intarsia.convert.aten.precision import filled, is_empty, is_float, static, used, whole, wide
+from intarsia.convert.aten.windows import per_axis, spatial_sizes
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.network import Tensor, dtypes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+def _batched(x: Tensor, rank: int) -> Tensor:
+    return F.unsqueeze(x, [0]) if x.ndim == rank + 1 else x
+
+
+def _unbatched(made: Tensor, x: Tensor, rank: int) -> Tensor:
+    return F.squeeze(made, [0]) if x.ndim == rank + 1 else made
+
+
+def _max_pool(
+    ctx: ConversionContext,
+    self: Tensor,
+    rank: int,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    indices: bool,
+) -> tuple[Tensor, Tensor | None]:
+    output = 0 if isinstance(ctx.value, tuple | list) else None
+    if is_empty(self):
+        return filled(ctx, output=output), filled(ctx, output=1) if indices else None
+    kernel = per_axis(kernel_size, rank, "kernel_size")
+    strides = per_axis(stride, rank, "stride") if stride else kernel
+    padded, dilations = per_axis(padding, rank, "padding"), per_axis(dilation, rank, "dilation")
+    ends = list(padded)
+    if ceil_mode:
+        for i, size in enumerate(spatial_sizes(self, rank)):
+            count = windows.pooled_size(size, kernel[i], strides[i], padded[i], dilations[i], True)
+            span = (count - 1) * strides[i] + dilations[i] * (kernel[i] - 1) + 1
+            ends[i] = max(span - size - padded[i], 0)
+    x = wide(_batched(self, rank))
+    if not is_float(self) or any(end >= k for end, k in zip(ends, kernel, strict=True)):
+        return _max_by_windows(self, x, rank, kernel, strides, padded, ends, dilations)
+    made = F.max_pool(
+        x, kernel, strides=strides, pads=padded + ends, dilations=dilations, with_indices=indices
+    )
+    values = F.cast(_unbatched(made[0], self, rank), self.dtype)
+    if not indices:
+        return values, None
+    # ONNX counts through the whole tensor, torch through each plane.
+    plane: Any = 1
+    for axis in range(2, 2 + rank):
+        size = x.shape[axis]
+        plane = plane * (size if isinstance(size, int) else F.size(x, axis))
+    return values, _unbatched(F.mod(made[1], plane), self, rank)
+
+
+def _max_by_windows(
+    self: Tensor,
+    x: Tensor,
+    rank: int,
+    kernel: list[int],
+    strides: list[int],
+    begins: list[int],
+    ends: list[int],
+    dilations: list[int],
+) -> tuple[Tensor, Tensor]:
+    sizes = spatial_sizes(x, rank)
+    dtype = dtypes.to_torch(x.dtype)
+    lowest = -math.inf if is_float(x) else torch.iinfo(dtype).min
+    filled_in = F.pad(x, [0, 0, *begins, 0, 0, *ends], value=lowest)
+    places = [
+        windows.sliding(size + begin + end, k, s, d)
+        for size, begin, end, k, s, d in zip(sizes, begins, ends, kernel, strides, dilations, strict=True)
+    ]
+    shifted = [table - begin for table, begin in zip(places, begins, strict=True)]
+    flat = windows.flat_places(shifted, sizes)
+    values, found = _largest_of(windows.unfold(filled_in, places), flat)
+    return F.cast(_unbatched(values, self, rank), self.dtype), _unbatched(found, self, rank)
+
+
+def _largest_of(unfolded: Tensor, flat: windows.Places) -> tuple[Tensor, Tensor]:
+    """Value and place of the first largest element of each window."""
+    chosen = F.argmax(unfolded, -1, keepdims=True)
+    values = F.squeeze(F.gather_elements(unfolded, chosen, -1), [-1])
+    sizes: list[Any] = [
+        size if isinstance(size, int) else F.size(chosen, i) for i, size in enumerate(chosen.shape[:-1])
+    ]
+    table = F.expand(F.constant(flat), [*sizes, flat.shape[-1]])
+    return values, F.squeeze(F.gather_elements(table, chosen, -1), [-1])
+
+
+def _register_max(rank: int) -> None:
+    def max_pool(
+        ctx: ConversionContext,
+        self: Tensor,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Tensor:
+        return _max_pool(ctx, self, rank, kernel_size, stride, padding, dilation, ceil_mode, False)[0]
+
+    def max_pool_with_indices(
+        ctx: ConversionContext,
+        self: Tensor,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        wanted = used(ctx.node, 1)
+        made = _max_pool(ctx, self, rank, kernel_size, stride, padding, dilation, ceil_mode, wanted)
+        return made if wanted else (made[0], None)
+
+    converter(getattr(aten, f"max_pool{rank}d").default)(max_pool)
+    converter(getattr(aten, f"max_pool{rank}d_with_indices").default)(max_pool_with_indices)
+
+
+def _average(
+    ctx: ConversionContext,
+    self: Tensor,
+    rank: int,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Tensor:
+    if is_empty(self):
+        return filled(ctx)
+    kernel = per_axis(kernel_size, rank, "kernel_size")
+    strides = per_axis(stride, rank, "stride") if stride else kernel
+    padded = per_axis(padding, rank, "padding")
+    x = wide(_batched(self, rank))
+    if not ceil_mode and is_float(self):
+        include = count_include_pad or divisor is not None
+        made = F.average_pool(x, kernel, strides=strides, pads=padded * 2, count_include_pad=include)
+        if divisor is not None:
+            made = F.mul(made, math.prod(kernel) / divisor)
+        return F.cast(_unbatched(made, self, rank), self.dtype)
+    # By hand: the padded input, the sum of each window, and what torch divides each window by.
+    sizes = spatial_sizes(x, rank)
+    counts = [
+        windows.pooled_size(size, k, s, p, 1, ceil_mode)
+        for size, k, s, p in zip(sizes, kernel, strides, padded, strict=True)
+    ]
+    ends = [
+        max((n - 1) * s + k - size - p, 0)
+        for n, s, k, size, p in zip(counts, strides, kernel, sizes, padded, strict=True)
+    ]
+    filled_in = F.pad(x, [0, 0, *padded, 0, 0, *ends]) if any(padded + ends) else x
+    by = (
+        divisor
+        if divisor is not None
+        else _divisors(sizes, counts, kernel, strides, padded, count_include_pad)
+    )
+    if is_float(self):
+        made = F.average_pool(filled_in, kernel, strides=strides, pads=[0] * (2 * rank))
+        ratio = math.prod(kernel) / np.asarray(by, np.float64)
+        made = F.mul(made, F.constant(ratio.astype(dtypes.to_numpy(x.dtype))))
+    else:
+        places = [
+            windows.sliding(size + p + e, k, s, 1)
+            for size, p, e, k, s in zip(sizes, padded, ends, kernel, strides, strict=True)
+        ]
+        summed = F.reduce_sum(windows.unfold(filled_in, places), [-1], keepdims=False)
+        # Towards zero; engines differ for what is negative.
+        whole_part = F.div(F.abs(summed), F.constant(np.asarray(by).astype(dtypes.to_numpy(x.dtype))))
+        made = F.mul(F.sign(summed), whole_part)
+    return F.cast(_unbatched(made, self, rank), self.dtype)
+
+
+def _divisors(
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padded: Sequence[int],
+    include: bool,
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How many elements torch counts in each window: up to the padding's end, or real ones only."""
+    rank = len(sizes)
+    total = np.ones((1,) * rank, np.int64)
+    for i in range(rank):
+        start = np.arange(counts[i]) * strides[i] - padded[i]
+        end = np.minimum(start + kernel[i], sizes[i] + padded[i])
+        if not include:
+            start, end = np.maximum(start, 0), np.minimum(end, sizes[i])
+        total = total * (end - start).reshape([-1 if j == i else 1 for j in range(rank)])
+    return total
+
+
+@converter(aten.avg_pool1d.default)
+def avg_pool1d(
+    ctx: ConversionContext,
+    self: Tensor,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Tensor:
+    return _average(ctx, self, 1, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
+
+
+def _register_average(rank: int) -> None:
+    def avg_pool(
+        ctx: ConversionContext,
+        self: Tensor,
+        kernel_size: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        return _average(
+            ctx, self, rank, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+        )
+
+    converter(getattr(aten, f"avg_pool{rank}d").default)(avg_pool)
+
+
+def _adaptive_average(ctx: ConversionContext, self: Tensor, rank: int, output_size: Any) -> Tensor:
+    if is_empty(self):
+        return filled(ctx, math.nan)
+    out = per_axis(output_size, rank, "output_size")
+    x = wide(_batched(self, rank))
+    if out == [1] * rank:
+        made = F.op("GlobalAveragePool", x)
+        return F.cast(_unbatched(made, self, rank), self.dtype)
+    sizes = spatial_sizes(x, rank)
+    if all(size % n == 0 for size, n in zip(sizes, out, strict=True)):
+        kernel = [size // n for size, n in zip(sizes, out, strict=True)]
+        made = x if set(kernel) == {1} else F.average_pool(x, kernel, strides=kernel, pads=[0] * (2 * rank))
+        return F.cast(_unbatched(made, self, rank), self.dtype)
+    # Windows of an axis have one or two widths; the mean over a box is the mean over its axes in turn.
+    for i, (size, n) in enumerate(zip(sizes, out, strict=True)):
+        places, real = windows.adaptive(size, n)
+        tail = [1] * (rank - 1 - i)
+        gathered = F.gather(x, F.constant(places), axis=2 + i)
+        kept = F.where(F.constant(real.reshape(n, -1, *tail)), gathered, 0.0)
+        count = real.sum(1).reshape(n, *tail).astype(dtypes.to_numpy(x.dtype))
+        x = F.div(F.reduce_sum(kept, [3 + i], keepdims=False), F.constant(count))
+    return F.cast(_unbatched(x, self, rank), self.dtype)
+
+
+def _register_adaptive(rank: int) -> None:
+    def adaptive_avg_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> Tensor:
+        return _adaptive_average(ctx, self, rank, output_size)
+
+    def adaptive_max_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
+        if is_empty(self):
+            return filled(ctx, output=0), filled(ctx, output=1)
+        out, sizes = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
+        places = [windows.adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
+        values, found = _largest_of(windows.unfold(wide(self), places), windows.flat_places(places, sizes))
+        return F.cast(values, self.dtype), found
+
+    keys = [getattr(aten, f"adaptive_avg_pool{rank}d").default]
+    if rank > 1:
+        keys.append(getattr(aten, f"_adaptive_avg_pool{rank}d").default)
+    converter(*keys)(adaptive_avg_pool)
+    converter(getattr(aten, f"adaptive_max_pool{rank}d").default)(adaptive_max_pool)
+
+
+for _rank in (1, 2, 3):
+    _register_max(_rank)
+    _register_adaptive(_rank)
+for _rank in (2, 3):
+    _register_average(_rank)
+
+
+def _unpool(ctx: ConversionContext, self: Tensor, indices: Tensor, rank: int, output_size: Any) -> Tensor:
+    if is_empty(self):
+        return filled(ctx)
+    out = whole(output_size, "output_size")
+    lead = [static(self, i) for i in range(self.ndim - rank)]
+    x = wide(self)
+    blank = F.full([*lead, math.prod(out)], 0, x.dtype)
+    rows = [*lead, math.prod(spatial_sizes(self, rank))]
+    made = F.scatter_elements(
+        blank, F.reshape(F.cast(indices, ir.DataType.INT64), rows), F.reshape(x, rows), axis=-1
+    )
+    return F.cast(F.reshape(made, [*lead, *out]), self.dtype)
+
+
+@converter(aten.max_unpool2d.default)
+def max_unpool2d(ctx: ConversionContext, self: Tensor, indices: Tensor, output_size: Any) -> Tensor:
+    return _unpool(ctx, self, indices, 2, output_size)
+
+
+@converter(aten.max_unpool3d.default)
+def max_unpool3d(
+    ctx: ConversionContext, self: Tensor, indices: Tensor, output_size: Any, stride: Any, padding: Any
+) -> Tensor:
+    return _unpool(ctx, self, indices, 3, output_size)

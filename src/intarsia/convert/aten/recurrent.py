@@ -1,0 +1,163 @@
+"""Recurrent networks over whole sequences: LSTM, GRU, plain; layers and directions become layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from intarsia.convert.aten.precision import is_empty, static, wide
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+# How ONNX orders the gates, in torch's numbers: torch has i f g o and r z n, ONNX i o f c and z r h.
+_GATES = {"LSTM": [0, 3, 1, 2], "GRU": [1, 0, 2], "RNN": [0]}
+
+
+def _reordered(parameter: Tensor, gates: Sequence[int]) -> Tensor:
+    """The rows of a weight or bias, gate by gate, in ONNX's order, under a leading 1."""
+    x = wide(parameter, halves=True)
+    rows = static(x, 0) // len(gates)
+    if x.constant is not None:
+        blocks = x.constant.reshape(len(gates), rows, *x.constant.shape[1:])
+        return F.constant(np.ascontiguousarray(blocks[list(gates)].reshape(1, *x.constant.shape)))
+    if list(gates) == [0]:
+        return F.unsqueeze(x, [0])
+    pieces = F.split(x, [rows] * len(gates), axis=0)
+    return F.unsqueeze(F.concat([pieces[i] for i in gates], 0), [0])
+
+
+def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else F.concat(list(parts), axis)
+
+
+def _run(
+    ctx: ConversionContext,
+    kind: str,
+    input: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    **attributes: Any,
+) -> tuple[Tensor, ...]:
+    """The outputs of the last layer, then the final states of all layers."""
+    directions, each = 2 if bidirectional else 1, 4 if has_biases else 2
+    if train and dropout:
+        raise ConversionError(f"dropout={dropout} in training is not handled")
+    if len(params) != num_layers * directions * each:
+        raise ConversionError(
+            f"{len(params)} weights for {num_layers} layers (a projection?) are not handled"
+        )
+    if is_empty(input, *states, *params):
+        raise ConversionError("a sequence without elements is not handled")
+    gates = _GATES[kind]
+    hidden = static(params[1], 1)
+    x = wide(input, halves=True)
+    x = F.transpose(x, (1, 0, 2)) if batch_first else x
+    final: list[list[Tensor]] = [[] for _ in states]
+    for layer in range(num_layers):
+        first = layer * directions
+        groups = [params[(first + d) * each : (first + d + 1) * each] for d in range(directions)]
+        weight, recurrent = (_joined([_reordered(group[i], gates) for group in groups]) for i in (0, 1))
+        bias = None
+        if has_biases:
+            bias = _joined([_joined([_reordered(g[2], gates), _reordered(g[3], gates)], 1) for g in groups])
+        start = [wide(F.slice(state, first, first + directions, axis=0), halves=True) for state in states]
+        made = F.ops(
+            kind,
+            x,
+            weight,
+            recurrent,
+            bias,
+            None,
+            *start,
+            outputs=1 + len(states),
+            hidden_size=hidden,
+            direction="bidirectional" if bidirectional else None,
+            **attributes,
+        )
+        for collected, state in zip(final, made[1:], strict=True):
+            collected.append(state)
+        x = _merged(made[0], directions, hidden)
+    output = F.transpose(x, (1, 0, 2)) if batch_first else x
+    return tuple(F.cast(t, ctx.dtype) for t in (output, *(_joined(collected) for collected in final)))
+
+
+def _merged(made: Tensor, directions: int, hidden: int) -> Tensor:
+    """(time, directions, batch, hidden) as (time, batch, directions * hidden)."""
+    if directions == 1:
+        return F.squeeze(made, [1])
+    turned = F.transpose(made, (0, 2, 1, 3))
+    lead: list[Any] = [
+        size if isinstance(size, int) else F.size(turned, i) for i, size in enumerate(turned.shape[:2])
+    ]
+    return F.reshape(turned, [*lead, directions * hidden])
+
+
+@converter(aten.lstm.input)
+def lstm(
+    ctx: ConversionContext,
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    return _run(
+        ctx, "LSTM", input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+    )
+
+
+def _register(target: Any, kind: str, activation: str | None) -> None:
+    def recurrent(
+        ctx: ConversionContext,
+        input: Tensor,
+        hx: Tensor,
+        params: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        if activation is None:
+            extra: dict[str, Any] = {"linear_before_reset": 1}
+        else:
+            extra = {"activations": [activation] * (2 if bidirectional else 1)}
+        return _run(
+            ctx,
+            kind,
+            input,
+            [hx],
+            params,
+            has_biases,
+            num_layers,
+            dropout,
+            train,
+            bidirectional,
+            batch_first,
+            **extra,
+        )
+
+    converter(target)(recurrent)
+
+
+_register(aten.gru.input, "GRU", None)
+_register(aten.rnn_tanh.input, "RNN", "Tanh")
+_register(aten.rnn_relu.input, "RNN", "Relu")

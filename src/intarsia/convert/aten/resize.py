@@ -1,0 +1,305 @@
+"""Resizing of images: nearest, linear and cubic, with torch's coordinates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from intarsia.convert.aten.precision import filled, is_empty, is_float, static, wide
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor, dtypes
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+Array = np.ndarray[Any, Any]
+Scales = Sequence[float | None]
+
+
+def _goal(x: Tensor, output_size: Any, scales: Sequence[float | None]) -> list[Any]:
+    """The sizes asked for: given, or the input's times the scale, rounded down as torch does."""
+    if output_size is not None:
+        return list(output_size)
+    goal = []
+    for i, scale in enumerate(scales):
+        size = x.shape[2 + i]
+        if scale is None:
+            raise ConversionError("neither a size nor a scale is given")
+        goal.append(math.floor(size * scale) if isinstance(size, int) else None)
+    return goal
+
+
+def _weights(mode: str, size: int, goal: int, align: bool, scale: float | None) -> Array:
+    """What torch weighs each input element of an axis by, asked of torch itself: (goal, size)."""
+    rows = torch.eye(size, dtype=torch.float64, device="cpu")
+    if mode == "linear":
+        made = aten.upsample_linear1d(rows[None], [goal], align, scale)[0]
+    elif mode == "linear_aa":
+        made = aten._upsample_bilinear2d_aa(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
+    elif mode == "cubic_aa":
+        made = aten._upsample_bicubic2d_aa(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
+    else:
+        made = aten.upsample_bicubic2d(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
+    weights: Array = made.numpy().T
+    return weights
+
+
+def _places(exact: bool, size: int, goal: int, scale: float | None) -> Array:
+    """Which input element torch takes for each output element of an axis."""
+    layer = aten._upsample_nearest_exact1d if exact else aten.upsample_nearest1d
+    places = layer(torch.arange(size, dtype=torch.float64, device="cpu")[None, None], [goal], scale)
+    found: Array = places[0, 0].numpy().astype(np.int64)
+    return found
+
+
+def _by_weights(x: Tensor, axis: int, weights: Array) -> Tensor:
+    """A weighted sum of look-ups along one axis; only elements that weigh are looked up."""
+    goal, size = weights.shape
+    if goal == size and np.array_equal(weights, np.eye(size)):
+        return x
+    taps = max(int((weights != 0).sum(1).max()), 1)
+    order = np.argsort(weights == 0, axis=1, kind="stable")[:, :taps]
+    chosen = np.take_along_axis(weights, order, 1)
+    # A tap that weighs nothing looks at one that weighs, lest it meet an infinity.
+    order = np.where(chosen == 0, order[:, :1], order)
+    total: Tensor | None = None
+    for tap in range(taps):
+        column = chosen[:, tap].reshape(-1, *[1] * (x.ndim - 1 - axis))
+        term = F.mul(F.gather(x, order[:, tap], axis), F.constant(column.astype(dtypes.to_numpy(x.dtype))))
+        total = term if total is None else F.add(total, term)
+    assert total is not None
+    return total
+
+
+def _scales_match(x: Tensor, goal: Sequence[Any], scales: Sequence[float | None]) -> bool:
+    return all(
+        scale is not None
+        and (not isinstance(n, int) or math.floor(np.float32(static(x, 2 + i)) * np.float32(scale)) == n)
+        for i, (scale, n) in enumerate(zip(scales, goal, strict=True))
+    )
+
+
+def _layer(x: Tensor, goal: Sequence[Any], scales: Sequence[float | None], **attributes: Any) -> Tensor:
+    """One Resize: by scales where they are given, which then also place the elements, else by sizes."""
+    if all(scale is not None for scale in scales):
+        factors = F.constant(np.array([1, 1, *scales], np.float32))
+        return F.op("Resize", x, None, factors, **attributes)
+    lead: list[Any] = [x.shape[i] if isinstance(x.shape[i], int) else F.size(x, i) for i in (0, 1)]
+    sizes = F.size_vector([*lead, *goal])
+    return F.op("Resize", x, None, None, sizes, **attributes)
+
+
+def smooth(
+    ctx: ConversionContext,
+    self: Tensor,
+    mode: str,
+    output_size: Any,
+    align: bool,
+    scales: Sequence[float | None],
+) -> Tensor:
+    """Linear or cubic, with or without antialiasing."""
+    if is_empty(self):
+        return filled(ctx)
+    if not is_float(self):
+        raise ConversionError(f"resizing {self.dtype.name} by {mode} is not handled")
+    rank = self.ndim - 2
+    x, goal = wide(self), _goal(self, output_size, scales)
+    given = [scale is not None for scale in scales]
+    if align:
+        scales = [None] * rank  # corners decide alone
+    known = all(isinstance(n, int) for n in (*goal, *self.shape[2:]))
+    plain = mode == "linear" or (mode == "cubic" and not known)
+    if plain and rank == 2 and (None not in scales or not any(scales)):
+        if not known and any(given) and align:
+            raise ConversionError("align_corners=True with scale factors needs sizes known ahead")
+        if not known or None in scales or _scales_match(x, goal, scales):
+            where = "align_corners" if align else "half_pixel"
+            made = _layer(
+                x,
+                goal,
+                scales,
+                mode=mode,
+                coordinate_transformation_mode=where,
+                cubic_coeff_a=-0.75 if mode == "cubic" else None,
+            )
+            return F.cast(made, self.dtype)
+    for i in range(rank):
+        if not isinstance(goal[i], int):
+            raise ConversionError(f"resizing to {goal[i]}, a size not known ahead, is not handled")
+        x = _by_weights(x, 2 + i, _weights(mode, static(self, 2 + i), goal[i], align, scales[i]))
+    return F.cast(x, self.dtype)
+
+
+def nearest(
+    ctx: ConversionContext, self: Tensor, exact: bool, output_size: Any, scales: Sequence[float | None]
+) -> Tensor:
+    if is_empty(self):
+        return filled(ctx)
+    rank = self.ndim - 2
+    goal = _goal(self, output_size, scales)
+    x = wide(self)
+    factors = [_factor(self.shape[2 + i], goal[i], scales[i]) for i in range(rank)]
+    if all(factors) and is_float(self):
+        made = _layer(
+            x,
+            goal,
+            factors,
+            mode="nearest",
+            coordinate_transformation_mode="asymmetric",
+            nearest_mode="floor",
+        )
+        return F.cast(made, self.dtype)
+    for i in range(rank):
+        if not isinstance(goal[i], int):
+            raise ConversionError(f"resizing to {goal[i]}, a size not known ahead, is not handled")
+        x = F.gather(x, _places(exact, static(self, 2 + i), goal[i], scales[i]), 2 + i)
+    return F.cast(x, self.dtype)
+
+
+def _factor(size: Any, goal: Any, scale: float | None) -> float | None:
+    """The whole number of times each element is repeated, if it is one; only then all agree how to round."""
+    if scale is not None and (scale != int(scale) or scale < 1):
+        return None
+    if not isinstance(size, int) or not isinstance(goal, int):
+        return scale
+    repeated = goal // size
+    return float(repeated) if repeated * size == goal and scale in (None, repeated) else None
+
+
+def _listed(scale_factors: Any, rank: int) -> list[float | None]:
+    return [None] * rank if scale_factors is None else [float(scale) for scale in scale_factors]
+
+
+def _register_nearest(name: str, rank: int, exact: bool) -> None:
+    packet = getattr(aten, name)
+
+    def vec(ctx: ConversionContext, input: Tensor, output_size: Any, scale_factors: Any) -> Tensor:
+        return nearest(ctx, input, exact, output_size, _listed(scale_factors, rank))
+
+    converter(packet.vec)(vec)
+    if rank == 1:
+
+        def one(
+            ctx: ConversionContext, self: Tensor, output_size: Any, scales: float | None = None
+        ) -> Tensor:
+            return nearest(ctx, self, exact, output_size, [scales])
+
+        converter(packet.default)(one)
+    elif rank == 2:
+
+        def two(
+            ctx: ConversionContext,
+            self: Tensor,
+            output_size: Any,
+            scales_h: float | None = None,
+            scales_w: float | None = None,
+        ) -> Tensor:
+            return nearest(ctx, self, exact, output_size, [scales_h, scales_w])
+
+        converter(packet.default)(two)
+    else:
+
+        def three(
+            ctx: ConversionContext,
+            self: Tensor,
+            output_size: Any,
+            scales_d: float | None = None,
+            scales_h: float | None = None,
+            scales_w: float | None = None,
+        ) -> Tensor:
+            return nearest(ctx, self, exact, output_size, [scales_d, scales_h, scales_w])
+
+        converter(packet.default)(three)
+
+
+for _rank in (1, 2, 3):
+    _register_nearest(f"upsample_nearest{_rank}d", _rank, False)
+    _register_nearest(f"_upsample_nearest_exact{_rank}d", _rank, True)
+
+
+@converter(aten.upsample_linear1d.default)
+def upsample_linear1d(
+    ctx: ConversionContext, self: Tensor, output_size: Any, align_corners: bool, scales: float | None = None
+) -> Tensor:
+    return smooth(ctx, self, "linear", output_size, align_corners, [scales])
+
+
+def _register_smooth(name: str, mode: str) -> None:
+    def two(
+        ctx: ConversionContext,
+        self: Tensor,
+        output_size: Any,
+        align_corners: bool,
+        scales_h: float | None = None,
+        scales_w: float | None = None,
+    ) -> Tensor:
+        return smooth(ctx, self, mode, output_size, align_corners, [scales_h, scales_w])
+
+    converter(getattr(aten, name).default)(two)
+
+
+@converter(aten.upsample_trilinear3d.default)
+def upsample_trilinear3d(
+    ctx: ConversionContext,
+    self: Tensor,
+    output_size: Any,
+    align_corners: bool,
+    scales_d: float | None = None,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Tensor:
+    return smooth(ctx, self, "linear", output_size, align_corners, [scales_d, scales_h, scales_w])
+
+
+def _register_vec(name: str, mode: str) -> None:
+    def vec(
+        ctx: ConversionContext, input: Tensor, output_size: Any, align_corners: bool, scale_factors: Any
+    ) -> Tensor:
+        return smooth(ctx, input, mode, output_size, align_corners, _listed(scale_factors, input.ndim - 2))
+
+    converter(getattr(aten, name).vec)(vec)
+
+
+for _name, _mode in (
+    ("upsample_bilinear2d", "linear"),
+    ("upsample_bicubic2d", "cubic"),
+    ("_upsample_bilinear2d_aa", "linear_aa"),
+    ("_upsample_bicubic2d_aa", "cubic_aa"),
+):
+    _register_smooth(_name, _mode)
+    _register_vec(_name, _mode)
+_register_vec("upsample_linear1d", "linear")
+_register_vec("upsample_trilinear3d", "linear")
+
+
+_GRID_MODES = ("linear", "nearest", "cubic")
+_GRID_PADDING = ("zeros", "border", "reflection")
+
+
+@converter(aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def grid_sampler(
+    ctx: ConversionContext,
+    input: Tensor,
+    grid: Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+) -> Tensor:
+    if is_empty(input, grid):
+        return filled(ctx)
+    mode = _GRID_MODES[interpolation_mode]
+    if input.ndim == 5 and mode == "cubic":
+        raise ConversionError("interpolation_mode=2 (cubic) over volumes is not handled")
+    made = F.grid_sample(
+        wide(input, halves=True),
+        wide(grid, halves=True),
+        mode=mode,
+        padding_mode=_GRID_PADDING[padding_mode],
+        align_corners=align_corners,
+    )
+    return F.cast(made, input.dtype)
