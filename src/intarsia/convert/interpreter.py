@@ -90,6 +90,8 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
             raise NodeError(node, str(error)) from error
         except Exception as error:  # an author's mistake must cost this node, not the model
             raise NodeError(node, f"its evaluator failed: {type(error).__name__}: {error}") from error
+    if node.target in registry and (nothing := _nothing(node.meta.get("val"))) is not None:
+        return nothing
     reasons: list[str] = []
     for candidate in registry.converters(node.target):
         reason = candidate.refuses(node)
@@ -102,6 +104,19 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
                 reason = f"the converter {candidate.name} failed: {type(error).__name__}: {error}"
         reasons.append(reason)
     raise NodeError(node, "; ".join(reasons) or "no converter")
+
+
+def _nothing(value: Any) -> Any:
+    """A result that is known to have no elements: its shape says it all, and kernels fail over such."""
+    if isinstance(value, list | tuple):
+        made = [_nothing(item) for item in value]
+        return tuple(made) if made and None not in made else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    shape = shape_of(value)
+    if 0 not in shape or not all(isinstance(dim, int) for dim in shape):
+        return None
+    return F.full([int(dim) for dim in shape], 0, value.dtype)  # type: ignore[arg-type]
 
 
 def accepting(node: fx.Node) -> Sequence[Converter]:
