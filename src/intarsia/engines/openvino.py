@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.base import NetworkEngine, Program
+from intarsia.engines.openvino_limits import refuses
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
 from intarsia.network import Network, dtypes
@@ -72,7 +73,9 @@ class OpenVINO(NetworkEngine):
             raise EngineError(f"OpenVINO failed to build {net.name}: {_last_line(error)}") from error
 
     def _read(self, net: Network) -> tuple[Any, object]:
-        _refuse_doubles(net)
+        reason = refuses(net)
+        if reason is not None:
+            raise EngineError(reason)
         kept: list[object] = []
 
         def locate(name: str, array: ir.TensorProtocol) -> tuple[str, int]:
@@ -93,10 +96,16 @@ class _Compiled:
         self._compiled = compiled
         self._weights = weights  # the model reads them where they lie
         self._tensor = openvino.Tensor
-        self._inputs = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
+        # An input that nothing reads is no input of the compiled model.
+        ports = {name: i for i, port in enumerate(compiled.inputs) for name in port.get_names()}
+        self._inputs = [(ports.get(t.name), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
+        # An input that no layer reads is not an input of the model any more.
+        ports = {name: port for port, found in enumerate(compiled.inputs) for name in found.names}
+        self._ports = [ports.get(t.name) for t in net.get_inputs()]
         self._outputs = [(dtypes.to_torch(t.dtype), _static(t.shape)) for t in net.get_outputs()]
         self._types = {
-            dtype: _ov_type(openvino, dtype) for dtype in [*self._inputs, *(d for d, _ in self._outputs)]
+            dtype: _ov_type(openvino, dtype)
+            for dtype in [*(d for _, d in self._inputs), *(d for d, _ in self._outputs)]
         }
         self._requests = threading.local()
 
@@ -104,19 +113,22 @@ class _Compiled:
         request = self._requests.__dict__.get("request")
         if request is None:
             request = self._requests.request = self._compiled.create_infer_request()
-        for index, (dtype, tensor) in enumerate(zip(self._inputs, tensors, strict=True)):
+        read: list[torch.Tensor] = []  # the request does not keep alive the memory it reads
+        for port, dtype, tensor in zip(self._ports, self._inputs, tensors, strict=True):
+            if port is None:
+                continue
             if not isinstance(tensor, torch.Tensor):
                 tensor = torch.tensor(tensor, dtype=dtype)
-            request.set_input_tensor(
-                index, self._share(tensor if tensor.is_contiguous() else tensor.contiguous())
-            )
+            read.append(tensor.contiguous())
+            request.set_input_tensor(port, self._share(read[-1]))
         results: list[torch.Tensor | None] = []
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None:
                 results.append(None)
                 continue
             out = torch.empty(shape, dtype=dtype)
-            request.set_output_tensor(index, self._share(out))
+            if out.numel():  # nothing is written to an empty one, and a folded one cannot be bound
+                request.set_output_tensor(index, self._share(out))
             results.append(out)
         request.infer()
         for index, (dtype, shape) in enumerate(self._outputs):
@@ -130,14 +142,6 @@ class _Compiled:
             raw = tensor.view(torch.int16).numpy()
             return self._tensor(raw, tensor.shape, self._types[dtype])
         return self._tensor(tensor.numpy(), shared_memory=True)
-
-
-def _refuse_doubles(net: Network) -> None:
-    # The CPU plugin rounds them to float32 without a word.
-    made = (tensor for layer in net.get_layers() for tensor in layer.get_outputs())
-    for tensor in (*net.get_inputs(), *made):
-        if tensor.value.dtype == ir.DataType.DOUBLE:
-            raise EngineError(f"{tensor.name} is float64, which OpenVINO computes in float32")
 
 
 @functools.cache
