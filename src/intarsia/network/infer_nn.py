@@ -191,4 +191,5 @@ def _microsoft_like_first(
 @infers("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=MICROSOFT)
 def _skip_norm(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
-    return [(x.dtype, x.shape)] * outputs
+    moment = (ir.DataType.FLOAT, (*x.shape[:-1], 1))
+    return [(x.dtype, x.shape), moment, moment, (x.dtype, x.shape)][:outputs]

@@ -21,9 +21,10 @@ from intarsia.rewrite.term import (
     Maybe,
     Number,
     Output,
+    Root,
     Term,
     Var,
-    call_of,
+    kinds,
     parts,
 )
 
@@ -57,7 +58,7 @@ class Matcher:
     `miss`, once something failed, is how far the nearest miss came and why it was one.
     """
 
-    def __init__(self, roots: Sequence[Call | Output], *, explain: bool = False) -> None:
+    def __init__(self, roots: Sequence[Root], *, explain: bool = False) -> None:
         self._roots = roots
         self._explain = explain
         self._even = _even_calls(roots)
@@ -237,7 +238,7 @@ class Matcher:
             branch.roots.append(value)
             choices.append((branch, [(term, value)]))
         if not found:
-            self._fail(state, "no further {} of the pattern is there", call_of(term).kind)
+            self._fail(state, "no further {} of the pattern is there", " or ".join(kinds(term)))
 
     def _candidates(self, term: Term | None, state: Found) -> Iterator[ir.Value]:
         if isinstance(term, Var):
@@ -245,6 +246,9 @@ class Matcher:
             if value is not None:
                 yield value
             return
+        if isinstance(term, Either):
+            for other in term.terms:
+                yield from self._candidates(other, state)
         if not isinstance(term, Call | Output):
             return
         call, index = (term.call, term.index) if isinstance(term, Output) else (term, 0)
@@ -283,7 +287,7 @@ class Matcher:
         return False
 
 
-def _even_calls(roots: Sequence[Call | Output]) -> frozenset[Call]:
+def _even_calls(roots: Sequence[Root]) -> frozenset[Call]:
     """The commutative operators of two variables that stand nowhere else in the pattern."""
     seen = Counter(term.name for term in parts(roots) if isinstance(term, Var))
     return frozenset(

@@ -10,7 +10,7 @@ from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
 from intarsia.rewrite.match import Found, Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.term import Call, build, call_of, depth, parts
+from intarsia.rewrite.term import Call, build, depth, kinds, parts
 
 Function = Callable[..., Any]
 
@@ -20,7 +20,7 @@ class Rule(PatternRewriter):
 
     def __init__(self, pattern: Function, function: Function, *, name: str, keep_types: bool = True) -> None:
         self.roots, variables = build(pattern)
-        super().__init__(name, {call_of(self.roots[0]).kind}, keep_types=keep_types)
+        super().__init__(name, kinds(self.roots[0]), keep_types=keep_types)
         self.function = function
         self.variables = variables
         self.reach = max(depth(root) for root in self.roots)

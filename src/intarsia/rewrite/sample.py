@@ -12,12 +12,12 @@ from intarsia.errors import NetworkError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.network.schema import schema_of
-from intarsia.rewrite.term import Any_, Call, Either, Maybe, Number, Output, Term, Var
+from intarsia.rewrite.term import Any_, Call, Either, Maybe, Number, Output, Root, Term, Var
 
 _DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-def random_network(roots: Sequence[Call | Output], rng: np.random.Generator) -> Network:
+def random_network(roots: Sequence[Root], rng: np.random.Generator) -> Network:
     """A network in which the terms stand; the error of the operator that cannot be, if shapes do not fit."""
     net = Network("sample")
     with net_guard(net):

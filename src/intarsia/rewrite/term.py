@@ -138,19 +138,26 @@ def _term(value: Any) -> Term:
     raise RewriteError(f"{value!r} cannot stand in a pattern")
 
 
-def build(pattern: Callable[..., Any]) -> tuple[tuple[Call | Output, ...], list[str]]:
+Root = Call | Output | Either  # alternatives of a root are calls
+
+
+def build(pattern: Callable[..., Any]) -> tuple[tuple[Root, ...], list[str]]:
     """The roots of a pattern written as a function, and the names of its variables."""
     names = list(inspect.signature(pattern).parameters)[1:]
     made = pattern(Builder(), *(Var(name) for name in names))
     roots = made if isinstance(made, tuple) else (made,)
     for root in roots:
-        if not isinstance(root, Call | Output):
+        alternatives = root.terms if isinstance(root, Either) else (root,)
+        if not all(isinstance(term, Call | Output) for term in alternatives):
             raise RewriteError(f"a pattern is what operators make, not {root!r}")
     return roots, names
 
 
-def call_of(term: Call | Output) -> Call:
-    return term.call if isinstance(term, Output) else term
+def kinds(root: Root) -> list[str]:
+    """The operators a root may be made by."""
+    if isinstance(root, Either):
+        return [kind for term in root.terms if isinstance(term, Call | Output) for kind in kinds(term)]
+    return [(root.call if isinstance(root, Output) else root).kind]
 
 
 def depth(term: Term | None) -> int:

@@ -1,0 +1,19 @@
+"""The shipped patterns, one file a family."""
+
+from __future__ import annotations
+
+from intarsia.rewrite.fusions import (
+    activation,
+    attention,
+    cleanup,
+    convolution,
+    layout,
+    linear,
+    norm,
+    rotary,
+)
+from intarsia.rewrite.fusions.fusion import Fusion as Fusion
+
+_FAMILIES = (cleanup, layout, attention, rotary, norm, activation, convolution, linear)
+
+FUSIONS: dict[str, Fusion] = {fusion.name: fusion for family in _FAMILIES for fusion in family.FUSIONS}

@@ -1,0 +1,74 @@
+"""A shipped pattern: what it is good for, and networks to try it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from intarsia.network import Network, Tensor, net_guard
+from intarsia.network import functional as F
+from intarsia.rewrite.pattern import PatternRewriter
+
+ENGINES = ("onnxruntime", "openvino")
+Make = Callable[[np.random.Generator, bool], None]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A pattern under its name.
+
+    `make(rng, large)` writes, into the network under guard, layers that the pattern matches: small for
+    proofs, large for measuring. A `free` pattern only takes layers away and is always applied; any
+    other is applied where it was measured to pay. `engines` are those that know the layers it makes.
+    """
+
+    name: str
+    pattern: PatternRewriter
+    make: Make
+    benefit: float
+    free: bool = False
+    engines: tuple[str, ...] = ENGINES
+
+    def sample(self, rng: np.random.Generator, large: bool = False) -> Network:
+        """A network to try the pattern on."""
+        net = Network(self.name)
+        with net_guard(net):
+            self.make(rng, large)
+        return net
+
+
+def given(name: str, *shape: int | str) -> Tensor:
+    """An input of 32-bit floats."""
+    return Tensor(name, ir.DataType.FLOAT, shape)
+
+
+def weight(rng: np.random.Generator, *shape: int, scale: float = 0.3, shift: float = 0.0) -> Tensor:
+    """A constant of random 32-bit floats."""
+    values = rng.standard_normal(shape, dtype=np.float32) * np.float32(scale) + np.float32(shift)
+    return F.constant(np.asarray(values, np.float32))
+
+
+def scalar(tensor: Tensor | None) -> float | None:
+    """The number a constant of one element holds."""
+    array = None if tensor is None else tensor.constant
+    return None if array is None or array.size != 1 else float(np.asarray(array, np.float64).ravel()[0])
+
+
+def integers(tensor: Tensor | None) -> list[int] | None:
+    """The numbers a constant of integers holds."""
+    array = None if tensor is None else tensor.constant
+    return None if array is None else [int(x) for x in np.ravel(array)]
+
+
+def order_of(layer: object, rank: int) -> list[int]:
+    """The permutation of a Transpose."""
+    found = layer.attribute("perm")  # type: ignore[attr-defined]
+    return list(reversed(range(rank))) if found is None else list(found)
+
+
+def is_float(tensor: Tensor) -> bool:
+    """Whether folding constants into others keeps enough digits."""
+    return tensor.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)

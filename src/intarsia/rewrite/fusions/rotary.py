@@ -1,0 +1,127 @@
+"""Rotary embedding from its fragments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from intarsia.network import Layer, Network, Tensor
+from intarsia.network import functional as F
+from intarsia.rewrite.fusions.fusion import Fusion, given, integers
+from intarsia.rewrite.match import see_through
+from intarsia.rewrite.pattern import refuse
+from intarsia.rewrite.rule import rule
+
+_END = 1 << 31  # a slice's end beyond any size
+
+
+def _part(op: Any, x: Any, start: Any, end: Any, axis: Any, step: Any, name: str) -> Any:
+    constants = [op.constant(t) for t in (start, end, axis, step)]
+    return op.Slice(x, *constants, _name=name)
+
+
+def _rotated(
+    op: Any,
+    x: Any,
+    cos: Any,
+    sin: Any,
+    s0: Any,
+    e0: Any,
+    a0: Any,
+    t0: Any,
+    s1: Any,
+    e1: Any,
+    a1: Any,
+    t1: Any,
+) -> Any:
+    turned = op.Concat(
+        op.Neg(_part(op, x, s0, e0, a0, t0, "upper")), _part(op, x, s1, e1, a1, t1, "lower"), axis=-1
+    )
+    return op.Add(op.Mul(x, cos), op.Mul(turned, sin))
+
+
+@rule(_rotated)
+def rotary_embedding(
+    net: Network,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    s0: Tensor,
+    e0: Tensor,
+    a0: Tensor,
+    t0: Tensor,
+    s1: Tensor,
+    e1: Tensor,
+    a1: Tensor,
+    t1: Tensor,
+) -> object:
+    """x * cos + concat(-x[half:], x[:half]) * sin, where cos and sin repeat themselves in their halves."""
+    if x.ndim != 4 or not all(isinstance(d, int) for d in (x.shape[1], x.shape[3])):
+        return refuse(f"{list(x.shape)} is not batch, heads, length, width")
+    width = int(x.shape[3])  # type: ignore[arg-type]
+    half = width // 2
+    if width % 2:
+        return refuse(f"the width {width} is odd")
+    if not (_cuts(s0, e0, a0, t0, half, width) and _cuts(s1, e1, a1, t1, 0, half)):
+        return refuse("the slices are not the two halves")
+    caches = []
+    for tensor in (cos, sin):
+        if tensor.ndim != 4 or tensor.shape[1] != 1 or tensor.shape[3] != width:
+            return refuse(f"{tensor.name} is {list(tensor.shape)}, not one angle a position")
+        if tensor.shape[0] != x.shape[0] or tensor.shape[2] != x.shape[2] or None in tensor.shape:
+            return refuse(f"{tensor.name} is {list(tensor.shape)}, {x.name} {list(x.shape)}")
+        if not _repeats(tensor):
+            return refuse(f"{tensor.name} is not seen to repeat its first half")
+        caches.append(tensor)
+    flat = [F.slice(F.squeeze(t, [1]), 0, half, axis=2) for t in caches]
+    return F.op("RotaryEmbedding", x, *flat)
+
+
+def _cuts(start: Tensor, end: Tensor, axis: Tensor, step: Tensor, low: int, high: int) -> bool:
+    s, e, a, t = (integers(x) for x in (start, end, axis, step))
+    if s is None or e is None or a is None or t is None or len(s) != 1:
+        return False
+    width = 2 * max(low, high - low) if low else 2 * high
+    stop = min(e[0] + width if e[0] < 0 else e[0], width)
+    first = s[0] + width if s[0] < 0 else s[0]
+    return (first, stop) == (low, high) and a[0] in (3, -1) and t[0] == 1
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether the second half of the last dimension equals the first: Cos or Sin of a Concat(f, f)."""
+    if tensor.constant is not None:
+        left, right = np.split(tensor.constant, 2, axis=-1)
+        return bool(np.array_equal(left, right))
+    value = see_through(tensor.value)
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type == "Concat":
+            axis = node.attributes["axis"].value
+            rank = len(value.shape or ())
+            return len(node.inputs) == 2 and node.inputs[0] is node.inputs[1] and axis in (-1, rank - 1)
+        if node.op_type == "Unsqueeze":
+            axes = integers(Layer(node).get_inputs(1)[0])
+            rank = len(value.shape or ())
+            if axes is None or any(a % rank == rank - 1 for a in axes):
+                return False
+        elif node.op_type == "Mul":
+            other = node.inputs[1]
+            if other is None or other.const_value is None or other.const_value.size != 1:
+                return False
+        elif node.op_type not in ("Cos", "Sin", "Cast"):
+            return False
+        value = see_through(node.inputs[0])
+    return False
+
+
+def _written(rng: np.random.Generator, large: bool) -> None:
+    batch, heads, length, width = (1, 16, 128, 64) if large else (2, 3, 4, 6)
+    x, angles = given("x", batch, heads, length, width), given("angles", batch, length, width // 2)
+    both = F.concat([angles, angles], axis=-1)
+    cos, sin = F.unsqueeze(F.cos(both), [1]), F.unsqueeze(F.sin(both), [1])
+    half = width // 2
+    turned = F.concat([F.neg(F.slice(x, half, _END, axis=3)), F.slice(x, 0, half, axis=3)], axis=3)
+    (x * cos + turned * sin).mark_output("y")
+
+
+FUSIONS = (Fusion("rotary_embedding", rotary_embedding, _written, 60),)
