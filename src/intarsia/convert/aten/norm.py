@@ -154,7 +154,7 @@ def _with_statistics(ctx: ConversionContext, made: tuple[Tensor, Any, Any]) -> t
     return (*result, *[None] * (len(ctx.value) - 3))
 
 
-@converter(aten.native_batch_norm.default)
+@converter(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def native_batch_norm(
     ctx: ConversionContext,
     input: Tensor,
@@ -304,3 +304,39 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     return filled(ctx) if is_empty(input) else _rms_norm(input, normalized_shape, weight, eps)
+
+
+@converter(aten._fused_rms_norm.default)
+def fused_rms_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    if is_empty(input):
+        return filled(ctx, output=0), filled(ctx, output=1)
+    made = _rms_norm(input, normalized_shape, weight, eps)
+    if not used(ctx.node, 1):
+        return made, None
+    x = wide(input, halves=True)
+    axes = list(range(input.ndim - len(normalized_shape), input.ndim))
+    small = torch.finfo(dtypes.to_torch(input.dtype)).eps if eps is None else eps
+    rstd = F.reciprocal(F.sqrt(F.add(F.reduce_mean(F.mul(x, x), axes), small)))
+    return made, F.cast(rstd, ctx.value[1].dtype)
+
+
+@converter(aten._batch_norm_no_update.default)
+def batch_norm_no_update(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    if used(ctx.node, 3):
+        raise ConversionError("the reserve of batch norm, made for training, is not handled")
+    return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, False, eps))

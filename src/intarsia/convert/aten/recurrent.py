@@ -56,9 +56,7 @@ def _run(
     if train and dropout:
         raise ConversionError(f"dropout={dropout} in training is not handled")
     if len(params) != num_layers * directions * each:
-        raise ConversionError(
-            f"{len(params)} weights for {num_layers} layers (a projection?) are not handled"
-        )
+        raise ConversionError(f"{len(params)} weights for {num_layers} layers (projected?) are not handled")
     if is_empty(input, *states, *params):
         raise ConversionError("a sequence without elements is not handled")
     gates = _GATES[kind]

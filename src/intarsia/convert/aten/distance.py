@@ -1,0 +1,72 @@
+"""Distances between rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from intarsia.convert.aten.precision import filled, is_empty, static, wide
+from intarsia.convert.aten.reduce import largest
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
+from intarsia.network import Tensor
+from intarsia.network import functional as F
+
+aten = torch.ops.aten
+
+
+def _length(difference: Tensor, p: float) -> Tensor:
+    """The p-norm over the last dimension."""
+    x = F.abs(difference)
+    if p == 0:
+        return F.reduce_sum(F.cast(F.logical_not(F.equal(x, 0.0)), x.dtype), [-1], keepdims=False)
+    if p == 1:
+        return F.reduce_sum(x, [-1], keepdims=False)
+    if p == 2:
+        return F.reduce_l2(x, [-1], keepdims=False)
+    if math.isinf(p):
+        return largest(x, [-1], keepdims=False)
+    return F.pow(F.reduce_sum(F.pow(x, float(p)), [-1], keepdims=False), 1 / p)
+
+
+def _by_product(a: Tensor, b: Tensor) -> Tensor:
+    """Euclidean distances as `|a|^2 + |b|^2 - 2 a.b`: one matrix product, and less exact where near zero."""
+    squares_a = F.reduce_sum(F.mul(a, a), [-1])
+    squares_b = F.reduce_sum(F.mul(b, b), [-1], keepdims=False)
+    order = [*range(b.ndim - 2), b.ndim - 1, b.ndim - 2]
+    doubled = F.mul(F.matmul(a, F.transpose(b, order)), 2.0)
+    squared = F.sub(F.add(squares_a, F.unsqueeze(squares_b, [-2])), doubled)
+    return F.sqrt(F.maximum(squared, 0.0))
+
+
+@converter(aten.cdist.default, aten._cdist_forward.default)
+def cdist(ctx: ConversionContext, x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+    if is_empty(x1, x2):
+        return filled(ctx)
+    a, b = wide(x1, halves=True), wide(x2, halves=True)
+    rows = (x1.shape[-2], x2.shape[-2])
+    # torch: None and 0 take the product when either side has more than 25 rows, 1 always, 2 never
+    many = any(not isinstance(size, int) or size > 25 for size in rows)
+    if p == 2 and (compute_mode == 1 or (compute_mode in (None, 0) and many)):
+        return F.cast(_by_product(a, b), ctx.dtype)
+    return F.cast(_length(F.sub(F.unsqueeze(a, [-2]), F.unsqueeze(b, [-3])), p), ctx.dtype)
+
+
+@converter(aten._euclidean_dist.default)
+def euclidean_dist(ctx: ConversionContext, x1: Tensor, x2: Tensor) -> Tensor:
+    if is_empty(x1, x2):
+        return filled(ctx)
+    return F.cast(_by_product(wide(x1, halves=True), wide(x2, halves=True)), ctx.dtype)
+
+
+@converter(aten.pdist.default, aten._pdist_forward.default)
+def pdist(ctx: ConversionContext, self: Tensor, p: float = 2.0) -> Tensor:
+    rows = static(self, 0)
+    if rows < 2 or is_empty(self):
+        return filled(ctx)
+    first, second = np.triu_indices(rows, 1)
+    x = wide(self, halves=True)
+    return F.cast(_length(F.sub(F.gather(x, first), F.gather(x, second)), p), ctx.dtype)
