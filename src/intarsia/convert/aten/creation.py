@@ -28,9 +28,14 @@ def filled(sizes: Sizes | Tensor, value: Any, dtype: ir.DataType) -> Tensor:
         array = np.asarray([value]).astype(dtype.numpy())
         return F.op("ConstantOfShape", sizes, value=ir.Tensor(array, dtype=dtype))
     known = [size for size in sizes if isinstance(size, int)]
-    if len(known) == len(sizes) and int(np.prod(known)) <= SMALL:
+    if len(known) == len(sizes) and 0 < int(np.prod(known)) <= SMALL:
         return F.constant(np.full(known, value), dtype)
     return F.full(sizes, value, dtype)
+
+
+def literal(value: torch.Tensor) -> Tensor:
+    """What torch made, as a constant; OpenVINO takes an empty constant for a number."""
+    return F.constant(value) if value.numel() else F.full(tuple(value.shape), 0, value.dtype)
 
 
 def filled_like(x: Tensor, value: Any, dtype: ir.DataType) -> Tensor:

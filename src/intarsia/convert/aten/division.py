@@ -50,7 +50,7 @@ def trunc_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     if a.dtype in dtypes.FLOATS:
         quotient = narrowed(ctx, F.div(a, b))  # torch rounds to a half before it cuts
         return narrowed(ctx, trunc(F.cast(quotient, a.dtype)))
-    return narrowed(ctx, _exact(a, b)[0])
+    return narrowed(ctx, F.div(a, divisor(b)))
 
 
 @converter(prims.div.default)
@@ -63,14 +63,18 @@ def prims_div(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 @converter(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def remainder(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
-    rest = _rest_of_floats(a, b) if a.dtype in dtypes.FLOATS else _exact(a, b)[1]
+    if a.dtype not in dtypes.FLOATS:
+        return narrowed(ctx, F.mod(a, divisor(b)))
+    rest = _rest_of_floats(a, b)
     return narrowed(ctx, F.where(_opposed(rest, b), F.add(rest, b), rest))
 
 
 @converter(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
-    return narrowed(ctx, _rest_of_floats(a, b) if a.dtype in dtypes.FLOATS else _exact(a, b)[1])
+    if a.dtype not in dtypes.FLOATS:
+        return narrowed(ctx, F.mod(a, divisor(b), fmod=True))
+    return narrowed(ctx, _rest_of_floats(a, b))
 
 
 def _rest_of_floats(a: Tensor, b: Tensor) -> Tensor:
@@ -96,19 +100,16 @@ def _opposed(rest: Tensor, b: Tensor) -> Tensor:
 
 def floor_of_ints(a: Tensor, b: Tensor) -> Tensor:
     """Integers divided towards minus infinity; ONNX divides towards zero."""
-    quotient, rest = _exact(a, b)
+    quotient = F.div(a, divisor(b))
+    rest = F.sub(a, F.mul(quotient, b))
     return F.sub(quotient, F.cast(_opposed(rest, b), a.dtype))
 
 
-def _exact(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Quotient towards zero and remainder of integers."""
+def divisor(b: Tensor) -> Tensor:
+    """An integer divisor; a constant zero is refused, for torch raises there."""
     known = b.constant
     if known is not None and not np.all(known):
         raise ConversionError("an integer division by zero is not handled")
     if b.dtype == ir.DataType.BOOL:
         raise ConversionError("a division of booleans is not handled")
-    quotient = F.div(a, b)
-    rest = F.sub(a, F.mul(quotient, b))
-    # An engine may divide in float32 and be off by a few units; what is left over says by how many.
-    more = F.div(rest, b)
-    return F.add(quotient, more), F.sub(rest, F.mul(more, b))
+    return b

@@ -7,6 +7,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.creation import literal
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -31,7 +32,7 @@ def arange_start(ctx: ConversionContext, start: Any, end: Any, *, dtype: Any = N
 def arange_step(ctx: ConversionContext, start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Tensor:
     bounds = (start, end, step)
     if not any(isinstance(bound, Tensor) for bound in bounds):
-        return F.constant(torch.arange(start, end, step, dtype=ctx.torch_dtype))
+        return literal(torch.arange(start, end, step, dtype=ctx.torch_dtype))
     for bound in bounds:
         if isinstance(bound, float) or (isinstance(bound, Tensor) and bound.dtype != INT64):
             raise ConversionError(
@@ -43,7 +44,7 @@ def arange_step(ctx: ConversionContext, start: Any, end: Any, step: Any = 1, *, 
 @converter(aten.linspace.default)
 def linspace(ctx: ConversionContext, start: Any, end: Any, steps: Any, *, dtype: Any = None) -> Tensor:
     _refuse_dynamic(start=start, end=end, steps=steps)
-    return F.constant(torch.linspace(start, end, steps, dtype=ctx.torch_dtype))
+    return literal(torch.linspace(start, end, steps, dtype=ctx.torch_dtype))
 
 
 @converter(aten.logspace.default)
@@ -51,19 +52,19 @@ def logspace(
     ctx: ConversionContext, start: Any, end: Any, steps: Any, base: float = 10.0, *, dtype: Any = None
 ) -> Tensor:
     _refuse_dynamic(start=start, end=end, steps=steps)
-    return F.constant(torch.logspace(start, end, steps, base, dtype=ctx.torch_dtype))
+    return literal(torch.logspace(start, end, steps, base, dtype=ctx.torch_dtype))
 
 
 @converter(aten.tril_indices.default)
 def tril_indices(ctx: ConversionContext, row: Any, col: Any, offset: int = 0, *, dtype: Any = None) -> Tensor:
     _refuse_dynamic(row=row, col=col)
-    return F.constant(torch.tril_indices(row, col, offset, dtype=ctx.torch_dtype))
+    return literal(torch.tril_indices(row, col, offset, dtype=ctx.torch_dtype))
 
 
 @converter(aten.triu_indices.default)
 def triu_indices(ctx: ConversionContext, row: Any, col: Any, offset: int = 0, *, dtype: Any = None) -> Tensor:
     _refuse_dynamic(row=row, col=col)
-    return F.constant(torch.triu_indices(row, col, offset, dtype=ctx.torch_dtype))
+    return literal(torch.triu_indices(row, col, offset, dtype=ctx.torch_dtype))
 
 
 def _refuse_dynamic(**values: Any) -> None:
@@ -80,6 +81,6 @@ def eye(ctx: ConversionContext, n: Any, *, dtype: Any = None) -> Tensor:
 @converter(aten.eye.m)
 def eye_m(ctx: ConversionContext, n: Any, m: Any, *, dtype: Any = None) -> Tensor:
     if not isinstance(n, Tensor) and not isinstance(m, Tensor):
-        return F.constant(torch.eye(n, m, dtype=ctx.torch_dtype))
+        return literal(torch.eye(n, m, dtype=ctx.torch_dtype))
     rows, columns = F.arange(0, n, 1, INT64), F.arange(0, m, 1, INT64)
     return F.cast(F.equal(F.unsqueeze(rows, [1]), F.unsqueeze(columns, [0])), ctx.dtype)
