@@ -96,16 +96,13 @@ class _Compiled:
         self._compiled = compiled
         self._weights = weights  # the model reads them where they lie
         self._tensor = openvino.Tensor
-        # An input that nothing reads is no input of the compiled model.
-        ports = {name: i for i, port in enumerate(compiled.inputs) for name in port.get_names()}
-        self._inputs = [(ports.get(t.name), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
+        self._inputs = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
         # An input that no layer reads is not an input of the model any more.
         ports = {name: port for port, found in enumerate(compiled.inputs) for name in found.names}
         self._ports = [ports.get(t.name) for t in net.get_inputs()]
         self._outputs = [(dtypes.to_torch(t.dtype), _static(t.shape)) for t in net.get_outputs()]
         self._types = {
-            dtype: _ov_type(openvino, dtype)
-            for dtype in [*(d for _, d in self._inputs), *(d for d, _ in self._outputs)]
+            dtype: _ov_type(openvino, dtype) for dtype in [*self._inputs, *(d for d, _ in self._outputs)]
         }
         self._requests = threading.local()
 
