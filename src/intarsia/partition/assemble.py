@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -22,6 +23,15 @@ Order = Callable[[Problem], Runs]
 _ROUNDS = 8
 
 
+@dataclass(frozen=True)
+class Part:
+    """A segment in the making."""
+
+    engine: str
+    nodes: Sequence[fx.Node]
+    do_not_merge: bool = False
+
+
 def assemble(
     gm: fx.GraphModule, table: SupportTable, options: PartitionOptions, order: Order, strategy: str
 ) -> Plan:
@@ -32,7 +42,7 @@ def assemble(
     units = find_units(gm.graph, table, groups)
     table = _within_budget(units, table, options)
     runs, table = _worthwhile(units, table, options, order)
-    segments = _segments(gm.graph, units, runs, table, options)
+    segments = write_segments(gm.graph, units, _parts(units, runs, table, options), table)
     if options.require_full_compilation:
         require_full(segments)
     return Plan(tuple(segments), strategy)
@@ -104,11 +114,9 @@ def _small(units: Units, runs: Runs, table: SupportTable, least: int | None) -> 
     return small
 
 
-def _segments(
-    graph: fx.Graph, units: Units, runs: Runs, table: SupportTable, options: PartitionOptions
-) -> list[Segment]:
-    position = {node: place for place, node in enumerate(graph.nodes)}
-    parts: list[tuple[str, list[fx.Node], bool]] = []
+def _parts(units: Units, runs: Runs, table: SupportTable, options: PartitionOptions) -> list[Part]:
+    """The runs as parts, each split where its weights exceed the engine's budget."""
+    parts: list[Part] = []
     for run in runs:
         members = [units.nodes[unit] for unit in run]
         first = members[0][0]
@@ -117,53 +125,65 @@ def _segments(
         split = [members] if budget is None else split_by_weight(members, budget)
         for part in split:
             nodes = [node for unit in part for node in unit]
-            parts.append((engine, nodes, is_control_flow(first) or len(split) > 1))
-    views = _place_riders(graph, units, parts)
+            parts.append(Part(engine, nodes, is_control_flow(first) or len(split) > 1))
+    return parts
+
+
+def write_segments(
+    graph: fx.Graph, units: Units, parts: Sequence[Part], table: SupportTable
+) -> list[Segment]:
+    """The parts as segments: riders placed, nodes in graph order, reasons attached."""
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    placed, views = _place_riders(graph, units, parts)
     return [
         Segment(
-            engine,
-            tuple(sorted(nodes, key=position.__getitem__)),
-            alone,
-            {node: why for node in nodes if (why := table.reasons(node, engine))},
+            part.engine,
+            tuple(sorted(part.nodes, key=position.__getitem__)),
+            part.do_not_merge,
+            {node: why for node in part.nodes if (why := table.reasons(node, part.engine))},
             tuple(sorted(views.get(number, ()), key=position.__getitem__)),
         )
-        for number, (engine, nodes, alone) in enumerate(parts)
+        for number, part in enumerate(placed)
     ]
 
 
 def _place_riders(
-    graph: fx.Graph, units: Units, parts: list[tuple[str, list[fx.Node], bool]]
-) -> dict[int, list[fx.Node]]:
+    graph: fx.Graph, units: Units, parts: Sequence[Part]
+) -> tuple[list[Part], dict[int, list[fx.Node]]]:
     """Give every rider a home among its readers; the other readers recompute it."""
     if not units.riders:
-        return {}
-    riders = frozenset(units.riders)
-    home = {node: number for number, (_, nodes, _) in enumerate(parts) for node in nodes}
-    readers: dict[fx.Node, dict[int, None]] = {}
-    for node in reversed(graph.nodes):
-        if node not in riders and not (
-            is_free(node) and not (is_getitem(node) and is_compute(producer(node)))
-        ):
-            continue
-        found: dict[int, None] = {}
-        for user in node.users:
-            found.update({home[user]: None} if user in home else readers.get(user, {}))
-        readers[node] = found
-    stands_alone = [is_control_flow(nodes[0]) for _, nodes, _ in parts]
+        return list(parts), {}
+    readers = _readers_of_riders(graph, units, parts)
+    stands_alone = [is_control_flow(part.nodes[0]) for part in parts]
     anywhere = [number for number, alone in enumerate(stands_alone) if not alone]
-    in_pytorch = [number for number in anywhere if parts[number][0] == PYTORCH]
+    in_pytorch = [number for number in anywhere if parts[number].engine == PYTORCH]
+    nodes = [list(part.nodes) for part in parts]
     views: dict[int, list[fx.Node]] = {}
     homeless: list[fx.Node] = []
     for rider in units.riders:
         wanted = sorted(number for number in readers[rider] if not stands_alone[number])
         places = wanted or in_pytorch or anywhere
-        if places:
-            parts[places[0]][1].append(rider)
-        else:
-            homeless.append(rider)
+        (nodes[places[0]] if places else homeless).append(rider)
         for number in readers[rider]:
             if not places or number != places[0]:
                 views.setdefault(number, []).append(rider)
-    if homeless:
-        parts.append((PYTORCH, homeless, False))
-    return views
+    placed = [replace(part, nodes=own) for part, own in zip(parts, nodes, strict=True)]
+    return placed + ([Part(PYTORCH, homeless)] if homeless else []), views
+
+
+def _readers_of_riders(
+    graph: fx.Graph, units: Units, parts: Sequence[Part]
+) -> dict[fx.Node, dict[int, None]]:
+    """The parts that read each rider, directly or through free nodes and other riders."""
+    riders = frozenset(units.riders)
+    home = {node: number for number, part in enumerate(parts) for node in part.nodes}
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for node in reversed(graph.nodes):
+        rides = node in riders or (is_free(node) and not (is_getitem(node) and is_compute(producer(node))))
+        if not rides:
+            continue
+        found: dict[int, None] = {}
+        for user in node.users:
+            found.update({home[user]: None} if user in home else readers.get(user, {}))
+        readers[node] = found
+    return readers

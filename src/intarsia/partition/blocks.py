@@ -49,8 +49,15 @@ def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | Non
 
 
 def weights_of(node: fx.Node) -> dict[fx.Node, int]:
-    """The constants a node reads, and the bytes of each."""
-    return {value: bytes_of(constant_of(value)) for value in node.all_input_nodes if value.op == "get_attr"}
+    """The constants a node reads, directly or through views, and the bytes of each."""
+    held: dict[fx.Node, int] = {}
+    for value in node.all_input_nodes:
+        base = value
+        while is_view(base):
+            base = base.all_input_nodes[0]
+        if base.op == "get_attr":
+            held[base] = bytes_of(constant_of(base))
+    return held
 
 
 def constant_of(node: fx.Node) -> object:

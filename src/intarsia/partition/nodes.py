@@ -96,6 +96,12 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and _is_view_op(target)
 
 
+def is_creation(node: fx.Node) -> bool:
+    """True when the node makes a tensor out of numbers alone, such as `full` or `arange`."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and _is_creation_op(target)
+
+
 def is_ordered(node: fx.Node) -> bool:
     """True for nodes whose mutual order shows: they draw random numbers or have side effects."""
     target = node.target
@@ -194,6 +200,16 @@ def _is_view_op(target: torch._ops.OpOverload) -> bool:
         return False
     tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
     return str(result.type) == "Tensor" and tensors == 1
+
+
+@cache
+def _is_creation_op(target: torch._ops.OpOverload) -> bool:
+    schema = target._schema
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or len(schema.returns) != 1:
+        return False
+    if str(schema.returns[0].type) != "Tensor" or "empty" in target.__name__:
+        return False
+    return not any("Tensor" in str(argument.type) for argument in schema.arguments)
 
 
 def _clean_path(path: str) -> str:

@@ -19,7 +19,7 @@ class Segment:
     """Nodes that run together on one engine.
 
     `reasons` says, for a node that did not go to an engine of higher priority, why. `views` are views of
-    graph inputs that another segment holds and this one recomputes, so that nothing is copied.
+    inputs or weights that another segment holds and this one recomputes, so that nothing is copied.
     """
 
     engine: str

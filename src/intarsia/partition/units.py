@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from intarsia.errors import PartitionError
@@ -14,6 +13,7 @@ from intarsia.partition.border import constant_value, input_symbols, producer, s
 from intarsia.partition.nodes import (
     is_compute,
     is_control_flow,
+    is_creation,
     is_free,
     is_ordered,
     is_size,
@@ -29,8 +29,8 @@ class Units:
     """The graph as the scheduler sees it.
 
     `nodes[v]` are the compute nodes of unit `v` in graph order; `before[v]` the units it depends on, all
-    smaller. `riders` are views of graph inputs that every engine takes: they are recomputed by whoever
-    reads them, cost nothing and tie nothing together.
+    smaller. `riders` are views of graph inputs or weights, and fresh constants: they are recomputed by
+    whoever reads them, cost nothing and tie nothing together.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
@@ -50,18 +50,17 @@ class Units:
 def find_riders(
     graph: fx.Graph, table: SupportTable, grouped: Container[fx.Node] = ()
 ) -> dict[fx.Node, None]:
-    """Views of graph inputs, and views of those, that every engine of the table takes."""
+    """Views of inputs and weights, views of those, and fresh constants, where every engine takes them."""
     riders: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not is_view(node) or node in grouped:
+        view = is_view(node)
+        if node in grouped or not (view or is_creation(node)):
             continue
         if not all(table.accepts(node, engine) for engine in table.engines):
             continue
-        base, *others = node.all_input_nodes
-        rooted = base in riders or (
-            base.op == "placeholder" and isinstance(base.meta.get("val"), torch.Tensor)
-        )
-        if rooted and all(is_free(other) or other.op == "placeholder" for other in others):
+        inputs = node.all_input_nodes
+        rooted = not view or inputs[0] in riders or inputs[0].op in ("placeholder", "get_attr")
+        if rooted and all(is_free(other) or other.op == "placeholder" for other in inputs[view:]):
             riders[node] = None
     return riders
 
