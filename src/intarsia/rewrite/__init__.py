@@ -1,13 +1,17 @@
 """Layers into better layers: patterns over a network, and who applies them."""
 
+from intarsia.rewrite.apply import apply as apply
+from intarsia.rewrite.benefit import Benefits as Benefits
 from intarsia.rewrite.check import Checked as Checked
 from intarsia.rewrite.check import check_pattern as check_pattern
+from intarsia.rewrite.fusions import FUSIONS as FUSIONS
 from intarsia.rewrite.log import Fired as Fired
 from intarsia.rewrite.log import RewriteLog as RewriteLog
 from intarsia.rewrite.manager import AnalysisPatternManager as AnalysisPatternManager
 from intarsia.rewrite.manager import Explanation as Explanation
 from intarsia.rewrite.manager import Match as Match
 from intarsia.rewrite.manager import RewritePatternManager as RewritePatternManager
+from intarsia.rewrite.modules import rewrite_modules as rewrite_modules
 from intarsia.rewrite.pattern import PatternAnalyzer as PatternAnalyzer
 from intarsia.rewrite.pattern import PatternRewriter as PatternRewriter
 from intarsia.rewrite.pattern import Refusal as Refusal

@@ -37,6 +37,13 @@ class RewriteLog:
     def __len__(self) -> int:
         return len(self.fired)
 
+    def add(self, other: RewriteLog) -> None:
+        """Take in what a further run did."""
+        self.fired += other.fired
+        self.broken += other.broken
+        self.skipped |= other.skipped
+        self.exhausted |= other.exhausted
+
     def counts(self) -> dict[str, int]:
         """How often each pattern fired."""
         return dict(Counter(entry.pattern for entry in self.fired))

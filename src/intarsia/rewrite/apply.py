@@ -1,0 +1,96 @@
+"""The shipped patterns applied to a network that an engine is about to build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from intarsia.errors import RewriteError
+from intarsia.network import Network
+from intarsia.rewrite.benefit import PAYS, Benefits
+from intarsia.rewrite.check import Build
+from intarsia.rewrite.fusions import FUSIONS, Fusion
+from intarsia.rewrite.log import RewriteLog
+from intarsia.rewrite.manager import RewritePatternManager
+
+
+def apply(
+    net: Network,
+    *,
+    engine: str,
+    patterns: bool | str | Iterable[str] | None = None,
+    build: Build | None = None,
+    limit: int | None = None,
+    strict: bool = False,
+    cache: Path | None = None,
+) -> RewriteLog:
+    """Rewrite a network for an engine by the shipped patterns.
+
+    `patterns`: None applies those that are free and those measured to pay here; True or "all", every one
+    the engine knows the layers of; False, none; or name them. What was not measured yet is measured
+    by `build` (the engine's), if the network has a place for it, and remembered. The log says which
+    patterns were left out and why.
+
+    >>> import torch
+    >>> from intarsia.network import Network, Tensor, functional as F, net_guard
+    >>> net = Network()
+    >>> with net_guard(net):
+    ...     F.relu(F.identity(F.neg(Tensor("x", torch.float32, (3,))))).mark_output("y")
+    >>> print(apply(net, engine="onnxruntime"))
+    identity: identity -> nothing
+    """
+    if patterns is False:
+        return RewriteLog()
+    if patterns is None:
+        return _measured(net, engine, build, limit, strict, Benefits(cache))
+    return _run(net, _named(engine, patterns), limit, strict)
+
+
+def _named(engine: str, patterns: bool | str | Iterable[str]) -> list[Fusion]:
+    if patterns is True or patterns == "all":
+        return [fusion for fusion in FUSIONS.values() if engine in fusion.engines]
+    names = [patterns] if isinstance(patterns, str) else list(patterns)  # type: ignore[arg-type]
+    if unknown := [name for name in names if name not in FUSIONS]:
+        raise RewriteError(f"no shipped pattern is called {unknown}; there are {sorted(FUSIONS)}")
+    for name in names:
+        if engine not in FUSIONS[name].engines:
+            raise RewriteError(f"{engine} does not know the layers that pattern {name!r} makes")
+    return [FUSIONS[name] for name in names]
+
+
+def _run(net: Network, fusions: Iterable[Fusion], limit: int | None, strict: bool) -> RewriteLog:
+    return _manager(fusions).rewrite(net, limit=limit, strict=strict)
+
+
+def _manager(fusions: Iterable[Fusion]) -> RewritePatternManager:
+    manager = RewritePatternManager()
+    for fusion in fusions:
+        manager.add(fusion.name, fusion.pattern, fusion.benefit)
+    return manager
+
+
+def _measured(
+    net: Network, engine: str, build: Build | None, limit: int | None, strict: bool, known: Benefits
+) -> RewriteLog:
+    """Apply what pays; a pattern is only measured once something in a network asks for it."""
+    usable = [fusion for fusion in FUSIONS.values() if engine in fusion.engines]
+    chosen = [fusion for fusion in usable if fusion.free]
+    undecided = [fusion for fusion in usable if not fusion.free]
+    log = RewriteLog()
+    while True:
+        left = None if limit is None else limit - len(log)
+        log.add(_run(net, chosen, left, strict))
+        if log.exhausted:
+            return log
+        wanted = [f for f in undecided if _manager([f]).matches(net)]
+        if not wanted:
+            return log
+        for fusion in wanted:
+            undecided.remove(fusion)
+            ratio = known.ratio(engine, fusion, build)
+            if ratio is None:
+                log.skipped[fusion.name] = f"it was not measured with {engine} on this machine"
+            elif ratio > PAYS:
+                log.skipped[fusion.name] = f"it takes {ratio:.2f} of the time without it, with {engine}"
+            else:
+                chosen.append(fusion)

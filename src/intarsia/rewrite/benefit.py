@@ -1,0 +1,113 @@
+"""What a shipped pattern is worth on this machine: measured once per engine, remembered on disk."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from intarsia.network import Network
+from intarsia.rewrite.check import Build, random_inputs
+from intarsia.rewrite.fusions import Fusion
+from intarsia.rewrite.manager import RewritePatternManager
+
+PAYS = 0.97  # time with over time without, below which a pattern is applied
+
+
+def cache_file() -> Path:
+    """Where measurements are kept: under $INTARSIA_CACHE, or the user's cache directory."""
+    root = os.environ.get("INTARSIA_CACHE")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (Path(root) if root else home / "intarsia") / "rewrite.json"
+
+
+def engine_key(engine: str) -> str:
+    """An engine on a machine: another version or another processor is measured anew."""
+    try:
+        version = importlib.metadata.version(engine)
+    except importlib.metadata.PackageNotFoundError:
+        version = "?"
+    return f"{engine} {version}, {platform.machine()}, {os.cpu_count()} cores"
+
+
+class Benefits:
+    """Time with a pattern over time without, by engine and pattern.
+
+    >>> import tempfile, pathlib
+    >>> known = Benefits(pathlib.Path(tempfile.mkdtemp()) / "rewrite.json")
+    >>> known.remember("onnxruntime", "attention", 0.8)
+    >>> known.get("onnxruntime", "attention")
+    0.8
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = cache_file() if path is None else path
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}  # nothing was measured yet, or the file was cut short: measure again
+        return found if isinstance(found, dict) else {}
+
+    def get(self, engine: str, name: str) -> float | None:
+        """What was measured, if it was."""
+        found = self._read().get(engine_key(engine), {}).get(name)
+        return float(found) if isinstance(found, int | float) else None
+
+    def remember(self, engine: str, name: str, ratio: float) -> None:
+        """Keep a measurement; other programs may write at the same time, the last one stays."""
+        known = self._read()
+        known.setdefault(engine_key(engine), {})[name] = round(ratio, 4)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        draft.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
+        draft.replace(self.path)
+
+    def ratio(self, engine: str, fusion: Fusion, build: Build | None) -> float | None:
+        """What was measured; if it was not and `build` is given, it is measured now."""
+        found = self.get(engine, fusion.name)
+        if found is None and build is not None:
+            found = measure(fusion, build)
+            self.remember(engine, fusion.name, found)
+        return found
+
+
+def measure(fusion: Fusion, build: Build, *, seconds: float = 0.3, seed: int = 0) -> float:
+    """Run a fusion's large network with and without it, in turns; the ratio of the best times."""
+    without = fusion.sample(np.random.default_rng(seed), large=True)
+    with_it = fusion.sample(np.random.default_rng(seed), large=True)
+    manager = RewritePatternManager()
+    manager.add(fusion.name, fusion.pattern)
+    manager.rewrite(with_it)
+    inputs = random_inputs(without, np.random.default_rng(seed))
+    return _best_ratio(_timer(build, with_it, inputs), _timer(build, without, inputs), seconds)
+
+
+def _timer(build: Build, net: Network, inputs: list[torch.Tensor]) -> Callable[[], float]:
+    program = build(net)
+    program(*inputs)  # the first call prepares
+
+    def timed() -> float:
+        start = time.perf_counter()
+        program(*inputs)
+        return time.perf_counter() - start
+
+    return timed
+
+
+def _best_ratio(one: Callable[[], float], other: Callable[[], float], seconds: float) -> float:
+    best = [float("inf"), float("inf")]
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < 5 or time.perf_counter() < end:
+        best = [min(best[0], one()), min(best[1], other())]
+        rounds += 1
+    return best[0] / best[1]
