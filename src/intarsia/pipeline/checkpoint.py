@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from intarsia.pipeline.dependency import fork, join
 from intarsia.pipeline.inherit import ThreadState
 from intarsia.pipeline.microbatch import Batch
 from intarsia.pipeline.phony import get_phony
-from intarsia.pipeline.rng import RNGState, restored_rng, save_rng
+from intarsia.pipeline.rng import States, TaskRandom, noted_draws
 
 Function = Callable[[Any], Any]
 
@@ -37,23 +37,20 @@ class Replay(Protocol):
 
 
 class ReplayRandom:
-    """The second run draws the random numbers of the first, from the default generators."""
+    """The second run draws the random numbers of the first."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.state: RNGState | None = None
+        self.devices = {torch.device("cpu"), device}
+        self.drawn: States = {}
 
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        """Remember where the generators stand."""
-        self.state = save_rng(self.device)
-        yield
+    def record(self) -> AbstractContextManager[None]:
+        """Note where the generators stand."""
+        return noted_draws(self.devices, self.drawn)
 
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Draw from there again."""
-        assert self.state is not None
-        with restored_rng(self.state, self.device):
+        with TaskRandom(states=self.drawn) if self.drawn else nullcontext():
             yield
 
 

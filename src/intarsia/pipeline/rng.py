@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,42 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class RNGState:
-    """The default generators' states of the CPU and of a CUDA device; None where it does not matter."""
-
-    cpu: Tensor | None
-    cuda: Tensor | None
-
-
-def save_rng(device: torch.device, *, cpu: bool = True) -> RNGState:
-    """The states now."""
-    return RNGState(
-        torch.get_rng_state() if cpu else None,
-        torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    )
-
-
-def set_rng(state: RNGState, device: torch.device) -> None:
-    """Put the states back."""
-    if state.cpu is not None:
-        torch.set_rng_state(state.cpu)
-    if state.cuda is not None:
-        torch.cuda.set_rng_state(state.cuda, device)
+# The states of default generators.
+States = dict[torch.device, Tensor]
 
 
 @contextmanager
-def restored_rng(state: RNGState, device: torch.device) -> Iterator[None]:
-    """Draw from an earlier state for a while; afterwards it is as if nothing had been drawn."""
-    now = RNGState(
-        None if state.cpu is None else torch.get_rng_state(),
-        None if state.cuda is None else torch.cuda.get_rng_state(device),
-    )
-    set_rng(state, device)
-    try:
-        yield
-    finally:
-        set_rng(now, device)
+def noted_draws(devices: Iterable[torch.device], drawn: States) -> Iterator[None]:
+    """Note in `drawn` the state that every default generator drawn from meanwhile had before."""
+    before = {device: _default_generator(device).get_state() for device in devices}
+    yield
+    for device, state in before.items():
+        if not torch.equal(state, _default_generator(device).get_state()):
+            drawn[device] = state
 
 
 class Seeds:
@@ -94,15 +69,22 @@ def _draw(generator: torch.Generator) -> int:
 class TaskRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every random operation of a task the task's own generator.
 
-    A device that is not in `shared` keeps its default generator: only one stage draws from it.
+    A generator starts from its seed on the devices that stages share, or where a default generator once
+    stood (`states`), so that numbers drawn then are drawn again. Other devices keep their default one.
+    Default generators are never left changed, so it does not matter what other threads do meanwhile.
     """
 
-    def __init__(self, seed: int, shared: frozenset[torch.device]) -> None:
+    def __init__(
+        self, seed: int = 0, shared: frozenset[torch.device] = frozenset(), states: States | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.shared = shared
         self.drew: set[torch.device] = set()
         self._generators: dict[torch.device, torch.Generator] = {}
+        for device, state in (states or {}).items():
+            self._generators[device] = torch.Generator(device)
+            self._generators[device].set_state(state)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,7 +101,7 @@ class TaskRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
         self.drew.add(device)
-        if device not in self.shared:
+        if device not in self.shared and device not in self._generators:
             return func(*args, **kwargs)
         generator = self._generator(device)
         if place is not None and (place >= len(args) or arguments[place].kwarg_only):

@@ -12,7 +12,7 @@ from torch import nn
 from intarsia.pipeline.checkpoint import Checkpointing
 from intarsia.pipeline.habits import BufferSnapshot, Habits, owned_buffers, versions
 from intarsia.pipeline.microbatch import Batch
-from intarsia.pipeline.rng import RNGState, Seeds, TaskRandom, restored_rng, save_rng
+from intarsia.pipeline.rng import Seeds, States, TaskRandom, noted_draws
 from intarsia.pipeline.skip.tracker import SkipTracker, use_skip_tracker
 
 
@@ -38,9 +38,10 @@ class StageRun:
         self.shared = shared
         self.learning = not habits.known(stage) or (seeds is not None and habits.random is None)
         self.mutates_input = self.learning or habits.mutates_input
+        self.random = self.learning or bool(habits.random)
         self.mutated = False
         self.buffers = BufferSnapshot([], [])
-        self.generators = RNGState(None, None)
+        self.drawn: States = {}
 
     def compute(self, batch: Batch, *, checkpointed: bool) -> tuple[Batch, Checkpointing | None]:
         """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
@@ -74,12 +75,10 @@ class StageRun:
             self.buffers = BufferSnapshot.take(owned_buffers(self.stage))
         elif again:
             self.buffers = BufferSnapshot.take(self.habits.buffers)
-        if again:
-            alone = self.seeds is None
-            own = self.device if alone or self.device not in self.shared else torch.device("cpu")
-            self.generators = save_rng(own, cpu=alone)
+        # Alone it draws from the default generators; beside others, only from that of a device of its own.
+        own = {torch.device("cpu"), self.device} if self.seeds is None else {self.device} - self.shared
         mode = self._random_mode()
-        with mode or nullcontext():
+        with noted_draws(own if again else (), self.drawn), mode or nullcontext():
             yield
         drew = mode is not None and not self.shared.isdisjoint(mode.drew)
         if drew and self.seeds is not None:
@@ -93,11 +92,7 @@ class StageRun:
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Around the second run: buffers and random numbers are those of the first."""
-        with (
-            self.buffers.replayed(),
-            restored_rng(self.generators, self.device),
-            self._random_mode() or nullcontext(),
-        ):
+        with self.buffers.replayed(), self._random_mode(self.drawn) or nullcontext():
             try:
                 yield
             except BaseException as error:
@@ -107,10 +102,10 @@ class StageRun:
                 )
                 raise
 
-    def _random_mode(self) -> TaskRandom | None:
-        if self.seeds is None or not (self.learning or self.habits.random):
-            return None
-        return TaskRandom(self.seeds.seed(*self.place), self.shared)
+    def _random_mode(self, states: States | None = None) -> TaskRandom | None:
+        if self.seeds is not None and self.random:
+            return TaskRandom(self.seeds.seed(*self.place), self.shared, states)
+        return TaskRandom(states=states) if states else None
 
 
 def _checked(output: Batch) -> Batch:

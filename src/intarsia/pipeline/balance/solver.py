@@ -91,7 +91,7 @@ class _Problem:
     forbidden: NDArray[np.bool_]  # cut positions
 
     def times(self, stage: int, end: int) -> Vector:
-        """The time of a stage that ends before layer `end`, by the layer it starts at; inf where it may not."""
+        """The time of a stage that ends before layer `end`, by the layer it starts at; inf if refused."""
         times: Vector = (self.costs[end] - self.costs[:end]) / self.speeds[stage] + self.cut_costs[end - 1]
         if self.memory is not None:
             times[self.memory[end] - self.memory[:end] > self.caps[stage]] = np.inf
