@@ -37,3 +37,7 @@ class InputError(IntarsiaError, ValueError):
 
 class RewriteError(IntarsiaError):
     """A rewriting pattern broke the network, loops, or was registered wrongly."""
+
+
+class PipelineError(IntarsiaError):
+    """A pipeline could not go on: a stage failed, or another process was lost."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -86,14 +87,10 @@ def saved_bytes(flow: Flow) -> list[int]:
     A tensor that two nodes keep is counted where it is first kept; parameters are not counted.
     """
     trace = flow.trace
-    mode = next(
-        v.fake_mode
-        for n in trace.graph.nodes
-        if (v := n.meta.get("val")) is not None and hasattr(v, "fake_mode")
-    )
     runner = _Saver(trace)
-    with mode, torch.enable_grad():
-        runner.run(*[n.meta.get("val") for n in trace.graph.nodes if n.op == "placeholder"])
+    # Fake tensors of the example's own lengths: the capture's open lengths must not be narrowed by this run.
+    with FakeTensorMode() as mode, torch.enable_grad():
+        runner.run(*_fakes(trace, mode))
     return [runner.kept.get(n, 0) for n in flow.nodes]
 
 
@@ -212,7 +209,7 @@ class _Saver(fx.Interpreter):
             if key not in self.seen:
                 self.seen.add(key)
                 self.held.append(tensor)  # alive, so that its storage is not mistaken for another
-                self.kept[n] = self.kept.get(n, 0) + _bytes(tensor, self.trace)
+                self.kept[n] = self.kept.get(n, 0) + tensor.numel() * tensor.element_size()
             return tensor
 
         with saved_tensors_hooks(pack, lambda t: t):
@@ -223,8 +220,20 @@ def _storage(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata
 
 
-def _bytes(tensor: torch.Tensor, trace: Trace) -> int:
-    return tensor_spec("saved", tensor).bytes(trace.signature.example)
+def _fakes(trace: Trace, mode: FakeTensorMode) -> list[Any]:
+    out: list[Any] = []
+    for node in trace.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        value = node.meta.get("val")
+        if node in trace.states:
+            out.append(mode.from_tensor(trace.states[node].tensor, static_shapes=True))
+        elif isinstance(value, torch.Tensor):
+            sizes = tensor_spec(node.name, value).sizes(trace.signature.example)
+            out.append(torch.empty(sizes, dtype=value.dtype, device=value.device))
+        else:
+            out.append(value)
+    return out
 
 
 def _key(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -61,11 +61,10 @@ class Fixed:
 
 def tensor_spec(name: str, value: torch.Tensor) -> TensorSpec:
     """Describe a real or fake tensor."""
-    shape = tuple(d if isinstance(d, int) else str(d.node.expr) for d in value.shape)
-    if all(isinstance(d, int) for d in shape):
-        return TensorSpec(name, shape, value.dtype)
     symbols = tuple(d if isinstance(d, int) else d.node.expr for d in value.shape)
-    return TensorSpec(name, shape, value.dtype, symbols)
+    # An open length that the model turned out to fix is a number by now.
+    shape = tuple(int(s) if isinstance(s, int) or s.is_number else str(s) for s in symbols)
+    return TensorSpec(name, shape, value.dtype, symbols if any(isinstance(d, str) for d in shape) else ())
 
 
 @dataclass(frozen=True)

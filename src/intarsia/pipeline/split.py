@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 
 from intarsia.errors import CaptureError, PartitionError
@@ -37,6 +38,7 @@ def split(
     in_flight: int = 1,
     slack: float = 0.1,
     dynamic_batch: bool = True,
+    agree: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
     """Cut `model` into `stages` balanced parts, by its graph, or by its modules where it cannot be exported.
@@ -45,7 +47,8 @@ def split(
     balances measured forward and backward seconds, `by="memory"` weights and what backward keeps, of
     `in_flight` micro-batches. `speeds` and `memory` (bytes) describe unequal devices. Among cuts within
     `slack` of the best balance the one with the fewest bytes across is taken, and tied weights stay together
-    if they can. `cuts` gives the places by hand: node numbers, or names of nodes a stage begins with.
+    if they can. `cuts` gives the places by hand: node numbers, or names of nodes a stage begins with. Times
+    measured by several processes differ: with `agree` every rank of torch.distributed takes rank 0's cuts.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> parts = split(model, (torch.randn(2, 4),), stages=2)
@@ -84,6 +87,8 @@ def split(
             caps=memory,
         )
     )
+    if agree:
+        places = _rank_zero(places)
     parts = build_stages(flow, places)
     return Stages(
         parts, captured.signature, _report(flow, places, costs, parts, by), list(model.state_dict())
@@ -104,6 +109,14 @@ def _prices(flow: Flow) -> list[float]:
         for cut in range(first + 1, last + 1):
             prices[cut] += size
     return prices
+
+
+def _rank_zero(places: list[int]) -> list[int]:
+    if not dist.is_initialized():
+        raise PartitionError("agree=True needs torch.distributed.init_process_group first")
+    told: list[Any] = [places]
+    dist.broadcast_object_list(told, src=0)
+    return list(told[0])
 
 
 def _by_hand(flow: Flow, cuts: Sequence[int | str]) -> list[int]:
