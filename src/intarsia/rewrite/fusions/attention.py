@@ -221,14 +221,13 @@ def _grouped_written(rng: np.random.Generator, large: bool) -> None:
     F.attention(q, made[0], made[1], scale=0.5).mark_output("y")
 
 
-def _rows(op: Any, q: Any, k: Any, v: Any, s0: Any, s1: Any, s2: Any, back: Any) -> Any:
+def _rows(op: Any, q: Any, k: Any, v: Any, mask: Any, s0: Any, s1: Any, s2: Any, back: Any) -> Any:
     def heads(x: Any, sizes: Any, name: str) -> Any:
         split = op.Reshape(x, op.constant(sizes), allowzero=op.any, _name=name)
         return op.Transpose(split, perm=[0, 2, 1, 3])
 
-    whole = op.Attention(
-        heads(q, s0, "qh"), heads(k, s1, "kh"), heads(v, s2, "vh"), scale=op.any, _name="whole"
-    )
+    parts = heads(q, s0, "qh"), heads(k, s1, "kh"), heads(v, s2, "vh")
+    whole = op.Attention(*parts, op.maybe(mask), scale=op.any, _name="whole")
     return op.Reshape(
         op.Transpose(whole, perm=[0, 2, 1, 3]), op.constant(back), allowzero=op.any, _name="out"
     )
@@ -236,24 +235,45 @@ def _rows(op: Any, q: Any, k: Any, v: Any, s0: Any, s1: Any, s2: Any, back: Any)
 
 @rule(_rows)
 def multi_head_attention(
-    net: Network, q: Tensor, k: Tensor, v: Tensor, qh: Layer, kh: Layer, vh: Layer, whole: Layer, out: Layer
-) -> object:
+    net: Network, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    qh: Layer, kh: Layer, vh: Layer, whole: Layer, out: Layer,
+) -> object:  # fmt: skip
     """Heads split off rows, attended, and put back into rows: one layer that works on rows."""
-    split = [layer.get_outputs(0)[0].shape for layer in (qh, kh, vh)]
-    heads = split[0][2]
-    for x, shape in zip((q, k, v), split, strict=True):
-        if x.ndim != 3 or not all(isinstance(d, int) for d in (*x.shape, *shape)):
-            return refuse(f"{x!r} is not rows of known sizes")
-        if shape[:2] != x.shape[:2] or shape[2] != heads or len(shape) != 4:
-            return refuse(f"{list(x.shape)} is split into {list(shape)}")
+    splits = [layer.get_outputs(0)[0].shape for layer in (qh, kh, vh)]
     made = out.get_outputs(0)[0]
-    if made.shape != (*q.shape[:2], v.shape[2]):
+    for x, split in zip((q, k, v), splits, strict=True):
+        if x.ndim not in (2, 3) or not all(isinstance(d, int) for d in (*x.shape, *split)):
+            return refuse(f"{x!r} is not rows of known sizes")
+        if len(split) != 4 or split[2] != splits[0][2] or x.shape[-1] != _times(split[2:]):
+            return refuse(f"{list(x.shape)} is split into {list(split)}")
+        if x.ndim == 3 and x.shape[:2] != split[:2]:
+            return refuse(f"{list(x.shape)} is split into {list(split)}")
+    batch, length, heads, _ = splits[0]
+    width = _times(splits[2][2:])
+    if made.shape not in ((batch, length, width), (_times((batch, length)), width)):
         return refuse(f"the heads are put back as {list(made.shape)}")
+    wide = (heads, length, splits[1][1])
+    if mask is not None and (mask.ndim != 4 or mask.shape[1:] not in (wide, (1, *wide[1:]))):
+        return refuse(f"the mask is {list(mask.shape)}")
+    if mask is not None and mask.dtype != q.dtype:
+        return refuse(f"the mask is {mask.dtype.name}")
     scale = whole.attribute("scale")
     options = {} if scale is None else {"scale": float(scale)}
-    return F.opaque(
-        MICROSOFT, "MultiHeadAttention", q, k, v, makes=[(made.dtype, made.shape)], num_heads=heads, **options
+    rows = [_as_rows(x, split) for x, split in zip((q, k, v), splits, strict=True)]
+    extra = [] if mask is None else [None, None, mask]
+    makes = [(made.dtype, (batch, length, width))]
+    whole_rows = F.opaque(
+        MICROSOFT, "MultiHeadAttention", *rows, *extra, makes=makes, num_heads=heads, **options
     )[0]
+    return whole_rows if made.ndim == 3 else F.reshape(whole_rows, [int(d) for d in made.shape])  # type: ignore[arg-type]
+
+
+def _times(dims: Any) -> int:
+    return math.prod(int(d) for d in dims)
+
+
+def _as_rows(x: Tensor, split: Any) -> Tensor:
+    return x if x.ndim == 3 else F.reshape(x, (int(split[0]), int(split[1]), int(x.shape[1])))  # type: ignore[arg-type]
 
 
 def _row_inputs(rng: np.random.Generator, large: bool) -> tuple[list[Tensor], int]:
@@ -264,9 +284,10 @@ def _row_inputs(rng: np.random.Generator, large: bool) -> tuple[list[Tensor], in
 def _rows_written(rng: np.random.Generator, large: bool) -> None:
     rows, heads = _row_inputs(rng, large)
     batch, length, whole = (int(d) for d in rows[0].shape)  # type: ignore[arg-type]
-    parts = [F.transpose(F.reshape(x, (batch, length, heads, -1)), (0, 2, 1, 3)) for x in rows]
-    made = F.transpose(F.attention(*parts, scale=0.25), (0, 2, 1, 3))
-    F.reshape(made, (batch, length, whole)).mark_output("y")
+    q, k, v = (F.transpose(F.reshape(x, (batch, length, heads, -1)), (0, 2, 1, 3)) for x in rows)
+    mask = given("mask", batch, 1, length, length) if rng.integers(2) or large else None
+    made = F.transpose(F.attention(q, k, v, mask, scale=0.25), (0, 2, 1, 3))
+    F.reshape(made, (batch, length, whole) if rng.integers(2) else (-1, whole)).mark_output("y")
 
 
 def _biased(op: Any, q: Any, k: Any, v: Any, a: Any, b: Any, c: Any) -> Any:

@@ -178,7 +178,8 @@ def _evaluate(node: ir.Node) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]
         str(v.name): x.numpy() for v, x in zip(inputs, arrays, strict=True) if v is not None and x is not None
     }
     proto = ir.to_proto(ir.Model(graph, ir_version=10))
-    return np.asarray(list(ReferenceEvaluator(proto).run(None, known))[0])
+    (result,) = ReferenceEvaluator(proto).run(None, known)
+    return np.asarray(result)
 
 
 def _constants(rng: np.random.Generator, large: bool) -> None:

@@ -33,12 +33,19 @@ def _centred(op: Any, x: Any, axes: Any, eps: Any, count: Any) -> tuple[Any, Any
 
 
 def _ratio(op: Any, top: Any, root: Any) -> Any:
-    return op.either(op.Div(top, root), op.Mul(top, op.either(op.Reciprocal(root), op.Div(1.0, root))))
+    over = op.either(op.Reciprocal(root), op.Div(1.0, root))
+    return op.either(op.Div(top, root), op.Mul(top, over))
+
+
+def _scaled(op: Any, x: Any, w: Any, axes: Any, eps: Any, count: Any) -> Any:
+    centred, root = _centred(op, x, axes, eps, count)
+    over = op.either(op.Reciprocal(root), op.Div(1.0, root))
+    whole = op.Mul(centred, w)
+    return op.either(op.Mul(_ratio(op, centred, root), w), op.Div(whole, root), op.Mul(whole, over))
 
 
 def _affine(op: Any, x: Any, w: Any, b: Any, axes: Any, eps: Any, count: Any) -> Any:
-    centred, root = _centred(op, x, axes, eps, count)
-    return op.Add(op.either(op.Mul(_ratio(op, centred, root), w), _ratio(op, op.Mul(centred, w), root)), b)
+    return op.Add(_scaled(op, x, w, axes, eps, count), b)
 
 
 def _plain(op: Any, x: Any, axes: Any, eps: Any, count: Any) -> Any:
@@ -67,30 +74,43 @@ def _epsilon(eps: Tensor) -> float | Refusal:
     return refuse(f"epsilon is {list(eps.shape)}, not one number") if number is None else number
 
 
+def _normed(
+    x: Tensor, w: Tensor | None, b: Tensor | None, axes: Tensor, eps: Tensor, count: Tensor | None
+) -> object:
+    axis, epsilon = _axis(x, axes, count), _epsilon(eps)
+    if isinstance(axis, Refusal) or isinstance(epsilon, Refusal):
+        return axis if isinstance(axis, Refusal) else epsilon
+    sizes = x.shape[axis:]
+    for name, tensor in (("weight", w), ("bias", b)):
+        if tensor is not None and not _fits(x, tensor, axis):
+            return refuse(f"the {name} is {list(tensor.shape)}, not {list(sizes)}")
+    if w is None:
+        if not all(isinstance(d, int) for d in sizes):
+            return refuse(f"the sizes {list(sizes)} are not known")
+        w = F.constant(np.ones(sizes, np.float32), x.dtype)
+    return F.layer_norm(x, w, b, axis=axis - x.ndim, epsilon=epsilon)
+
+
 @rule(_affine)
 def layer_norm(
     net: Network, x: Tensor, w: Tensor, b: Tensor, axes: Tensor, eps: Tensor, count: Tensor | None
 ) -> object:
     """(x - mean) / sqrt(variance + eps) * w + b."""
-    axis, epsilon = _axis(x, axes, count), _epsilon(eps)
-    if isinstance(axis, Refusal) or isinstance(epsilon, Refusal):
-        return axis if isinstance(axis, Refusal) else epsilon
-    if not _fits(x, w, axis) or not _fits(x, b, axis):
-        return refuse(f"weight {list(w.shape)} and bias {list(b.shape)} are not {list(x.shape[axis:])}")
-    return F.layer_norm(x, w, b, axis=axis - x.ndim, epsilon=epsilon)
+    return _normed(x, w, b, axes, eps, count)
+
+
+@rule(_scaled)
+def layer_norm_scaled(
+    net: Network, x: Tensor, w: Tensor, axes: Tensor, eps: Tensor, count: Tensor | None
+) -> object:
+    """(x - mean) / sqrt(variance + eps) * w."""
+    return _normed(x, w, None, axes, eps, count)
 
 
 @rule(_plain)
 def layer_norm_plain(net: Network, x: Tensor, axes: Tensor, eps: Tensor, count: Tensor | None) -> object:
     """(x - mean) / sqrt(variance + eps)."""
-    axis, epsilon = _axis(x, axes, count), _epsilon(eps)
-    if isinstance(axis, Refusal) or isinstance(epsilon, Refusal):
-        return axis if isinstance(axis, Refusal) else epsilon
-    sizes = x.shape[axis:]
-    if not all(isinstance(d, int) for d in sizes):
-        return refuse(f"the sizes {list(sizes)} are not known")
-    ones = F.constant(np.ones(sizes, np.float32), x.dtype)
-    return F.layer_norm(x, ones, None, axis=axis - x.ndim, epsilon=epsilon)
+    return _normed(x, None, None, axes, eps, count)
 
 
 def _fragments(x: Tensor, way: int) -> Tensor:
@@ -106,6 +126,11 @@ def _layer_norm_written(rng: np.random.Generator, large: bool) -> None:
     x = given("x", *((1, 128, width) if large else (2, "n", width)))
     w, b = weight(rng, width, shift=1.0), weight(rng, width)
     (_fragments(x, int(rng.integers(4))) * w + b).mark_output("y")
+
+
+def _scaled_written(rng: np.random.Generator, large: bool) -> None:
+    x = given("x", *((1, 128, 768) if large else (2, "n", 5)))
+    (_fragments(x, int(rng.integers(4))) * weight(rng, 768 if large else 5, shift=1.0)).mark_output("y")
 
 
 def _plain_written(rng: np.random.Generator, large: bool) -> None:
@@ -225,8 +250,9 @@ def _residual_written(rng: np.random.Generator, large: bool) -> None:
 
 
 FUSIONS = (
-    Fusion("layer_norm", layer_norm, _layer_norm_written, 60),
-    Fusion("layer_norm_plain", layer_norm_plain, _plain_written, 50),
+    Fusion("layer_norm", layer_norm, _layer_norm_written, 64),
+    Fusion("layer_norm_scaled", layer_norm_scaled, _scaled_written, 63),
+    Fusion("layer_norm_plain", layer_norm_plain, _plain_written, 62),
     Fusion("rms_norm", rms_norm, _rms_written, 60),
     Fusion("group_norm", group_norm, _group_norm_written, 45),
     Fusion("residual_norm", residual_norm, _residual_written, 30, engines=("onnxruntime",)),
