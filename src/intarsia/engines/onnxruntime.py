@@ -17,7 +17,7 @@ from intarsia.engines.base import NetworkEngine, Program
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
 from intarsia.network import Network, dtypes
-from intarsia.network.serialize import to_bytes
+from intarsia.network.serialize import to_proto
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -74,11 +74,18 @@ class OnnxRuntime(NetworkEngine):
             options.add_session_config_entry(key, value)
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        model, weights = to_bytes(net, locate=lambda name, array: (name, 0))
+        model, weights = to_proto(net)
         shared = {name: _ort_value(ort, array) for name, array in weights.items()}
         if shared:
             options.add_external_initializers(list(shared), [value for value, _ in shared.values()])
-        session = ort.InferenceSession(model, options, providers=[_PROVIDERS[self.device]])
+        # A weight named twice stays where torch has it. Kernels that pack their weights into a faster
+        # layout do not pack such ones, so those are given once and cost a packed copy.
+        for name, (value, _) in shared.items():
+            if not (self.prepack and _is_packed(net.graph.initializers[name])):
+                options.add_initializer(name, value)
+        session = ort.InferenceSession(
+            model.SerializeToString(), options, providers=[_PROVIDERS[self.device]]
+        )
         return session, shared
 
 
@@ -127,6 +134,21 @@ class _Session:
             made = binding.get_outputs()
             results = [_to_torch(made[i]) if out is None else out for i, out in enumerate(results)]
         return tuple(results)  # type: ignore[arg-type]
+
+
+_PACKING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
+
+
+def _is_packed(weight: ir.Value) -> bool:
+    """Whether a kernel packs this weight, be it behind a transpose that is folded away."""
+    for use in weight.uses():
+        if use.node.op_type in _PACKING or use.node.domain:
+            return True
+        if any(
+            _is_packed(output) for output in use.node.outputs if use.node.op_type in ("Transpose", "Reshape")
+        ):
+            return True
+    return False
 
 
 def _import() -> ModuleType:

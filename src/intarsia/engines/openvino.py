@@ -17,10 +17,7 @@ from intarsia.engines.openvino_limits import refuses
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
 from intarsia.network import Network, dtypes
-from intarsia.network.serialize import address_of, to_bytes
-
-# OpenVINO's ONNX reader takes this location for "the offset is an address in this process".
-_IN_MEMORY = "*/_ORT_MEM_ADDR_/*"
+from intarsia.network.serialize import to_proto, weights_as_inputs
 
 
 @dataclass(frozen=True)
@@ -73,18 +70,25 @@ class OpenVINO(NetworkEngine):
             raise EngineError(f"OpenVINO failed to build {net.name}: {_last_line(error)}") from error
 
     def _read(self, net: Network) -> tuple[Any, object]:
-        reason = refuses(net)
-        if reason is not None:
-            raise EngineError(reason)
-        kept: list[object] = []
+        """The model, its weights put in as constants over torch's own memory; the reader would copy them."""
+        import openvino
 
-        def locate(name: str, array: ir.TensorProtocol) -> tuple[str, int]:
-            address, owner = address_of(array)
-            kept.append(owner)
-            return _IN_MEMORY, address
-
-        data, _ = to_bytes(net, locate)
-        return _core().read_model(data, b""), kept
+        proto, weights = to_proto(net)
+        weights_as_inputs(proto, weights)
+        model = _core().read_model(proto.SerializeToString(), b"")
+        parameters = {name: p for p in model.get_parameters() for name in p.output(0).get_names()}
+        kept = []
+        for name, array in weights.items():
+            data = np.ascontiguousarray(array.numpy())
+            kept.append(data)
+            constant = openvino.op.Constant(_shared(openvino, data, array.dtype))
+            constant.set_friendly_name(name)
+            parameter = parameters[name]
+            for reader in parameter.output(0).get_target_inputs():
+                reader.replace_source_output(constant.output(0))
+            model.remove_parameter(parameter)
+        model.validate_nodes_and_infer_types()
+        return model, kept
 
 
 class _Compiled:
@@ -139,6 +143,12 @@ class _Compiled:
             raw = tensor.view(torch.int16).numpy()
             return self._tensor(raw, tensor.shape, self._types[dtype])
         return self._tensor(tensor.numpy(), shared_memory=True)
+
+
+def _shared(openvino: Any, data: np.ndarray[Any, Any], dtype: ir.DataType) -> Any:
+    if dtype == ir.DataType.BFLOAT16:
+        return openvino.Tensor(data.view(np.uint16), data.shape, openvino.Type.bf16)
+    return openvino.Tensor(data, shared_memory=True)
 
 
 @functools.cache

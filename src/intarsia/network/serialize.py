@@ -3,43 +3,59 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.tensor_adapters import TorchTensor
 
 from intarsia.network.network import Network
 
 IR_VERSION = 11
 INLINE_BYTES = 1024  # engines read shapes and axes while they build: those must be inside
 
-# (location, offset) under which an engine finds a weight of this name and tensor.
-Locate = Callable[[str, ir.TensorProtocol], tuple[str, int]]
-
 _serializing = threading.Lock()
 
+Weights = dict[str, ir.TensorProtocol]
 
-def to_bytes(net: Network, locate: Locate | None = None) -> tuple[bytes, dict[str, ir.TensorProtocol]]:
-    """The model as bytes, and the weights it only points to; without `locate` all weights are inside."""
-    outside: dict[str, ir.TensorProtocol] = {}
-    # The pointers are put in for the time of serialising only; the network itself keeps its tensors.
+
+def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weights]:
+    """The model, and the weights that it names but does not hold.
+
+    Those are written as external data whose location is the weight's own name, for the engine's
+    caller to provide.
+    """
+    outside: Weights = {}
+    # The stand-ins are put in for the time of serialising only; the network itself keeps its tensors.
     with _serializing:
         try:
             for name, value in net.graph.initializers.items():
                 array = value.const_value
-                if locate is None or array is None or array.nbytes <= INLINE_BYTES:
+                if not weights_outside or array is None or array.nbytes <= INLINE_BYTES:
                     continue
-                location, offset = locate(name, array)
                 outside[name] = array
+                shape = ir.Shape(list(array.shape))  # type: ignore[arg-type]
                 value.const_value = ir.ExternalTensor(
-                    location, offset, array.nbytes, array.dtype, shape=ir.Shape(array.shape), name=name
+                    name, 0, array.nbytes, array.dtype, shape=shape, name=name
                 )
             proto = ir.serde.serialize_model(ir.Model(net.graph, ir_version=IR_VERSION))
         finally:
             for name, array in outside.items():
                 net.graph.initializers[name].const_value = array
-    return proto.SerializeToString(), outside
+    return proto, outside
+
+
+def weights_as_inputs(proto: Any, weights: Weights) -> None:
+    """Let a model take the weights it does not hold as inputs."""
+    graph = proto.graph
+    kept = [tensor for tensor in graph.initializer if tensor.name not in weights]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+    for name, array in weights.items():
+        given = graph.input.add()
+        given.name = name
+        given.type.tensor_type.elem_type = int(array.dtype)
+        for size in array.shape:
+            given.type.tensor_type.shape.dim.add().dim_value = int(size)  # type: ignore[arg-type]
 
 
 def save(net: Network, path: str | Path) -> None:
@@ -50,12 +66,3 @@ def save(net: Network, path: str | Path) -> None:
         ir.save(model, path)
     else:
         ir.save(model, path, external_data=f"{Path(path).name}.data")
-
-
-def address_of(array: ir.TensorProtocol) -> tuple[int, object]:
-    """Where the bytes of a constant lie, and the object that keeps them there."""
-    if isinstance(array, TorchTensor):
-        tensor = array.raw
-        return tensor.data_ptr(), tensor
-    data = array.numpy()
-    return data.ctypes.data, data

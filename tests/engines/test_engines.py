@@ -1,0 +1,107 @@
+"""Engines: equal answers for every dtype they take, weights shared by address, arithmetic in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from intarsia.engines import NetworkEngine, OnnxRuntime, OpenVINO
+from intarsia.errors import EngineError
+from intarsia.network import Network, Tensor, net_guard
+from intarsia.network import functional as F
+
+ENGINES = [OnnxRuntime(), OpenVINO()]
+by_engine = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool]
+
+
+def linear(weight: torch.Tensor, rows: int | str = 2) -> Network:
+    net = Network()
+    with net_guard(net):
+        x = Tensor("x", weight.dtype, (rows, weight.shape[0]))
+        F.relu(F.matmul(x, F.constant(weight))).mark_output("y")
+    return net
+
+
+@by_engine
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_cross(engine: NetworkEngine, dtype: torch.dtype) -> None:
+    net = Network()
+    with net_guard(net):
+        F.reshape(Tensor("x", dtype, (2, 3)), [3, 2]).mark_output("y")
+    assert engine.probe(net) is None
+    x = torch.randint(0, 2, (2, 3)).to(dtype)
+    (y,) = engine.build(net)(x)
+    assert y.dtype == dtype and torch.equal(y, x.reshape(3, 2))
+
+
+@by_engine
+def test_sizes_known_only_at_the_call(engine: NetworkEngine) -> None:
+    weight = torch.randn(4, 4)
+    program = engine.build(linear(weight, "n"))
+    for rows in (1, 3, 7):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(program(x)[0], torch.relu(x @ weight), rtol=1e-5, atol=1e-5)
+
+
+@by_engine
+def test_float32_means_float32(engine: NetworkEngine) -> None:
+    # In half precision the small term would vanish: 4096 + 0.5 rounds to 4096.
+    weight = torch.full((512, 4), 8.0)
+    weight[0] = 0.5
+    x = torch.ones(2, 512)
+    (y,) = engine.build(linear(weight))(x)
+    torch.testing.assert_close(y, torch.relu(x.double() @ weight.double()).float(), rtol=0, atol=0)
+
+
+@by_engine
+def test_weights_are_read_where_they_lie(engine: NetworkEngine) -> None:
+    # The table of an embedding is neither packed nor folded: a change to it shows, so nobody copied it.
+    table = torch.randn(100, 64)
+    net = Network()
+    with net_guard(net):
+        ids = Tensor("ids", torch.int64, (3,))
+        F.gather(F.constant(table), ids).mark_output("y")
+    program = engine.build(net)
+    ids_ = torch.tensor([0, 5, 99])
+    torch.testing.assert_close(program(ids_)[0], table[ids_])
+    table[5] = 7.0
+    torch.testing.assert_close(program(ids_)[0], table[ids_])
+
+
+@by_engine
+def test_refusal_is_a_sentence(engine: NetworkEngine) -> None:
+    net = Network()
+    with net_guard(net):
+        x = Tensor("x", torch.float32, (2, 3))
+        F.opaque("nobody.knows", "Mystery", x, makes=[(torch.float32, (2, 3))])[0].mark_output("y")
+    reason = engine.probe(net)
+    assert reason is not None and "\n" not in reason and len(reason) > 20
+    with pytest.raises(EngineError, match="failed to build"):
+        engine.build(net)
+
+
+@by_engine
+def test_empty_tensors(engine: NetworkEngine) -> None:
+    net = Network()
+    with net_guard(net):
+        F.relu(Tensor("x", torch.float32, (0, 3))).mark_output("y")
+    (y,) = engine.build(net)(torch.empty(0, 3))
+    assert y.shape == (0, 3)
+
+
+@pytest.mark.full
+@by_engine
+def test_more_than_two_gigabytes_of_weights(engine: NetworkEngine) -> None:
+    net, weights = Network(), [torch.randn(16384, 16384) * 0.01 for _ in range(3)]
+    with net_guard(net):
+        x = Tensor("x", torch.float32, (1, 16384))
+        for weight in weights:
+            x = F.matmul(x, F.constant(weight))
+        x.mark_output("y")
+    x0 = torch.randn(1, 16384)
+    expected = x0
+    for weight in weights:
+        expected = expected @ weight
+    (y,) = engine.build(net)(x0)
+    assert float((y - expected).abs().max() / expected.abs().max()) < 1e-4
