@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intarsia.partition.nodes import is_view
-from intarsia.partition.shapes import size_hint
+from intarsia.partition.shapes import bytes_of, size_hint
 
 MIN_WORK = 6.0
 """What entering an engine costs, in units of work; see `work`."""
@@ -94,15 +94,6 @@ def too_heavy(unit: Sequence[fx.Node], engine: str, budgets: Mapping[str, int]) 
         held.update(weights_of(node))
     total = sum(held.values())
     return f"its weights take {total} bytes, and memory_budget is {budget}" if total > budget else None
-
-
-def bytes_of(value: object) -> int:
-    """The bytes a value takes; symbolic sizes count by their hint."""
-    if isinstance(value, torch.Tensor):
-        return prod(size_hint(size) for size in value.shape) * value.element_size()
-    if isinstance(value, (list, tuple)):
-        return sum(bytes_of(item) for item in value)
-    return 0
 
 
 def _flops(node: fx.Node) -> float:

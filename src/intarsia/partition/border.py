@@ -187,14 +187,17 @@ class _Walk:
     def _size_source(self, node: fx.Node, segment: int) -> tuple[fx.Node, int] | None:
         """Another tensor to read this size from, or None to read it from its own tensor."""
         tensor = node.all_input_nodes[0]
-        if segment == self.epilogue or tensor.op in ("placeholder", "get_attr"):
-            return self.graph_symbols.get(symbol_of(node)) if tensor.op != "placeholder" else None
-        if self.home.get(producer(tensor)) == segment or tensor in self.views[segment]:
-            return None
-        if segment not in self.near_symbols:
-            self.near_symbols[segment] = symbols_of(self._direct_inputs(segment))
         symbol = symbol_of(node)
-        return self.near_symbols[segment].get(symbol) or self.graph_symbols.get(symbol)
+        if tensor.op == "get_attr" or symbol is None:
+            return None
+        if segment != self.epilogue:
+            if self.home.get(producer(tensor)) == segment or tensor in self.views[segment]:
+                return None
+            if segment not in self.near_symbols:
+                self.near_symbols[segment] = symbols_of(self._direct_inputs(segment))
+            if symbol in self.near_symbols[segment]:
+                return self.near_symbols[segment][symbol]
+        return None if tensor.op == "placeholder" else self.graph_symbols.get(symbol)
 
     def _direct_inputs(self, segment: int) -> Iterable[fx.Node]:
         """Tensors from outside that the segment's own nodes read."""

@@ -1,0 +1,151 @@
+"""`Input`: an input described by shapes instead of an example, and the ranges its sizes may take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim
+
+from intarsia.errors import InputError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input: a fixed `shape`, or a range of shapes with the one that matters most in the middle.
+
+    Args:
+        shape: the shape, where it never changes.
+        min_shape, opt_shape, max_shape: the least, the most usual and the largest shape.
+        dtype: the element type.
+        device: where the example is made.
+        domain: examples are drawn from here; for token ids, say `(0, vocabulary)`.
+
+    Example:
+        >>> image = Input(min_shape=(1, 3, 224, 224), opt_shape=(8, 3, 224, 224), max_shape=(32, 3, 224, 224))
+        >>> image.ranges
+        {0: (1, 32)}
+    """
+
+    shape: Shape | None = None
+    min_shape: Shape | None = None
+    opt_shape: Shape | None = None
+    max_shape: Shape | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    domain: tuple[float, float] = (0.0, 2.0)
+
+    def __post_init__(self) -> None:
+        given = [self.min_shape, self.opt_shape, self.max_shape]
+        if self.shape is not None:
+            if any(shape is not None for shape in given):
+                raise InputError(f"Input has shape={self.shape} and a range of shapes; give one of them")
+            given = [self.shape] * 3
+        least, usual, most = given
+        if least is None or usual is None or most is None:
+            raise InputError("Input needs shape, or all of min_shape, opt_shape and max_shape")
+        if not len(least) == len(usual) == len(most):
+            raise InputError(f"Input's shapes differ in rank: {least}, {usual}, {most}")
+        for axis, (low, mid, high) in enumerate(zip(least, usual, most, strict=True)):
+            if not 0 <= low <= mid <= high:
+                raise InputError(f"Input's sizes in dimension {axis} must rise from 0: {low}, {mid}, {high}")
+        for name, value in zip(("min_shape", "opt_shape", "max_shape"), (least, usual, most), strict=True):
+            object.__setattr__(self, name, tuple(value))
+
+    @property
+    def ranges(self) -> dict[int, tuple[int, int]]:
+        """The dimensions that vary, each with its least and largest size."""
+        assert self.min_shape is not None and self.max_shape is not None  # __post_init__ saw to it
+        pairs = enumerate(zip(self.min_shape, self.max_shape, strict=True))
+        return {axis: (low, high) for axis, (low, high) in pairs if low != high}
+
+    def tensor(self, which: str = "opt") -> torch.Tensor:
+        """An example of the `min`, `opt` or `max` shape."""
+        shape = {"min": self.min_shape, "opt": self.opt_shape, "max": self.max_shape}.get(which)
+        if shape is None:
+            raise InputError(f"there is no {which!r} shape; ask for 'min', 'opt' or 'max'")
+        return self._draw(shape)
+
+    def example(self) -> torch.Tensor:
+        """The example to export with: the usual shape, but no size of 0 or 1 where the size may vary.
+
+        An example of size 1 looks to export like a size that is always 1.
+        """
+        assert self.opt_shape is not None
+        shape = list(self.opt_shape)
+        for axis, (_, high) in self.ranges.items():
+            shape[axis] = max(shape[axis], min(2, high))
+        return self._draw(tuple(shape))
+
+    def _draw(self, shape: Shape) -> torch.Tensor:
+        low, high = self.domain
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.rand(shape, generator=generator) * (high - low) + low
+        if not self.dtype.is_floating_point and self.dtype != torch.bool:
+            drawn = drawn.floor().clamp(max=max(low, high - 1))
+        return (drawn >= (low + high) / 2 if self.dtype == torch.bool else drawn).to(self.device, self.dtype)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Arguments with every `Input` replaced: examples, `dynamic_shapes` for export, and the corners."""
+
+    args: tuple[Any, ...]
+    dynamic_shapes: tuple[Any, ...] | None
+    corners: dict[str, tuple[Any, ...]]
+
+
+def resolve(args: Sequence[Any]) -> Resolved:
+    """Replace every `Input` among `args`; other arguments stay what they are.
+
+    `corners` holds the arguments at "min", "opt" and "max", to try a compiled module at; it is empty when
+    nothing varies.
+
+    Example:
+        >>> resolve((Input(shape=(2, 3)),)).args[0].shape
+        torch.Size([2, 3])
+    """
+    examples = tuple(arg.example() if isinstance(arg, Input) else arg for arg in args)
+    if not any(isinstance(arg, Input) and arg.ranges for arg in args):
+        return Resolved(examples, None, {})
+    dims = tuple(_dims(arg) if isinstance(arg, Input) else _static(arg) for arg in args)
+    corners = {
+        which: tuple(arg.tensor(which) if isinstance(arg, Input) else arg for arg in args)
+        for which in ("min", "opt", "max")
+    }
+    return Resolved(examples, dims, corners)
+
+
+@contextmanager
+def honest_sizes() -> Iterator[bool]:
+    """Export under this, and a range from 0 or 1 stays one: sizes 0 and 1 are not assumed away.
+
+    Gives whether this torch can do it. Where it cannot, export narrows such a range to start at 2, and the
+    program's range constraints say so.
+    """
+    try:
+        from torch.fx.experimental import _config as settings
+    except ImportError:
+        yield False
+        return
+    settings_patch = getattr(settings, "patch", None)  # made at run time, so unknown to type checkers
+    if settings_patch is None or not hasattr(settings, "backed_size_oblivious"):
+        yield False
+        return
+    patched: AbstractContextManager[None] = settings_patch(backed_size_oblivious=True)
+    with patched:
+        yield True
+
+
+def _dims(given: Input) -> dict[int, Any] | None:
+    return {axis: Dim.DYNAMIC(min=low, max=high) for axis, (low, high) in given.ranges.items()} or None
+
+
+def _static(arg: Any) -> Any:
+    """The `dynamic_shapes` entry of an argument that does not vary: None for every leaf."""
+    return torch.utils._pytree.tree_map(lambda _: None, arg)
