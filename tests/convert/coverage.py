@@ -33,13 +33,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), default=[])
     parser.add_argument("--limit", type=int, default=LIMIT, help="samples an op and dtype")
+    parser.add_argument("--core", type=int, default=LIMIT, help="of these, samples that are also decomposed")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="a JSON file to continue from and write to")
     options = parser.parse_args()
     if OPINFO_MISSING:
         sys.exit(OPINFO_MISSING)
     dtypes = options.dtype or list(DTYPES)
-    tallies = measure_all(list(op_infos()), dtypes, limit=options.limit, jobs=options.jobs, keep=options.keep)
+    tallies = measure_all(
+        list(op_infos()),
+        dtypes,
+        core=options.core,
+        limit=options.limit,
+        jobs=options.jobs,
+        keep=options.keep,
+    )
     print("\n".join(page(tallies)))
 
 

@@ -41,7 +41,7 @@ class Tally:
         return Tally(Counter(data["own"]), Counter(data["core"]), Counter(data["reasons"]), data["wrong"])
 
 
-def measure(name: str, dtype: str, engines: Iterable[str], core: bool, limit: int) -> dict[Key, Tally]:
+def measure(name: str, dtype: str, engines: Iterable[str], core: int, limit: int) -> dict[Key, Tally]:
     """One op and dtype on each engine."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -66,7 +66,7 @@ def measure_all(
     dtypes: Iterable[str],
     engines: Iterable[str] = drivers.ENGINES,
     *,
-    core: bool = True,
+    core: int = LIMIT,
     limit: int = LIMIT,
     jobs: int = 1,
     keep: Path | None = None,

@@ -103,18 +103,27 @@ def tolerance(name: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def cases(
-    name: str, dtype: str, core: bool = True, limit: int = LIMIT, seen: set[str] | None = None
+    name: str,
+    dtype: str,
+    core: int = LIMIT,
+    limit: int = LIMIT,
+    seen: set[str] | None = None,
+    pick: int | None = None,
 ) -> Iterator[Case]:
     """The cases of every covered sample: its own operator has a converter.
 
     The graph is traced as export does, composite operators kept. The operator under test is the
     one OpInfo names, or the only one in the graph. Where another node of the graph has no converter,
-    the operator stands alone in its graph. With `core`, operators that appear only after torch's own
-    decomposition are cases of their own; those that differ in values alone from one in `seen` are left out.
+    the operator stands alone in its graph. For the first `core` samples, operators that appear only after
+    torch's own decomposition are cases of their own; those that differ in values alone from one in `seen`
+    are left out. `pick` takes one sample by number, wrapping around.
     """
     op = op_infos()[name]
     seen = set() if seen is None else seen
-    for index, sample in enumerate(samples(op, DTYPES[dtype], limit)):
+    found = samples(op, DTYPES[dtype], limit)
+    for index, sample in enumerate(found):
+        if pick is not None and index != pick % len(found):
+            continue
         leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if any(t.layout != torch.strided or t.is_quantized for t in inputs):
@@ -126,7 +135,7 @@ def cases(
             tested = own_targets(op, composite)
             for target in tested:
                 yield from _cases(name, dtype, index, "composite", target, composite, inputs)
-        if not core:
+        if index >= core:
             continue
         lowered = trace(call, inputs, decompose=True)
         if lowered is None:
