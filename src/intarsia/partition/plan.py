@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.partition.border import Border, borders, constant_value
+from intarsia.partition.border import Border, borders, constant_value, producer
 from intarsia.partition.nodes import is_compute, is_control_flow, is_free, whereabouts
 from intarsia.partition.table import PYTORCH
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,13 +156,11 @@ class Plan:
 
         return plan_text(self)
 
-    def __rich__(self) -> object:
+    def __rich__(self) -> Table:
         from intarsia.partition.text import plan_table
 
         return plan_table(self)
 
 
 def _born_of_compute(node: fx.Node) -> bool:
-    from intarsia.partition.border import producer
-
     return is_compute(producer(node))

@@ -1,0 +1,97 @@
+"""`explain`: the dry run of compilation, up to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from intarsia.capture import capture
+from intarsia.convert import registry
+from intarsia.engines import Engine, resolve_engines
+from intarsia.errors import PartitionError
+from intarsia.lower import lower
+from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Strategy, SupportTable
+from intarsia.partition.advice import advise
+from intarsia.partition.border import borders
+from intarsia.partition.nodes import module_path, op_name, source_line
+from intarsia.partition.shapes import segment_shapes
+from intarsia.partition.support import support_table
+from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
+
+
+def explain(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    engines: Sequence[Engine | str] | Engine | str | None = None,
+    partition: str | Strategy = "dependency",
+    options: PartitionOptions | None = None,
+    **choices: Any,
+) -> Explanation:
+    """Say what `compile` would run where, and why; no engine is built and nothing is run.
+
+    The arguments are those of `compile`; `choices` are the fields of `PartitionOptions`, such as
+    `min_block_size=3`. The advice names the ops that, if an engine took them, would save segments.
+
+    Example:
+        >>> import torch, intarsia
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> print(intarsia.explain(model, (torch.ones(1, 8),)))
+    """
+    if options is not None and choices:
+        raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
+    usable, notes = resolve_engines(engines)
+    lowered = lower(capture(model, args, kwargs, dynamic_shapes), has_converter=registry.__contains__)
+    table = support_table(lowered.module, usable)
+    strategy = _strategy(partition)
+    return explain_graph(
+        lowered.module, table, strategy, options or PartitionOptions(**choices), notes=tuple(notes)
+    )
+
+
+def explain_graph(
+    gm: fx.GraphModule,
+    table: SupportTable,
+    strategy: Strategy,
+    options: PartitionOptions | None = None,
+    *,
+    notes: tuple[str, ...] = (),
+) -> Explanation:
+    """The same for a graph and a support table that are at hand."""
+    options = options or PartitionOptions()
+    plan = strategy(gm, table, options).verify(gm)
+    shapes = segment_shapes(borders(gm.graph, plan.segments))
+    segments = tuple(
+        SegmentReport(number, segment.engine, len(segment), segment.do_not_merge, shapes[number])
+        for number, segment in enumerate(plan.segments)
+    )
+    return Explanation(plan, segments, _nodes(plan), tuple(advise(gm, table, strategy, options)), notes)
+
+
+def _nodes(plan: Plan) -> tuple[NodeReport, ...]:
+    return tuple(
+        NodeReport(
+            name=node.name,
+            op=op_name(node),
+            module=module_path(node),
+            source=source_line(node, full=True),
+            segment=number,
+            engine=segment.engine,
+            reasons=dict(segment.reasons.get(node, {})),
+        )
+        for number, segment in enumerate(plan.segments)
+        for node in segment.nodes
+    )
+
+
+def _strategy(partition: str | Strategy) -> Strategy:
+    if not isinstance(partition, str):
+        return partition
+    if partition not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise PartitionError(f"there is no partition strategy {partition!r}; known are {known}")
+    return STRATEGIES[partition]

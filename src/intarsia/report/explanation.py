@@ -1,0 +1,132 @@
+"""The explanation of a plan: data, text, JSON and HTML."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from intarsia.partition.advice import Advice
+from intarsia.partition.plan import Plan
+from intarsia.partition.shapes import SegmentShapes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One node: what it is, where it comes from, who runs it, and why not another."""
+
+    name: str
+    op: str
+    module: str
+    source: str
+    segment: int
+    engine: str
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """One segment: who runs it, how many nodes, and what crosses its border."""
+
+    number: int
+    engine: str
+    nodes: int
+    do_not_merge: bool
+    shapes: SegmentShapes
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """What would run where, and why. Print it, or take `to_json()` or `to_html()`.
+
+    Example:
+        >>> explanation = intarsia.explain(model, args)
+        >>> print(explanation)
+        >>> [node.op for node in explanation.nodes if node.engine == "pytorch"]
+    """
+
+    plan: Plan
+    segments: tuple[SegmentReport, ...]
+    nodes: tuple[NodeReport, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Everything, as JSON with the keys in a fixed order."""
+        content: dict[str, Any] = {
+            "strategy": self.plan.strategy,
+            "on_engines": round(self.plan.on_engines, 4),
+            "segments": [asdict(segment) for segment in self.segments],
+            "nodes": [asdict(node) for node in self.nodes],
+            "advice": [asdict(advice) | {"text": str(advice)} for advice in self.advice],
+            "notes": list(self.notes),
+        }
+        return json.dumps(content, indent=indent)
+
+    def to_html(self) -> str:
+        """The tables as one HTML page that needs nothing else."""
+        from rich.console import Console
+
+        console = Console(record=True, width=180, file=io.StringIO())
+        console.print(self)
+        return console.export_html(inline_styles=True)
+
+    def __str__(self) -> str:
+        lines = [str(self.plan), "borders:"]
+        for segment in self.segments:
+            shapes = segment.shapes
+            lines.append(
+                f"  {segment.number:>3}  in {_bytes(shapes.bytes_in)}, out {_bytes(shapes.bytes_out)}: "
+                f"({_list(shapes.inputs)}) -> ({_list(shapes.outputs)})"
+            )
+        lines.extend(f"advice: {advice}" for advice in self.advice)
+        lines.extend(f"note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        borders = Table(title="borders", title_justify="left")
+        for column in ("segment", "engine", "bytes in", "bytes out", "inputs", "outputs"):
+            borders.add_column(column)
+        for segment in self.segments:
+            shapes = segment.shapes
+            cells = (
+                _bytes(shapes.bytes_in),
+                _bytes(shapes.bytes_out),
+                _list(shapes.inputs),
+                _list(shapes.outputs),
+            )
+            borders.add_row(str(segment.number), segment.engine, *map(Text, cells))
+        refused = Table(title="nodes not on their first engine", title_justify="left")
+        for column in ("node", "op", "module", "source", "engine", "reason"):
+            refused.add_column(column)
+        for node in self.nodes:
+            if node.reasons:
+                why = "; ".join(f"{engine}: {reason}" for engine, reason in node.reasons.items())
+                row = (node.name, node.op, node.module, node.source, node.engine, why)
+                refused.add_row(*map(Text, row))
+        told = [Text(f"advice: {advice}") for advice in self.advice]
+        told += [Text(f"note: {note}") for note in self.notes]
+        return Group(self.plan.__rich__(), borders, *([refused] if refused.row_count else []), *told)
+
+
+def _list(values: tuple[object, ...], most: int = 6) -> str:
+    shown = ", ".join(map(str, values[:most]))
+    return shown + (f", {len(values) - most} more" if len(values) > most else "")
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
