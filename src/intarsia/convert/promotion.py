@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.convert.context import ConversionContext
-from intarsia.network import Tensor
+from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -52,9 +52,11 @@ def narrowed(ctx: ConversionContext, made: Tensor) -> Tensor:
 
 def _through(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:
     if not isinstance(value, Tensor):
+        if ctx.dtype in NARROW:  # -1 beside a uint8 is 255
+            value = np.asarray(value).astype(dtypes.to_numpy(ctx.dtype))
         return F.constant(value, dtype)
     # A float32 beside a bfloat16 is rounded before it is computed with, unless it is 0-d.
-    if value.ndim and value.dtype != ctx.dtype:
+    if value.dtype != ctx.dtype and (value.ndim or ctx.dtype in NARROW):
         value = F.cast(value, ctx.dtype)
     return F.cast(value, dtype)
 
