@@ -148,10 +148,12 @@ def assert_same(plain: nn.Module, piped: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(
+    ("checkpoint", "concurrent"), [*((mode, None) for mode in MODES), ("never", True), ("except_last", False)]
+)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_training(model, stages, checkpoint):
+def test_training(model, stages, checkpoint, concurrent):
     torch.manual_seed(0)
     plain, sample = model()
     piped = GPipe(
@@ -160,6 +162,7 @@ def test_training(model, stages, checkpoint):
         devices=["cpu"] * stages,
         chunks=4,
         checkpoint=checkpoint,
+        concurrent_backward=concurrent,
     )
     for _ in range(2):  # the second time what was learned of the stages is used
         x = sample()
@@ -381,9 +384,13 @@ def test_a_late_change_of_the_input_is_refused():
             self.calls += 1
             return x.add_(1) if self.calls > 1 else x
 
-    piped = GPipe(nn.Sequential(nn.Identity(), Late()), [1, 1], devices=["cpu"] * 2, chunks=2)
-    with pytest.raises(RuntimeError, match="in place"):
-        piped(torch.rand(4))
+    for checkpoint in ("except_last", "never"):
+        layers = nn.Sequential(nn.Identity(), Late())
+        piped = GPipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        with pytest.raises(RuntimeError, match=r"in.place"):
+            piped(torch.rand(4))
+        x = torch.rand(4)
+        assert torch.equal(piped(x), x + 1), "it is known now"
 
 
 # Borders

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from intarsia.pipeline.crew import Gradients, Lane, token
 from intarsia.pipeline.dependency import fork, join
 from intarsia.pipeline.inherit import ThreadState
 from intarsia.pipeline.microbatch import Batch
@@ -102,14 +103,27 @@ def enable_recomputing() -> Iterator[None]:
 
 @dataclass
 class _Shared:
-    """What the two nodes of one checkpoint share."""
+    """What the nodes of one run of a function share."""
 
     function: Function
     input: Batch  # the structure of the input, without its tensors
     replay: Replay
     state: ThreadState
+    lane: Lane | None
     output: Batch | None = None
-    recomputed: deque[tuple[Batch, Batch]] = field(default_factory=deque)
+    # The input and the output of the function, with the graph between them.
+    graphs: deque[tuple[Batch, Batch]] = field(default_factory=deque)
+
+    def run(self, inputs: tuple[Tensor, ...]) -> tuple[Batch, Batch]:
+        """Run the function with a graph of its own, that begins at its inputs."""
+        batch = self.input.copy()
+        batch[:] = tuple(x.detach().requires_grad_(x.requires_grad) for x in inputs)
+        return batch, batch.call(self.function)
+
+    def run_again(self, inputs: tuple[Tensor, ...]) -> None:
+        """Run the function once more, as it ran the first time."""
+        with self.state.enter(), torch.enable_grad(), enable_recomputing(), self.replay.replay():
+            self.graphs.append(self.run(inputs))
 
 
 def checkpoint(function: Function, input: Any) -> Any:
@@ -127,20 +141,37 @@ def checkpoint(function: Function, input: Any) -> Any:
 
 
 class Checkpointing:
-    """Makes the pair of nodes: `checkpoint` computes, `recompute` puts the second node on the result."""
+    """Makes the nodes of one run: `checkpoint` computes, `recompute` puts the second node on the result.
 
-    def __init__(self, function: Function, batch: Batch, replay: Replay | None = None) -> None:
+    With a lane the backward pass is the crew's work; `keep` then computes without checkpointing.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        batch: Batch,
+        replay: Replay | None = None,
+        lane: Lane | None = None,
+        phony: Tensor | None = None,
+    ) -> None:
         self.batch = batch
         structure = batch.copy()
         structure[:] = tuple(get_phony(x.device, requires_grad=False) for x in batch)
         replay = replay or ReplayRandom(batch[0].device)
-        self.shared = _Shared(function, structure, replay, ThreadState.capture())
+        self.shared = _Shared(function, structure, replay, ThreadState.capture(), lane)
+        # The input may need no gradient while the parameters do, so a phony that needs one comes along.
+        self.phony = get_phony(batch[0].device, requires_grad=True) if phony is None else phony
 
     def checkpoint(self) -> Batch:
         """Run the function under checkpointing."""
-        # The input may need no gradient while the parameters do, so a phony that needs one comes along.
-        phony = get_phony(self.batch[0].device, requires_grad=True)
-        tensors = Checkpoint.apply(phony, self.shared, *self.batch)  # type: ignore[no-untyped-call]
+        return self._apply(Checkpoint)
+
+    def keep(self) -> Batch:
+        """Run the function and keep its graph, for the crew."""
+        return self._apply(Keep)
+
+    def _apply(self, node: type[torch.autograd.Function]) -> Batch:
+        tensors = node.apply(self.phony, self.shared, *self.batch)  # type: ignore[no-untyped-call]
         output = self.shared.output
         assert output is not None
         self.shared.output = None  # the node must not keep its own output alive
@@ -159,6 +190,25 @@ class Checkpointing:
         batch[position] = join(batch[position], phony)
 
 
+def _differentiate(graph: tuple[Batch, Batch], grads: Gradients, *, retain: bool = False) -> Gradients:
+    """Send gradients through a graph; those of the parameters are accumulated, the input's returned."""
+    inputs, output = graph
+    pairs = [(y, g) for y, g in zip(output, grads, strict=True) if y.requires_grad and g is not None]
+    if pairs:
+        outputs, gradients = zip(*pairs, strict=True)
+        with torch.enable_grad():
+            torch.autograd.backward(outputs, gradients, retain_graph=retain)
+    found = tuple(x.grad for x in inputs)
+    for x in inputs:
+        x.grad = None  # a retained graph may be walked again
+    return found
+
+
+def _refuse_second_order() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError("gradients of gradients need checkpoint='never'; a checkpoint has no second order")
+
+
 class Checkpoint(torch.autograd.Function):
     """Forward without a graph; backward through the recomputed one."""
 
@@ -166,7 +216,7 @@ class Checkpoint(torch.autograd.Function):
     def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
-        # Saved tensors are checked for in-place changes when Recompute reads them.
+        ctx.save_for_backward(*inputs)
         with torch.no_grad(), enable_checkpointing(), shared.replay.record():
             output = Batch(shared.function(shared.input.rebuild(inputs)))
         shared.output = output
@@ -175,13 +225,19 @@ class Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inputs, output = ctx.shared.recomputed.pop()
-        pairs = [(y, g) for y, g in zip(output, grads, strict=True) if y.requires_grad and g is not None]
-        if pairs:
-            outputs, gradients = zip(*pairs, strict=True)
-            with torch.enable_grad():
-                torch.autograd.backward(outputs, gradients)
-        return None, None, *(x.grad for x in inputs)
+        _refuse_second_order()
+        shared: _Shared = ctx.shared
+        saved = ctx.saved_tensors
+
+        def backward(arrived: Gradients) -> Gradients:
+            if not shared.graphs:  # the loss left out the output that Recompute hangs on
+                shared.run_again(saved)
+            return _differentiate(shared.graphs.pop(), arrived)
+
+        if shared.lane is None:
+            return None, None, *backward(grads)
+        shared.lane.submit_backward(grads, backward)
+        return None, None, *(token(x) if x.requires_grad else None for x in saved)
 
 
 class Recompute(torch.autograd.Function):
@@ -195,11 +251,44 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        _refuse_second_order()
         shared: _Shared = ctx.shared
         saved = ctx.saved_tensors
-        batch = shared.input.copy()
-        batch[:] = tuple(x.detach().requires_grad_(x.requires_grad) for x in saved)
-        with shared.state.enter(), torch.enable_grad(), enable_recomputing(), shared.replay.replay():
-            output = batch.call(shared.function)
-        shared.recomputed.append((batch, output))
+        if shared.lane is None:
+            shared.run_again(saved)
+        else:
+            shared.lane.submit_recompute(lambda: shared.run_again(saved))
         return None, None, *(None for _ in saved)
+
+
+class Keep(torch.autograd.Function):
+    """Forward with a graph of its own, kept; backward through it, on the crew's thread."""
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        with torch.enable_grad(), shared.replay.record():
+            graph = shared.run(inputs)
+        shared.graphs.append(graph)
+        shared.output = graph[1].copy()
+        return tuple(x.detach() for x in graph[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _refuse_second_order()
+        shared: _Shared = ctx.shared
+        saved = ctx.saved_tensors
+        assert shared.lane is not None
+        retain = graph_is_kept()
+        graph = shared.graphs[0] if retain else shared.graphs.pop()
+        shared.lane.submit_backward(grads, lambda arrived: _differentiate(graph, arrived, retain=retain))
+        return None, None, *(token(x) if x.requires_grad else None for x in saved)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that runs now was told to retain the graph."""
+    # torch tells only its own; a release without this would keep graphs until they are dropped.
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())

@@ -36,11 +36,13 @@ class Fork(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+        # Reached by the phony alone, it must not turn "no gradient" into zeros.
+        ctx.set_materialize_grads(False)
         phony = get_phony(input.device, requires_grad=False)
         return input.detach(), phony.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
         return grads[0]
 
 
@@ -49,8 +51,9 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         return input.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         return grads[0], None

@@ -91,9 +91,11 @@ class GPipe(nn.Module):
         checkpoint: which micro-batches are computed again for the gradient instead of kept:
             "always", "except_last" or "never".
         deferred_batch_norm: whether running statistics are those of mini-batches.
+        concurrent_backward: whether stages on the CPU also go backward at the same time; by default they
+            do where micro-batches are checkpointed. (Stages on distinct GPUs always do.)
 
-    While it trains with checkpointing, the gradient comes by `backward()`; `torch.autograd.grad` works
-    under `checkpoint="never"`.
+    Checkpointing and concurrent backward passes give parameters their gradients by `backward()` alone.
+    With neither, `torch.autograd.grad` and gradients of gradients work as for any module.
     """
 
     #: How many layers each stage has.
@@ -114,6 +116,7 @@ class GPipe(nn.Module):
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
+        concurrent_backward: bool | None = None,
     ) -> None:
         super().__init__()
         chunks, checkpoint = int(chunks), str(checkpoint)
@@ -136,6 +139,7 @@ class GPipe(nn.Module):
         self.partitions, self.balance, self.devices = cut
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self.concurrent_backward = concurrent_backward
         self.train(module.training)
         verify_splitting(self.partitions, self.devices)
         self._skip_layout = inspect_skip_layout(cast(Iterable[nn.Sequential], self.partitions))
@@ -206,6 +210,7 @@ class GPipe(nn.Module):
             self._skip_layout,
             stop if self.training else 0,
             self._habits,
+            self.concurrent_backward,
         )
         pipeline.run()
         return microbatch.gather(batches)

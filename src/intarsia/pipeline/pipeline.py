@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from intarsia.pipeline.checkpoint import Checkpointing
 from intarsia.pipeline.copy import Copy, Wait
 from intarsia.pipeline.cores import shared_cores
+from intarsia.pipeline.crew import Crew, Lane, pass_gate
 from intarsia.pipeline.dependency import fork, join
 from intarsia.pipeline.habits import Habits
 from intarsia.pipeline.inherit import ThreadState
@@ -57,6 +58,7 @@ class Pipeline:
         skip_layout: SkipLayout | None = None,
         checkpoint_stop: int = 0,
         habits: list[Habits] | None = None,
+        concurrent_backward: bool | None = None,
     ) -> None:
         self.batches = batches
         self.partitions = list(partitions)
@@ -65,6 +67,7 @@ class Pipeline:
         self.copy_streams = copy_streams or [[new_stream(d) for _ in batches] for d in self.devices]
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.checkpoint_stop = checkpoint_stop
+        self.concurrent_backward = checkpoint_stop > 0 if concurrent_backward is None else concurrent_backward
         self.habits = habits or [Habits() for _ in range(count)]
 
     def run(self) -> None:
@@ -75,6 +78,8 @@ class Pipeline:
         self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
         self._shared = shared_generators(self.devices)
         self._checkpoints: dict[int, Checkpointing] = {}
+        self._crew: Crew | None = None
+        self._gate: Tensor | None = None
         self._phonies: dict[int, Tensor] = {}
         if m == 1 or n == 1:  # nothing can run at the same time
             self._run_alone()
@@ -92,6 +97,9 @@ class Pipeline:
         """One thread a stage; this one hands out tasks as they become possible."""
         m, n = len(self.batches), len(self.partitions)
         seeds = Seeds()
+        if self.concurrent_backward and self._state.grad and all(d.type == "cpu" for d in self.devices):
+            self._crew = Crew(n)
+            self._gate = pass_gate(self._crew, self.batches)
         submitted, done = [0] * n, [0] * n
         failures: list[Done] = []
 
@@ -135,6 +143,8 @@ class Pipeline:
         self._fence(i, j)
         batch, device, stream = self.batches[i], self.devices[j], self._streams[j]
         checkpointed = i < self.checkpoint_stop and self._state.grad
+        lane = None if self._crew is None else Lane(self._crew, i, j)
+        gate = self._gate if j == 0 else None
         run = StageRun(
             self.partitions[j], device, self.habits[j], self._skip_trackers[i], (i, j), seeds, self._shared
         )
@@ -143,7 +153,7 @@ class Pipeline:
             with self._state.enter(), use_device(device), use_stream(stream):
                 if self._crosses(j - 1, j):
                     batch[:] = Wait.apply(self.copy_streams[j][i], stream, *batch)  # type: ignore[no-untyped-call]
-                output, checkpoint = run.compute(batch, checkpointed=checkpointed)
+                output, checkpoint = run.compute(batch, checkpointed=checkpointed, lane=lane, phony=gate)
             if checkpoint is not None:
                 self._checkpoints[i] = checkpoint
             return output

@@ -7,9 +7,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from intarsia.pipeline.checkpoint import Checkpointing
+from intarsia.pipeline.crew import Lane
 from intarsia.pipeline.habits import BufferSnapshot, Habits, owned_buffers, versions
 from intarsia.pipeline.microbatch import Batch
 from intarsia.pipeline.rng import Seeds, States, TaskRandom, noted_draws
@@ -43,11 +44,15 @@ class StageRun:
         self.buffers = BufferSnapshot([], [])
         self.drawn: States = {}
 
-    def compute(self, batch: Batch, *, checkpointed: bool) -> tuple[Batch, Checkpointing | None]:
+    def compute(
+        self, batch: Batch, *, checkpointed: bool, lane: Lane | None = None, phony: Tensor | None = None
+    ) -> tuple[Batch, Checkpointing | None]:
         """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
         if checkpointed:
-            checkpoint = Checkpointing(self, batch, self)
+            checkpoint = Checkpointing(self, batch, self, lane, phony)
             return _checked(checkpoint.checkpoint()), checkpoint
+        if lane is not None:
+            return _checked(Checkpointing(self, batch, self, lane, phony).keep()), None
         with self.record(again=False):
             return _checked(batch.call(self)), None
 
@@ -57,15 +62,15 @@ class StageRun:
         if self.mutates_input:
             batch[:] = tuple(x.clone() for x in batch)
         before = versions(batch)
-        with use_skip_tracker(self.skip_tracker):
-            output = self.stage(batch.value)
-        self.mutated = versions(batch) != before
-        if self.mutated and not self.mutates_input:
-            self.habits.forget()
-            raise RuntimeError(
-                "the stage changed its input in place, which it had not done on its first micro-batch; "
-                "run the mini-batch again"
-            )
+        try:
+            with use_skip_tracker(self.skip_tracker):
+                output = self.stage(batch.value)
+            self.mutated = versions(batch) != before
+            if self.mutated and not self.mutates_input:
+                raise RuntimeError("the stage changed its input in place, but not on its first micro-batch")
+        except BaseException:
+            self.habits.forget()  # it may have a new habit; the next mini-batch is watched again
+            raise
         return output
 
     @contextmanager

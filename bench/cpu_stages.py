@@ -1,0 +1,99 @@
+"""How near stages on the CPU come to the ideal speed-up of a pipeline, n * m / (m + n - 1).
+
+    python bench/cpu_stages.py [--stages 2] [--chunks 8] [--rounds 10]
+
+Every stage has one intra-op thread; the plain module runs the same micro-batches on one thread. The
+machine needs a free core per stage. Rounds are interleaved; the best of each counts, since anything else
+on the machine can only add to a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from intarsia.pipeline import GPipe
+
+
+def layers(count: int, width: int) -> nn.Sequential:
+    """Equal layers of matrix products."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)))
+
+
+def best(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The least seconds of each."""
+    for run in runs.values():
+        run()
+    found = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            found[name] = min(found[name], time.perf_counter() - start)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1024)
+    arguments = parser.parse_args()
+    n, m = arguments.stages, arguments.chunks
+    # Workers share the caller's threads: one each. The plain module gets one as well.
+    plain = layers(4 * n, arguments.width)
+    x = torch.rand(arguments.batch, arguments.width)
+
+    def pipe(checkpoint: str, concurrent: bool) -> GPipe:
+        balance = [4] * n
+        devices = ["cpu"] * n
+        return GPipe(
+            plain, balance, devices=devices, chunks=m, checkpoint=checkpoint, concurrent_backward=concurrent
+        )
+
+    def micro_batches(checkpoint: bool) -> torch.Tensor:
+        run = (
+            (lambda p: torch.utils.checkpoint.checkpoint(plain, p, use_reentrant=True))
+            if checkpoint
+            else plain
+        )
+        return torch.cat([run(piece.requires_grad_(checkpoint)) for piece in x.chunk(m)])
+
+    @torch.no_grad()
+    def forward(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        model(x)
+
+    def step(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        model(x).sum().backward()
+
+    never, always = pipe("never", True), pipe("always", True)
+    torch.set_num_threads(1)
+    cases = {
+        "forward": (lambda: forward(lambda _: micro_batches(False)), lambda: forward(never)),
+        "step, checkpoint never": (lambda: step(lambda _: micro_batches(False)), lambda: step(never)),
+        "step, checkpoint always": (lambda: step(lambda _: micro_batches(True)), lambda: step(always)),
+    }
+    ideal = n * m / (m + n - 1)
+    table = Table(title=f"{n} stages, {m} micro-batches: ideal speed-up {ideal:.2f}")
+    for column in ("", "plain, ms", "pipeline, ms", "speed-up", "of the ideal"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, (one, two) in cases.items():
+        seconds = best({"plain": one, "pipeline": two}, arguments.rounds)
+        speed_up = seconds["plain"] / seconds["pipeline"]
+        times = [f"{seconds[key] * 1e3:.1f}" for key in ("plain", "pipeline")]
+        table.add_row(name, *times, f"{speed_up:.2f}", f"{speed_up / ideal:.0%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
