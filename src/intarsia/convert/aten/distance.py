@@ -33,13 +33,16 @@ def _length(difference: Tensor, p: float) -> Tensor:
 
 
 def _by_product(a: Tensor, b: Tensor) -> Tensor:
-    """Euclidean distances as `|a|^2 + |b|^2 - 2 a.b`: one matrix product, and less exact where near zero."""
-    squares_a = F.reduce_sum(F.mul(a, a), [-1])
-    squares_b = F.reduce_sum(F.mul(b, b), [-1], keepdims=False)
+    """Euclidean distances as `|a|^2 + |b|^2 - 2 a.b`, in one product as torch computes them.
+
+    Less exact where distances are small, so the order of operations has to be torch's own.
+    """
+    squares_a, squares_b = (F.reduce_sum(F.mul(x, x), [-1]) for x in (a, b))
+    one_a, one_b = (F.add(F.mul(x, 0.0), 1.0) for x in (squares_a, squares_b))
+    left = F.concat([F.mul(a, -2.0), squares_a, one_a], -1)
+    right = F.concat([b, one_b, squares_b], -1)
     order = [*range(b.ndim - 2), b.ndim - 1, b.ndim - 2]
-    doubled = F.mul(F.matmul(a, F.transpose(b, order)), 2.0)
-    squared = F.sub(F.add(squares_a, F.unsqueeze(squares_b, [-2])), doubled)
-    return F.sqrt(F.maximum(squared, 0.0))
+    return F.sqrt(F.maximum(F.matmul(left, F.transpose(right, order)), 0.0))
 
 
 @converter(aten.cdist.default, aten._cdist_forward.default)

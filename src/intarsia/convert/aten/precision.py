@@ -12,11 +12,15 @@ from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 HALVES = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
-_SMALL = frozenset({ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT8, ir.DataType.UINT16})
+_SMALL = frozenset(
+    {ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.BOOL}
+)
 
 
 def wide(x: Tensor, *, halves: bool = False) -> Tensor:
     """`x` where torch accumulates: bfloat16 (and float16, if asked) in float32, small integers in int32.
+
+    Booleans, too, are integers here; cast back, whatever is not zero is true.
 
     torch computes on bfloat16 in float32 and rounds once, and engines hardly have bfloat16 kernels.
     Small integers wrap: computing modulo 2**32 and cutting off the top bits gives the same.

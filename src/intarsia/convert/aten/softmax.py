@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from intarsia.convert.aten.precision import axes_of, filled, is_empty, wide
-from intarsia.convert.aten.reduce import holds_everywhere
+from intarsia.convert.aten.reduce import holds_everywhere, holds_somewhere
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
@@ -72,5 +73,7 @@ def logsumexp(ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = Fa
     largest = F.reduce_max(x, axes)
     shift = F.where(F.isinf(largest), 0.0, largest)
     summed = F.reduce_sum(F.exp(F.sub(x, shift)), axes)
-    made = F.add(F.log(summed), shift)
+    # OpenVINO's exponential of a NaN is infinite.
+    nans = holds_somewhere(F.isnan(x), axes, True)
+    made = F.where(nans, math.nan, F.add(F.log(summed), shift))
     return F.cast(made if keepdim else F.squeeze(made, axes), ctx.dtype)
