@@ -126,7 +126,7 @@ def _like_first(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], 
 
 
 def _broadcast(inputs: Sequence[Tensor | None]) -> Shape:
-    return shapes.broadcast(*(tensor.shape for tensor in inputs if tensor is not None))
+    return shapes.broadcast(*[tensor.shape for tensor in inputs if tensor is not None])
 
 
 @infers(

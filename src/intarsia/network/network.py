@@ -17,7 +17,7 @@ from intarsia.network import dtypes
 from intarsia.network.attributes import from_attr, to_attr
 from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Moved, Redirected, Removed
 from intarsia.network.order import Order
-from intarsia.network.uses import detach, is_dead
+from intarsia.network.uses import detach, is_dead, move_uses, take_out
 
 if TYPE_CHECKING:
     from intarsia.network.signature import FLayerInfo, FLayerInfoMemo
@@ -462,23 +462,24 @@ class Network:
                 continue
             seen.add(node)
             gone.append(node)
-            inputs = tuple(node.inputs)
+            inputs: tuple[ir.Value | None, ...] = node.inputs  # type: ignore[assignment]
             if self.journal is not None:
-                info = None if self.memo is None else self.memo.raw(str(node.name))
+                info = None if self.memo is None else self.memo.raw(node.name)  # type: ignore[arg-type]
                 self.journal.append(Removed(node, inputs, self.order.of(node), info))
             detach(node)
             if feeders:
                 nodes += [maker for v in inputs if v is not None and (maker := v.producer()) is not None]
-        self.graph.remove(gone)
+        take_out(self.graph, gone)
         for node in gone:
             self.forget_layer(node)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""
-        self._layers.pop(str(node.name), None)
+        name: str = node.name  # type: ignore[assignment]
+        self._layers.pop(name, None)
         self.order.removed(node)
         if self.memo is not None:
-            self.memo.remove(str(node.name))
+            self.memo.remove(name)
 
     def restored(self, node: ir.Node, info: FLayerInfo | None) -> None:
         """Remember a layer that came back."""
@@ -510,10 +511,8 @@ class Network:
             return
         if after.graph is not self.graph:
             raise NetworkError(f"{new.name} does not belong to the network of {old.name}")
-        uses = tuple(before.uses())
-        self._order_uses(before, after, uses)
-        for node, index in uses:
-            node.replace_input_with(index, after)
+        self._order_uses(before, after, before.uses())
+        uses = move_uses(before, after)
         positions: tuple[int, ...] = ()
         swapped = False
         shown = after
@@ -556,9 +555,10 @@ class Network:
             return
         limit = self.order.of(maker)
         early = []
+        graph, order = self.graph, self.order
         for node, _ in uses:
-            reader = node if node.graph is self.graph else self._owner(node)
-            if reader is maker or self.order.of(reader) <= limit:
+            reader = node if node.graph is graph else self._owner(node)
+            if order.of(reader) <= limit:
                 early.append(reader)
         if not early:
             return

@@ -10,7 +10,7 @@ from intarsia.network.network import Dim, Shape
 
 def broadcast(*shapes: Shape) -> Shape:
     """The shape of an elementwise operation over these shapes."""
-    if len(shapes) == 1 or all(shape == shapes[0] for shape in shapes[1:]):
+    if shapes.count(shapes[0]) == len(shapes):
         return shapes[0]
     rank = max(len(shape) for shape in shapes)
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]

@@ -180,14 +180,16 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-        outer, made = calls.made, []  # type: ignore[var-annotated]
-        calls.made = made
+        made: list[ir.Node] = []
+        outer, calls.made = calls.made, made
         try:
             result = function(*args, **kwargs)
         finally:
             calls.made = outer
             if outer is not None:
                 outer.extend(made)
+        if not made:
+            return result
         info: FLayerInfo | None = None
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             node = tensor.value.producer()
@@ -195,8 +197,9 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
             if node is None or node not in made:
                 continue
             memo = FLayerInfoMemo.of(Network.of(node.graph))  # type: ignore[arg-type]
-            info = info or FLayerInfo(kind, signature, (args, kwargs), result, made, memo)
-            memo.add(str(node.name), info)
+            if info is None:
+                info = FLayerInfo(kind, signature, (args, kwargs), result, made, memo)
+            memo.add(node.name, info)  # type: ignore[arg-type]
         return result
 
     return recorded

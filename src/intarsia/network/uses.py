@@ -1,4 +1,4 @@
-"""Who reads a tensor: how often, and letting go of a reader, without copying the list of them.
+"""Who reads a tensor, and moving its readers, without copying the list of them.
 
 `onnx_ir.Value.uses()` copies; a tensor with 50,000 readers asked 50,000 times would make rewriting
 quadratic. Where `onnx_ir` keeps its readers under another name, the public, slower way is taken.
@@ -6,9 +6,17 @@ quadratic. Where `onnx_ir` keeps its readers under another name, the public, slo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
-FAST = all(hasattr(ir.Value, name) for name in ("_uses", "_is_graph_output")) and hasattr(ir.Node, "_inputs")
+FAST = (
+    all(hasattr(ir.Value, name) for name in ("_uses", "_is_graph_output"))
+    and all(hasattr(ir.Node, name) for name in ("_inputs", "_outputs", "device_configurations"))
+    and hasattr(ir.Graph([], [], nodes=[]), "_nodes")
+)
+
+Uses = tuple[tuple[ir.Node, int], ...]
 
 
 def use_count(value: ir.Value) -> int:
@@ -16,12 +24,19 @@ def use_count(value: ir.Value) -> int:
     return len(value._uses) if FAST else len(value.uses())
 
 
+def readers(value: ir.Value) -> list[ir.Node]:
+    """The layers that read a tensor, one for each read."""
+    return [use[0] for use in (value._uses if FAST else value.uses())]
+
+
 def is_dead(node: ir.Node) -> bool:
     """Whether nothing reads what a layer makes."""
-    for value in node.outputs:
-        if value.is_graph_output() or (value._uses if FAST else value.uses()):
-            return False
-    return True
+    if FAST:
+        for value in node._outputs:  # noqa: SIM110  (a generator costs more than the rest)
+            if value._uses or value._is_graph_output:
+                return False
+        return True
+    return not any(value.uses() or value.is_graph_output() for value in node.outputs)
 
 
 def detach(node: ir.Node) -> None:
@@ -29,7 +44,32 @@ def detach(node: ir.Node) -> None:
     if not FAST or node.device_configurations:
         node.resize_inputs(0)
         return
-    for index, value in enumerate(node.inputs):
+    for index, value in enumerate(node._inputs):
         if value is not None:
             del value._uses[node, index]  # type: ignore[arg-type]
     node._inputs = ()
+
+
+def move_uses(old: ir.Value, new: ir.Value) -> Uses:
+    """Let every reader of one tensor read another; the reads that were moved."""
+    uses = tuple(old.uses())
+    for use in uses:
+        node, index = use
+        if not FAST or node.device_configurations:
+            node.replace_input_with(index, new)
+            continue
+        inputs = node._inputs
+        node._inputs = (*inputs[:index], new, *inputs[index + 1 :])
+        del old._uses[use]
+        new._uses[use] = None
+    return uses
+
+
+def take_out(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
+    """Remove layers that read nothing and that nothing reads."""
+    if not FAST:
+        graph.remove(nodes)
+        return
+    for node in nodes:
+        node.graph = None
+        graph._nodes.remove(node)

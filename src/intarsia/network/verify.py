@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -24,21 +25,20 @@ def verify(net: Network, *, types: bool = True) -> None:
 def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
     names: set[str] = set()
 
-    def define(value: ir.Value, where: str) -> None:
-        if not value.name:
-            raise NetworkError(f"{where} makes a tensor without a name")
-        if value.name in names:
-            raise NetworkError(f"{where} makes {value.name}, a name already taken")
-        if value.dtype is None or value.shape is None:
-            raise NetworkError(f"{where} makes {value.name} without dtype or shape")
-        names.add(value.name)
-        known.add(value)
+    def define(values: Iterable[ir.Value], maker: str) -> None:
+        for value in values:
+            name = value.name
+            if not name:
+                raise NetworkError(f"{maker} makes a tensor without a name")
+            if name in names:
+                raise NetworkError(f"{maker} makes {name}, a name already taken")
+            if value.type is None or value.shape is None:
+                raise NetworkError(f"{maker} makes {name} without dtype or shape")
+            names.add(name)
+            known.add(value)
 
-    for value in graph.inputs:
-        define(value, "the network")
-    for value in graph.initializers.values():
-        if value not in known:
-            define(value, "the network")
+    define(graph.inputs, "the network")
+    define([value for value in graph.initializers.values() if value not in known], "the network")
     reads = 0
     for node in graph:
         for read in node.inputs:
@@ -50,8 +50,7 @@ def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
         for attr in node.attributes.values():
             if isinstance(attr.value, ir.Graph):
                 _verify_graph(attr.value, set(known))
-        for value in node.outputs:
-            define(value, f"layer {node.name}")
+        define(node.outputs, node.name or "a layer without a name")
     _verify_uses(graph, known, reads)
     for value in graph.outputs:
         if value not in known:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
 from intarsia.network.journal import Added, Edit, Moved, Removed
-from intarsia.network.uses import use_count
+from intarsia.network.uses import readers, use_count
 from intarsia.network.verify import verify
 from intarsia.rewrite.log import Fired, RewriteLog
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
@@ -37,7 +37,7 @@ class _Past(NamedTuple):
 
     label: str
     op_type: str
-    inputs: tuple[ir.Value | None, ...]
+    inputs: Sequence[ir.Value | None]
     attributes: Mapping[str, ir.Attr]
     before: _Past | None
 
@@ -144,7 +144,7 @@ class Driver:
     def _past(self, label: str, node: ir.Node) -> _Past:
         """The history of a layer about to be replaced; an error if it was replaced before just as it is."""
         before = self.pasts.get(node)
-        now = _Past(label, node.op_type, tuple(node.inputs), node.attributes, before)
+        now = _Past(label, node.op_type, node.inputs, node.attributes, before)
         step, labels = before, [label]
         while step is not None and len(labels) < 64:
             labels.append(step.label)
@@ -164,54 +164,52 @@ class Driver:
 
     def _settle(self, label: str, root: ir.Node, edits: list[Edit], past: _Past) -> None:
         """Write down a rewrite that stands, and queue what it may have made matchable."""
-        made = [e.node for e in edits if type(e) is Added and e.node.graph is not None]
-        gone = [e.node for e in edits if type(e) is Removed]
-        replaced = tuple([str(node.name) for node in gone])
-        origin = next((node.metadata_props for node in (root, *gone) if node.metadata_props), {})
-        props = {**origin, "pattern": label, "replaced": ", ".join(replaced)}
-        for node in made:
-            node.metadata_props.update(props)
-            self.pasts[node] = past
-        names = tuple([str(node.name) for node in made])
-        source = origin.get("source", "")
-        self.log.fired.append(Fired(label, str(root.name), root.op_type, replaced, names, source))
-        if len(self.log) > self.budget:
+        made: list[ir.Node] = []
+        gone: list[ir.Node] = []
+        near: dict[ir.Node, None] = {}
+        for edit in edits:
+            if type(edit) is Added:
+                if edit.node.graph is not None:
+                    made.append(edit.node)
+                    near[edit.node] = None
+                    self.pasts[edit.node] = past
+            elif type(edit) is Removed:
+                gone.append(edit.node)
+                for value in edit.inputs:  # one reader less may be what a pattern waits for
+                    if value is not None and use_count(value) == 1 and value.const_value is None:
+                        near[readers(value)[0]] = None
+            elif type(edit) is Moved:
+                for use in edit.uses[:_NEAR]:
+                    near[use[0]] = None
+        fired = Fired(label, root, gone, made)
+        fired.stamp()
+        self.log.fired.append(fired)
+        if len(self.log.fired) > self.budget:
             recent = Counter(entry.pattern for entry in self.log.fired[-200:])
             labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
             raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
-        self._push_near(made, edits)
+        self._push_near(near)
 
-    def _push_near(self, made: list[ir.Node], edits: list[Edit]) -> None:
-        """Queue the new layers, readers whose operand changed or has one reader less, and what is below."""
-        near = dict.fromkeys(made)
-        for edit in edits:
-            if type(edit) is Moved:
-                near.update(dict.fromkeys([use[0] for use in edit.uses[:_NEAR]]))
-            elif type(edit) is Removed:
-                for value in edit.inputs:
-                    if value is not None and use_count(value) == 1 and value.const_value is None:
-                        near[next(iter(value.uses()))[0]] = None
+    def _push_near(self, near: dict[ir.Node, None]) -> None:
+        """Queue these layers and those below them, as far down as a pattern reaches."""
         front = list(near)
         for _ in range(self.reach - 1):
-            below = [
-                use[0]
-                for node in front
-                for value in node.outputs
-                if use_count(value) <= _NEAR
-                for use in value.uses()
-                if use[0] not in near
-            ]
+            below = []
+            for node in front:
+                for value in node.outputs:
+                    if use_count(value) <= _NEAR:
+                        below += [reader for reader in readers(value) if reader not in near]
             if not below:
                 break
-            near.update(dict.fromkeys(below))
-            front = below
+            for node in below:
+                near[node] = None
             if len(near) > _NEAR:
                 break
-        for node in near:
-            kind = kind_of(node)
-            for level in self.levels:
-                if kind in level.by_kind or level.anywhere:
-                    level.push(node, kind)
+            front = below
+        for level in self.levels:
+            for node in near:
+                if node not in level.queued:
+                    level.push(node, kind_of(node))
 
 
 @contextmanager

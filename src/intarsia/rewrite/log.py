@@ -5,17 +5,53 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import onnx_ir as ir
 
-@dataclass(frozen=True, slots=True)
+
 class Fired:
     """One rewrite: the pattern, the layers it took away and those it put in their place."""
 
-    pattern: str
-    layer: str
-    kind: str
-    replaced: tuple[str, ...]
-    made: tuple[str, ...]
-    source: str
+    __slots__ = ("_gone", "_made", "_root", "pattern")
+
+    def __init__(self, pattern: str, root: ir.Node, gone: list[ir.Node], made: list[ir.Node]) -> None:
+        self.pattern = pattern
+        self._root, self._gone, self._made = root, gone, made
+
+    @property
+    def layer(self) -> str:
+        """The layer it was found at."""
+        return str(self._root.name)
+
+    @property
+    def kind(self) -> str:
+        return self._root.op_type
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        return tuple([str(node.name) for node in self._gone])
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        return tuple([str(node.name) for node in self._made])
+
+    @property
+    def source(self) -> str:
+        """The line of the model that the replaced layers come from, where it is known."""
+        return next(
+            (node.metadata_props["source"] for node in self._from() if "source" in node.metadata_props), ""
+        )
+
+    def _from(self) -> list[ir.Node]:
+        return [self._root, *self._gone]
+
+    def stamp(self) -> None:
+        """Write on every new layer where it comes from."""
+        if not self._made:
+            return
+        origin = next((node.metadata_props for node in self._from() if node.metadata_props), {})
+        props = {**origin, "pattern": self.pattern, "replaced": ", ".join(self.replaced)}
+        for node in self._made:
+            node.metadata_props.update(props)
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""

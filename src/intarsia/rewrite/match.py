@@ -62,10 +62,52 @@ class Matcher:
         self._roots = roots
         self._explain = explain
         self._even = _even_calls(roots)
+        self._plain = _is_plain(roots, self._even) and not explain
         self._all = True
         self.miss: tuple[int, str] = (-1, "")
 
+    def first(self, node: ir.Node) -> Found | None:
+        """The first way in which the pattern matches, or None."""
+        if not self._plain:
+            return next(self.at(node), None)
+        root = self._roots[0]
+        assert type(root) is Call
+        state = Found(node.outputs[0])
+        if not self._straight(root, node, state) or (len(state.layers) > 1 and not self._closed(state)):
+            return None
+        return state
+
+    def _straight(self, term: Call, node: ir.Node, state: Found) -> bool:
+        """Match a pattern in which nothing is to be chosen: plainly downwards."""
+        state.nodes[term] = node
+        state.layers[node] = term.shared
+        if (term.attributes or node.attributes) and not self._attributes(term, node, state):
+            return False
+        values = node.inputs
+        if len(values) != len(term.inputs):
+            return False
+        for inner, value in zip(term.inputs, values, strict=True):
+            if type(inner) is Var:
+                if not self._bind(inner, value, state):
+                    return False
+            elif type(inner) is Call:
+                below = None if value is None else value.producer()
+                while below is not None and _kind(below) != inner.kind:
+                    if not is_transparent(below):
+                        return False
+                    state.layers[below] = inner.shared
+                    value = below.inputs[0]
+                    below = None if value is None else value.producer()
+                if below is None or value is None or value.index() != 0:
+                    return False
+                if not self._straight(inner, below, state):
+                    return False
+            elif not self._step(inner, value, state, [], []):
+                return False
+        return True
+
     def at(self, node: ir.Node) -> Iterator[Found]:
+        """Every way in which the pattern matches."""
         first = self._roots[0]
         index = first.index if isinstance(first, Output) else 0
         if index >= len(node.outputs):
@@ -73,15 +115,16 @@ class Matcher:
         value = node.outputs[index]
         # Whichever way round two free variables go, an operator of both matches: the other way is for
         # rules that refuse the first, and costs nothing until then.
-        self._all = not self._even
-        for state in self._solve(Found(value), [(first, value)]):
-            yield state
-            break
-        else:
-            return
-        self._all = True
+        if self._even:
+            self._all = False
+            found = next(self._solve(Found(value), [(first, value)]), None)
+            self._all = True
+            if found is None:
+                return
+            yield found
         solutions = self._solve(Found(value), [(first, value)])
-        next(solutions, None)
+        if self._even:
+            next(solutions, None)
         yield from solutions
 
     def _solve(self, state: Found, goals: list[Goal]) -> Iterator[Found]:
@@ -230,7 +273,8 @@ class Matcher:
         term = self._roots[len(state.roots)]
         taken = {value.producer() for value in state.roots}
         found = False
-        for value in dict.fromkeys(self._candidates(term, state)):
+        # The choice made last is tried first, so the nearest in order comes last.
+        for value in reversed(dict.fromkeys(self._candidates(term, state))):
             if value.producer() in taken:
                 continue
             found = True
@@ -296,6 +340,22 @@ def _even_calls(roots: Sequence[Root]) -> frozenset[Call]:
         if isinstance(term, Call)
         and term.kind in COMMUTATIVE
         and all(isinstance(item, Var) and not item.constant and seen[item.name] == 1 for item in term.inputs)
+    )
+
+
+def _is_plain(roots: Sequence[Root], even: frozenset[Call]) -> bool:
+    """Whether there is nothing to choose: one root, no alternatives, no operator that stands twice."""
+    terms = parts(roots)
+    inner = [
+        item for term in terms if isinstance(term, Call) for item in term.inputs if isinstance(item, Call)
+    ]
+    return (
+        len(roots) == 1
+        and isinstance(roots[0], Call)
+        and all(isinstance(term, Call | Var | Number) for term in terms)
+        and all(t.kind not in COMMUTATIVE or t in even for t in terms if isinstance(t, Call))
+        and not any(term.any_inputs for term in terms if isinstance(term, Call))
+        and len(inner) == len(set(inner))
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from intarsia.errors import RewriteError
@@ -37,15 +37,15 @@ class Rule(PatternRewriter):
         return self.function(*args, **kwargs)
 
     def find(self, layer: Layer) -> Any:
-        solutions = self._matcher.at(layer.node)
-        first = next(solutions, None)
-        return None if first is None else (first, solutions)
+        first = self._matcher.first(layer.node)
+        return None if first is None else (first,)
 
     def perform(self, layer: Layer, found: Any) -> bool | Refusal:
         """Let the function act on the first match it does not refuse."""
         net = layer.network
         journal = net.journal
-        solution, others = found
+        solution: Found | None = found[0]
+        others: Iterator[Found] | None = None
         refusal: Refusal | None = None
         while solution is not None:
             said = self.function(net, **self._bindings(solution))
@@ -55,6 +55,9 @@ class Rule(PatternRewriter):
             refusal = said if refusal is None else refusal
             if journal:
                 return refusal  # it built something before it refused: all is undone
+            if others is None:  # the first match was refused: see whether there are others
+                others = self._matcher.at(layer.node)
+                next(others, None)
             solution = next(others, None)
         return Refusal("nothing matched") if refusal is None else refusal
 
@@ -82,7 +85,10 @@ class Rule(PatternRewriter):
         for old, new in zip(found.roots, made, strict=True):
             net.replace_all_uses(Tensor.of(old), new)
         # The last made is read by none of the others, so it goes first: the list is taken from its end.
-        net.remove_dead(sorted(found.layers, key=net.order.of), feeders=False)
+        layers = list(found.layers)
+        if len(layers) > 1:
+            layers.sort(key=net.order.of)
+        net.remove_dead(layers, feeders=False)
 
 
 def rule(

@@ -12,7 +12,7 @@ from intarsia.network.attributes import from_attr
 from intarsia.network.infer import has_rule, infer
 from intarsia.network.journal import Added, Edit, Marked, Moved, Removed, Typed, undo
 from intarsia.network.network import raw_shape
-from intarsia.network.uses import is_dead
+from intarsia.network.uses import is_dead, use_count
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
@@ -49,34 +49,34 @@ def attempt(
 
 def _sweep(net: Network, edits: list[Edit]) -> None:
     """Take out what nothing reads of the new layers and of those whose readers were moved or removed."""
-    suspects: list[ir.Node] = []
+    dead: list[ir.Node] = []
     for edit in edits:
         if type(edit) is Added:
-            node: ir.Node | None = edit.node
-        elif type(edit) is Moved:
-            node = edit.old.producer()
+            if edit.node.graph is not None and is_dead(edit.node):
+                dead.append(edit.node)
         elif type(edit) is Removed:
-            suspects += [m for v in edit.inputs if v is not None and (m := v.producer()) is not None]
-            continue
-        else:
-            continue
-        if node is not None:
-            suspects.append(node)
-    if suspects := [node for node in suspects if node.graph is net.graph and is_dead(node)]:
-        net.remove_dead(suspects)
+            for value in edit.inputs:
+                if value is not None and not use_count(value) and (maker := value.producer()) is not None:
+                    dead.append(maker)
+        elif type(edit) is Moved and (maker := edit.old.producer()) is not None and maker.graph is not None:
+            dead.append(maker)
+    if dead:
+        net.remove_dead(dead)
 
 
 def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:
     """Arity, types, uses and outputs of what the edits touched; the network itself refuses cycles."""
     retyped: list[ir.Value] = []
-    for edit in tuple(edits):
+    for edit in edits[:]:
         if type(edit) is Added:
-            if edit.inferred or edit.node.graph is None:
-                continue
-            verify_layer(edit.node)
+            if not edit.inferred and edit.node.graph is not None:
+                verify_layer(edit.node)
         elif type(edit) is Moved:
-            if not _same_type(net, edit.old, edit.new, keep_types):
-                retyped.append(edit.new)
+            old, new = edit.old, edit.new
+            if (old.shape is not new.shape or old.dtype != new.dtype) and not _same_type(
+                net, old, new, keep_types
+            ):
+                retyped.append(new)
         elif type(edit) is Removed:
             if not is_dead(edit.node):
                 raise NetworkError(f"layer {edit.node.name} was removed and is still read")
@@ -88,8 +88,6 @@ def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:
 
 def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> bool:
     """Whether readers see the type they saw; what was known of either shape is kept."""
-    if old.shape is new.shape and old.dtype == new.dtype:
-        return True
     was, now = Tensor.of(old), Tensor.of(new)
     if was.dtype != now.dtype:
         if keep_types:

@@ -45,6 +45,7 @@ def constant(value: Operand, dtype: DTypeLike | None = None, *, name: str | None
     return net.add_constant(ir.Tensor(np.ascontiguousarray(array)), name)
 
 
+_TENSOR = {Tensor}
 _NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -85,9 +86,13 @@ def ops(
 ) -> tuple[Tensor, ...]:
     """Add one layer with several outputs."""
     net = default_net(*inputs)
-    tensors = operands(*inputs)
-    while tensors and tensors[-1] is None:
-        tensors.pop()
+    tensors: Sequence[Tensor | None]
+    if {*map(type, inputs)} == _TENSOR:
+        tensors = inputs  # type: ignore[assignment]
+    else:
+        tensors = operands(*inputs)
+        while tensors and tensors[-1] is None:
+            tensors.pop()
     given = {name: value for name, value in attributes.items() if value is not None}
     made = infer(domain, op_type, tensors, given, outputs)
     layer = net.add_layer(op_type, tensors, given, outputs=made, domain=domain, inferred=True)
