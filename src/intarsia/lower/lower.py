@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
 from intarsia.lower.decompositions import decomposition_table
 from intarsia.lower.lowered import Lowered
 from intarsia.lower.passes import run_passes
@@ -24,18 +25,29 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     changes nothing in place and whose operators all have converters is taken as it is.
     """
     table = decomposition_table(has_converter)
+    complex_values = has_complex(program.graph)
+    if complex_values:
+        table.update(COMPLEX_DECOMPOSITIONS)
     _free_views(program.graph)
     if any(_needs_work(node, table) for node in program.graph.nodes):
         with torch.no_grad():
             program = program.run_decompositions(table)
     lowered = unlift(program)
-    _free_views(lowered.module.graph)
-    run_passes(lowered.module)
+    if complex_values:
+        cancel_views(lowered.module.graph)
+    for module in (lowered.module, *_bodies(lowered.module)):
+        _free_views(module.graph)
+        run_passes(module)
     return lowered
 
 
+def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The graphs inside: bodies of control flow, and bodies within those."""
+    return [inner for inner in module.modules() if isinstance(inner, fx.GraphModule) and inner is not module]
+
+
 def _free_views(graph: fx.Graph) -> None:
-    """Views become reshapes: a view presumes the strides it was traced with, which an engine need not keep."""
+    """Views become reshapes: a view presumes the strides it was traced with, and engines keep their own."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
