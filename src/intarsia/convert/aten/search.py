@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.sizes import arange
+from intarsia.convert.aten.sizes import arange, int64, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Tensor
+from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
@@ -61,22 +62,19 @@ def _sorted(line: Tensor, sorter: Tensor) -> Tensor:
 
 
 def _count(ctx: ConversionContext, line: Tensor, values: Any, right: bool) -> Tensor:
-    """How many elements of the sorted `line` lie before each value.
-
-    torch walks on while an element is not `>=` the value (or not `>`): NaN comes after all numbers.
-    """
+    """How many elements of the sorted `line` lie before each value; NaN comes after all numbers."""
+    known = line.constant
+    if known is not None and line.dtype in dtypes.FLOATS and np.isnan(known.astype(np.float32)).any():
+        raise ConversionError("a sorted sequence that holds NaN is not handled")
     a, b = ctx.common(line, values)
     a, b = (F.cast(t, _COMPARED.get(t.dtype, t.dtype)) for t in (a, b))
-    if a.ndim == 1:
-        reached = _reached(a, F.unsqueeze(b, [b.ndim]), right)  # (..., line)
-    else:
-        reached = _reached(F.unsqueeze(a, [a.ndim - 1]), F.unsqueeze(b, [b.ndim]), right)
-    before = F.cast(F.logical_not(reached), D.INT64)
-    return F.cast(F.reduce_sum(before, [before.ndim - 1], keepdims=False), ctx.dtype)
-
-
-def _reached(line: Tensor, values: Tensor, right: bool) -> Tensor:
-    return F.greater(line, values) if right else F.greater_equal(line, values)
+    each = F.unsqueeze(b, [b.ndim])
+    row = a if a.ndim == 1 else F.unsqueeze(a, [a.ndim - 1])
+    before = F.cast(F.less_equal(row, each) if right else F.less(row, each), D.INT64)
+    count = F.reduce_sum(before, [before.ndim - 1], keepdims=False)
+    if b.dtype in dtypes.FLOATS:
+        count = F.where(F.isnan(b), int64(size(line, line.ndim - 1)), count)
+    return F.cast(count, ctx.dtype)
 
 
 @converter(aten.isin.Tensor_Tensor)

@@ -1,0 +1,172 @@
+"""Index lists of every kind against eager: masks, None, negative numbers, broadcasting, duplicates, NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as TF
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.convert.drivers import ENGINES, build
+from tests.convert.programs import program_of
+from torch import Tensor
+
+from intarsia.convert import convert
+from intarsia.convert.interpreter import NodeError
+
+aten = torch.ops.aten
+BROKEN = torch.tensor([1.0, float("nan")])
+
+
+def answers(engine: str, function: Any, *inputs: Tensor) -> Tensor:
+    """The function on an engine; the first result."""
+    return build(engine, convert(program_of(function, *inputs)))(*inputs)[0]
+
+
+@st.composite
+def index_lists(draw: Any, shape: tuple[int, ...] = (3, 4, 2, 5)) -> list[Tensor | None]:
+    """None, integers (also negative) that broadcast, and a mask over one or two dimensions."""
+    found: list[Tensor | None] = []
+    axis = 0
+    # torch cannot trace a mask next to numbers: how many it picks must agree with theirs.
+    kinds = draw(st.sampled_from([["none", "mask"], ["none", "numbers", "column", "stop"]]))
+    while axis < len(shape):
+        kind = draw(st.sampled_from(kinds))
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+        if kind == "stop":
+            break
+        if kind == "none":
+            found.append(None)
+        elif kind == "mask":
+            if any(i is not None for i in found):
+                break
+            span = min(draw(st.integers(1, 2)), len(shape) - axis)
+            mask = torch.zeros(shape[axis : axis + span], dtype=torch.bool)
+            mask.view(-1)[torch.randperm(mask.numel(), generator=generator)[:2]] = True
+            found.append(mask)
+            axis += span - 1
+        else:
+            size = (2,) if kind != "column" else (3, 1)
+            found.append(torch.randint(-shape[axis], shape[axis], size, generator=generator))
+        axis += 1
+    return found if any(i is not None for i in found) else [torch.tensor([1, -1])]
+
+
+@settings(deadline=None, max_examples=30)
+@given(indices=index_lists(), frozen=st.booleans())
+def test_index(indices: list[Tensor | None], frozen: bool) -> None:
+    x = torch.arange(120.0).reshape(3, 4, 2, 5)
+    given_ = [i for i in indices if i is not None]
+
+    def function(x: Tensor, *tensors: Tensor) -> Tensor:
+        items = iter(tensors or given_)
+        return aten.index.Tensor(x, [None if i is None else next(items) for i in indices])
+
+    inputs = (x,) if frozen else (x, *given_)
+    assert torch.equal(answers("onnxruntime", function, *inputs), function(*inputs))
+
+
+@settings(deadline=None, max_examples=30)
+@given(indices=index_lists(), accumulate=st.booleans(), scalar=st.booleans())
+def test_index_put(indices: list[Tensor | None], accumulate: bool, scalar: bool) -> None:
+    x = torch.arange(120.0).reshape(3, 4, 2, 5)
+    shape = aten.index.Tensor(x, indices).shape
+    # Without accumulation a place named twice may get either value, so all are the same.
+    values = (
+        torch.tensor(7.0) if scalar or not accumulate else torch.arange(float(shape.numel())).reshape(shape)
+    )
+    given_ = [i for i in indices if i is not None]
+
+    def function(x: Tensor, values: Tensor, *tensors: Tensor) -> Tensor:
+        items = iter(tensors)
+        return aten.index_put(x, [None if i is None else next(items) for i in indices], values, accumulate)
+
+    inputs = (x, values, *given_)
+    assert torch.equal(answers("onnxruntime", function, *inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_values_by_mask(engine: str) -> None:
+    x, mask, values = torch.randn(4, 3), torch.tensor([True, False, True, True]), torch.randn(3, 3)
+    have = answers(engine, lambda x, m, v: x.index_put((m,), v), x, mask, values)
+    assert torch.equal(have, x.index_put((mask,), values))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16, torch.bool])
+def test_duplicates_add_up(engine: str, dtype: torch.dtype) -> None:
+    x = torch.zeros(5, 2000).to(dtype)
+    index, values = torch.arange(400) % 5, torch.ones(400, 2000).to(dtype)
+    have = answers(engine, lambda x, i, v: x.index_put((i,), v, accumulate=True), x, index, values)
+    assert torch.equal(have, x.index_put((index,), values, accumulate=True))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("reduce", ["amax", "amin"])
+@pytest.mark.parametrize("include_self", [True, False])
+def test_nan_wins(engine: str, reduce: str, include_self: bool) -> None:
+    nan = float("nan")
+    x, index = torch.tensor([1.0, nan, 3.0, 4.0]), torch.tensor([0, 0, 1, 3, 3])
+    source = torch.tensor([nan, 5.0, 2.0, 9.0, nan])
+
+    def function(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
+        return x.scatter_reduce(0, i, s, reduce, include_self=include_self)
+
+    have = answers(engine, function, x, index, source)
+    torch.testing.assert_close(have, function(x, index, source), equal_nan=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_integer_mean_goes_down(engine: str) -> None:
+    x, index, source = torch.tensor([-3, 5]), torch.tensor([0, 1, 0]), torch.tensor([-2, -6, 0])
+
+    def function(x: Tensor, i: Tensor, s: Tensor) -> Tensor:
+        return x.scatter_reduce(0, i, s, "mean")
+
+    assert torch.equal(answers(engine, function, x, index, source), function(x, index, source))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
+def test_padding_grows_and_cuts(engine: str, mode: str) -> None:
+    x = torch.arange(24.0).reshape(1, 2, 3, 4)
+
+    def function(x: Tensor) -> Tensor:
+        return TF.pad(x, (-1, 3, 2, -1), mode=mode)
+
+    assert torch.equal(answers(engine, function, x), function(x))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("right", [False, True])
+def test_nan_comes_last(engine: str, right: bool) -> None:
+    line = torch.tensor([1.0, 2.0, 2.0, 5.0])
+    values = torch.tensor([[0.0, 2.0], [3.0, float("nan")]])
+
+    def function(line: Tensor, values: Tensor) -> Tensor:
+        return torch.searchsorted(line, values, right=right)
+
+    assert torch.equal(answers(engine, function, line, values), function(line, values))
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "reason"),
+    [
+        (lambda x: aten.as_strided(x[1:], [2], [1]), (torch.randn(4),), "as_strided of a view at offset 1"),
+        (
+            lambda x: torch.bucketize(x, BROKEN),
+            (torch.randn(3),),
+            "a sorted sequence that holds NaN is not handled",
+        ),
+        (
+            lambda x, i, s: x.index_reduce(0, i, s, "mean"),
+            (torch.randn(3).half(), torch.tensor([0, 1]), torch.randn(2).half()),
+            "reduce='mean' in FLOAT16, which torch rounds at each step, is not handled",
+        ),
+    ],
+)
+def test_refused_with_a_reason(function: Any, inputs: tuple[Tensor, ...], reason: str) -> None:
+    with pytest.raises(NodeError, match=reason.replace("(", r"\(")):
+        convert(program_of(function, *inputs))
