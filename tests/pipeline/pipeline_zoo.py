@@ -142,3 +142,14 @@ ZOO: dict[str, Callable[[], Made]] = {
 def make(name: str) -> Made:
     torch.manual_seed(0)
     return ZOO[name]()
+
+
+def calm(model: nn.Module) -> nn.Module:
+    """The model with every dropout at zero, so that training mode draws nothing."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.balance.solver import balance_stages
 
 _CANDIDATES = 400
 
@@ -34,10 +35,10 @@ def choose_cuts(
     if len(allowed) < stages - 1:
         raise PartitionError(f"stages={stages} needs {stages - 1} cuts; the graph allows {len(allowed)}")
     line = _Line(weights, memory, speeds, caps, stages)
-    spots = _candidates(line, crossing, allowed, stages)
-    bounds = [0, *spots, len(weights)]
+    bounds = [0, *_candidates(line, crossing, allowed, stages), len(weights)]
     best = _bottleneck(line, bounds, stages)
-    return _fewest_bytes(line, bounds, crossing, stages, best * (1 + slack))
+    # A hair more than the slack: sums taken in another order differ in the last bits.
+    return _fewest_bytes(line, bounds, crossing, stages, best * (1 + slack + 1e-9))
 
 
 class _Line:
@@ -85,24 +86,20 @@ def _candidates(line: _Line, crossing: Sequence[float], allowed: Sequence[int], 
 
 def _bottleneck(line: _Line, bounds: Sequence[int], stages: int) -> float:
     """The least possible weight of the heaviest stage."""
-    size = len(bounds)
-    infinite = float("inf")
-    best = [line.load(0, 0, b) for b in bounds]
-    best[0] = infinite
-    for stage in range(1, stages):
-        following = [infinite] * size
-        for j in range(stage + 1, size):
-            value = infinite
-            for i in range(j - 1, stage - 1, -1):
-                load = line.load(stage, bounds[i], bounds[j])
-                if load >= value:
-                    break  # the stretch only grows from here on
-                value = min(value, max(best[i], load))
-            following[j] = value
-        best = following
-    if best[-1] == infinite:
-        raise PartitionError(f"no cut into {stages} stages fits the memory caps {line.caps}")
-    return best[-1]
+    stretches = list(pairwise(bounds))
+    memory = line.memory
+    try:
+        return balance_stages(
+            [line.weight[b] - line.weight[a] for a, b in stretches],
+            stages,
+            memory=None if memory is None else [memory[b] - memory[a] for a, b in stretches],
+            memory_cap=line.caps if memory is not None else None,
+            speeds=line.speeds,
+        ).bottleneck
+    except ValueError as error:
+        raise PartitionError(
+            f"no cut into {stages} stages fits the memory caps {line.caps}: {error}"
+        ) from error
 
 
 def _fewest_bytes(

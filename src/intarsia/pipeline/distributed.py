@@ -43,7 +43,7 @@ class DistributedPipeline:
     Made by `Stages.distributed` on every rank, inside an initialised process group. The gradients after
     `step` are the plain model's: of the mean loss over the batch (`reduction="mean"`) or of the sum.
     Parameters held by several ranks begin equal and get the sum of their gradients. A batch of another
-    length makes new buffers; one that micro-batches do not divide is refused on every rank before anything runs.
+    length makes new buffers; one that micro-batches do not divide is refused on every rank before it runs.
     """
 
     def __init__(

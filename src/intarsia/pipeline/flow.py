@@ -40,7 +40,7 @@ class Flow:
     @cached_property
     def replayed(self) -> frozenset[fx.Node]:
         """The nodes a stage computes anew rather than receives."""
-        written = self._written
+        written = self.written
         found: set[fx.Node] = set()
         for node in self.nodes:
             if is_length(node):
@@ -125,7 +125,7 @@ class Flow:
         return state is not None and not state.tensor.requires_grad and value not in written
 
     @cached_property
-    def _written(self) -> set[fx.Node]:
+    def written(self) -> set[fx.Node]:
         """Every value whose memory some node changes."""
         roots = {root for node in self.nodes for value in _changed(node) for root in _roots(value)}
         return {n for n in [*self.trace.states, *self.trace.inputs, *self.nodes] if _roots(n) & roots}

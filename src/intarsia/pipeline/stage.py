@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.checkpoint import is_recomputing
 from intarsia.pipeline.flow import Flow, is_length
 from intarsia.pipeline.signature import TensorSpec, tensor_spec
 from intarsia.pipeline.trace import State
@@ -23,6 +24,7 @@ class Piece:
 
     run: fx.GraphModule
     states: tuple[State, ...]
+    written: tuple[bool, ...]  # which of the states the piece changes
     inputs: tuple[TensorSpec | str, ...]  # a tensor, or the name of a whole number
     outputs: tuple[TensorSpec | str, ...]
     nodes: tuple[str, ...]
@@ -58,8 +60,11 @@ class Stage(nn.Module):
                 f"this stage was cut in {want} mode and is asked to run in {have} mode: dropout and batch"
                 f" norm are fixed by the capture; split the model again after model.{_call(self.training)}"
             )
-        answer = self.piece.run(*(read(self) for read in self._read), *values)
-        return tuple(answer)
+        held = [read(self) for read in self._read]
+        if is_recomputing():
+            # The statistics were updated the first time; running again must leave them alone.
+            held = [t.clone() if w else t for t, w in zip(held, self.piece.written, strict=True)]
+        return tuple(self.piece.run(*held, *values))
 
     def to_device(self, device: torch.device | str) -> Stage:
         """Move the weights, and the devices written into the graph (of `arange`, `zeros`), to `device`."""
@@ -137,6 +142,7 @@ class _Builder:
         return Piece(
             run=run,
             states=tuple(self.states.values()),
+            written=tuple(n in flow.written for n in self.states),
             inputs=tuple(_describe(v) for v in [*self.entering, *self.lengths]),
             outputs=tuple(_describe(v) for v in wanted),
             nodes=tuple(n.name for n in order),

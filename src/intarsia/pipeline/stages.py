@@ -70,7 +70,7 @@ class Stages(nn.Module):
             self.add_module(str(i), stage)
         self.signature = signature
         self.report = report
-        self._keys = tuple(keys)
+        self.keys = tuple(keys)
         self.training = stages[0].training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ class Stages(nn.Module):
             for name, value in getattr(stage, kind)(remove_duplicate=False):
                 found.setdefault(name, value)
         # In the plain model's order, by which an optimizer's state is saved.
-        place = {key: i for i, key in enumerate(self._keys)}
+        place = {key: i for i, key in enumerate(self.keys)}
         seen: set[int] = set()
         for name in sorted(found, key=lambda n: place.get(n, len(place))):
             if remove_duplicate and id(found[name]) in seen:
@@ -138,7 +138,7 @@ class Stages(nn.Module):
             for key, value in stage.state_dict(keep_vars=keep_vars).items():
                 found.setdefault(key, value)
         answer = destination if destination is not None else {}
-        for key in [*(k for k in self._keys if k in found), *(k for k in found if k not in set(self._keys))]:
+        for key in [*(k for k in self.keys if k in found), *(k for k in found if k not in set(self.keys))]:
             answer[prefix + key] = found[key]
         return answer
 
@@ -176,18 +176,19 @@ class Stages(nn.Module):
 
         return DistributedPipeline(self, schedule, n_microbatches, **options)
 
-    def compile(self, *args: Any, **options: Any) -> Stages:  # type: ignore[override]
-        """The same stages, each compiled for inference by `intarsia.compile` at the example's lengths.
+    def compile(  # type: ignore[override]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> Stages:
+        """The same stages, each given to the engines by `intarsia.compile`, for inference.
 
-        `args` are the model's example inputs; they are pushed through the stages to give each its own.
+        `args` and `kwargs` are an example call; it is pushed through the stages to give each its own.
+        `options` go to `intarsia.compile` (`engines`, ...).
         """
         if self.training:
-            raise PartitionError(
-                "the stages were cut in training mode; engines run models in evaluation mode only"
-            )
+            raise PartitionError("the stages were cut in training mode; split the model after model.eval()")
         from intarsia.pipeline.compiled import compile_stages
 
-        return compile_stages(self, args, options)
+        return compile_stages(self, args, kwargs, options)
 
 
 def _size(count: int) -> str:

@@ -1,0 +1,96 @@
+"""Cut stages on one worker each equal the plain model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pipeline_zoo import calm, make
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.split import split
+
+
+def scalar(output):
+    return sum(t.float().square().mean() for t in pytree.tree_leaves(output) if t.is_floating_point())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", ["mlp", "unet", "gpt2", "t5"])
+def test_pipelined_equals_the_model(name, checkpoint):
+    model, args, kwargs = make(name)
+    calm(model)
+    whole = copy.deepcopy(model)
+    want = whole(*args, **kwargs)
+    scalar(want).backward()
+    pipe = split(model, args, kwargs, stages=3, by="memory").gpipe(chunks=2, checkpoint=checkpoint)
+    got = pipe(*args, **kwargs)
+    assert type(got) is type(want)
+    for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b)
+    scalar(got).backward()
+    for (n, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda m, n=n: f"{n}: {m}")
+    assert list(pipe.state_dict()) == list(model.state_dict())
+
+
+def test_statistics_are_updated_once_under_checkpointing():
+    model, args, kwargs = make("resnet")
+    whole = copy.deepcopy(model)
+    for half in args[0].chunk(2):
+        whole(half)
+    pipe = split(model, args, kwargs, stages=3, by="memory").gpipe(chunks=2, checkpoint="always")
+    scalar(pipe(*args)).backward()
+    for (name, a), (_, b) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_inputs_without_a_batch_go_to_every_micro_batch():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, shift, scale):
+            return self.b(torch.tanh(self.a(x + shift)) * scale) + shift
+
+    model = Shifted()
+    example = (torch.randn(6, 4), torch.randn(1, 4), torch.tensor(2.0))
+    pipe = split(model, example, stages=2, by="memory").gpipe(chunks=3)
+    torch.testing.assert_close(pipe(*example), model(*example))
+
+
+def test_refusals():
+    model, args, _ = make("mlp")
+    parts = split(model, args, stages=2, by="memory")
+    pipe = parts.gpipe(chunks=3)
+    with pytest.raises(InputError, match=r"micro-batch 2 of 3: .*length of 1"):
+        pipe(torch.randn(7, 8))
+    with pytest.raises(PartitionError, match="chunks=0"):
+        parts.gpipe(chunks=0)
+    with pytest.raises(PartitionError, match="deferred_batch_norm=True"):
+        parts.gpipe(chunks=2, deferred_batch_norm=True)
+
+    class Mean(nn.Module):
+        def forward(self, x):
+            return torch.sin(x).mean()
+
+    with pytest.raises(PartitionError, match="has no batch in front"):
+        split(Mean(), (torch.randn(4, 2),), stages=2, by="memory").gpipe(chunks=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_stages_on_one_gpu():
+    model, args, kwargs = make("gpt2")
+    model.eval()
+    want = model(*args, **kwargs).logits
+    pipe = split(model, args, kwargs, stages=2, by="memory").gpipe(chunks=2, devices=["cuda:0", "cuda:0"])
+    moved = pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), (args, kwargs))
+    got = pipe(*moved[0], **moved[1]).logits
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-3)
+    got.square().mean().backward()
+    assert all(p.grad is not None and p.is_cuda for p in pipe.parameters())
