@@ -52,7 +52,7 @@ def main() -> None:
         for label, (width, depth) in sizes.items():
             model, x = Chain(width, depth).eval(), torch.randn(1, width)
             fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
-            (step,) = fast._steps
+            (step,) = fast.inlay.steps
             times = race({"bare": bare(step.program, x), "stitched": lambda f=fast, x=x: f(x)}, rounds=200)
             a, b = times["bare"], times["stitched"]
             table.add_row(

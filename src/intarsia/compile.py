@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from intarsia.capture import capture
 from intarsia.convert import registry
-from intarsia.engines import Engine, resolve_engines
+from intarsia.engines import Engine, NetworkEngine, resolve_engines
 from intarsia.errors import PartitionError
 from intarsia.lower import lower
+from intarsia.network import Network
 from intarsia.partition import STRATEGIES, PartitionOptions, Strategy
 from intarsia.partition.support import support_table
-from intarsia.runtime.build import Builder
+from intarsia.rewrite import apply
+from intarsia.runtime.build import Builder, Rewrite
 from intarsia.runtime.stitch import Compiled, example_inputs
 
 
@@ -32,6 +34,7 @@ def compile(
     torch_executed_modules: Sequence[Any] = (),
     require_full_compilation: bool = False,
     options: PartitionOptions | None = None,
+    rewrite: bool | str | Iterable[str] | None = None,
     verify: bool = True,
 ) -> Compiled:
     """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
@@ -39,6 +42,7 @@ def compile(
     The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
     named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
     `plan` says why. With `verify` every piece is run once on the example inputs and compared.
+    `rewrite` chooses the shipped patterns: None those measured to pay here, True all, False none, or names.
 
     >>> import torch, intarsia
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -55,11 +59,20 @@ def compile(
         options
         or _options(min_block_size, torch_executed_ops, torch_executed_modules, require_full_compilation),
         _strategy(partition),
+        rewrite=None if rewrite is False else _rewriter(rewrite),
         example=example_inputs(lowered, args, kwargs or {}) if verify else None,
     )
     plan, pieces, programs = builder.run(support_table(lowered.module, usable))
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
-    return Compiled(lowered, plan, pieces, programs, notes, signature)
+    notes = [*notes, *builder.notes]
+    return Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
+
+
+def _rewriter(patterns: bool | str | Iterable[str] | None) -> Rewrite:
+    def rewrite(net: Network, engine: NetworkEngine) -> None:
+        apply(net, engine=engine.name, patterns=patterns, build=engine.build)
+
+    return rewrite
 
 
 def _strategy(partition: str | Strategy) -> Strategy:

@@ -105,3 +105,16 @@ def test_more_than_two_gigabytes_of_weights(engine: NetworkEngine) -> None:
         expected = expected @ weight
     (y,) = engine.build(net)(x0)
     assert float((y - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_model_on_a_gpu_is_not_given_to_a_cpu_engine() -> None:
+    import intarsia
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()).cuda().eval()
+    x = torch.randn(2, 8, device="cuda")
+    fast = intarsia.compile(model, (x,), min_block_size=1)
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert fast.plan.engines == ("pytorch",)
+    assert "it runs on cuda" in str(fast.plan) or not fast.plan.segments[0].reasons

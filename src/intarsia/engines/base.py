@@ -19,11 +19,14 @@ class Engine(abc.ABC):
     """Runs pieces of a model. Options are fields of the subclass; `name` is how plans call it."""
 
     name: ClassVar[str]
-    devices: ClassVar[tuple[str, ...]] = ("cpu",)
 
     @abc.abstractmethod
     def unavailable(self) -> str | None:
         """Why this engine cannot be used on this machine, with what to install; None if it can."""
+
+    def runs_on(self, device: str) -> bool:
+        """Whether it takes tensors of this kind of device."""
+        return device == "cpu"
 
     def key(self) -> str:
         """What makes two engines of this class build different programs."""

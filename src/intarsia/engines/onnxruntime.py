@@ -37,7 +37,9 @@ class OnnxRuntime(NetworkEngine):
     device: str = "cpu"
     options: Mapping[str, str] = field(default_factory=dict)  # session configuration entries
     name: ClassVar[str] = "onnxruntime"
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+
+    def runs_on(self, device: str) -> bool:
+        return device == self.device
 
     def unavailable(self) -> str | None:
         try:

@@ -13,7 +13,6 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.base import NetworkEngine, Program
-from intarsia.engines.openvino_limits import refuses
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
 from intarsia.network import Network, dtypes

@@ -16,10 +16,12 @@ class PyTorch(GraphEngine):
     """Runs a piece operator by operator."""
 
     name: ClassVar[str] = "pytorch"
-    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda", "mps", "xpu", "meta")
 
     def unavailable(self) -> str | None:
         return None
+
+    def runs_on(self, device: str) -> bool:
+        return True
 
     def build(self, module: fx.GraphModule) -> Program:
         return _GraphProgram(module)

@@ -53,7 +53,7 @@ def _ask(
 ) -> str | None:
     device = _foreign_device(node, engine)
     if device is not None:
-        return f"it runs on {device}, and {engine.name} on {' and '.join(engine.devices)}"
+        return f"it runs on {device}, where {engine.name} does not"
     key = (engine.key(), registry.version, signature)
     if key not in _answers:
         tried = dry_convert(node, constants, signature)
@@ -64,6 +64,6 @@ def _ask(
 def _foreign_device(node: fx.Node, engine: NetworkEngine) -> str | None:
     value: Any = node.meta.get("val")
     first = value[0] if isinstance(value, list | tuple) and value else value
-    if isinstance(first, torch.Tensor) and first.device.type not in engine.devices:
+    if isinstance(first, torch.Tensor) and not engine.runs_on(first.device.type):
         return str(first.device)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,15 +11,18 @@ from torch import fx
 
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, RewriteError
 from intarsia.network import Network
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
 from intarsia.partition.nodes import compute_nodes
 from intarsia.partition.repair import bisect_failure, repair
+from intarsia.partition.support import support_table
 from intarsia.runtime.agree import disagreement
+from intarsia.runtime.bodies import bodies, examples_of
+from intarsia.runtime.inlay import Inlay
 
-Rewrite = Callable[[Network, str], None]
+Rewrite = Callable[[Network, NetworkEngine], None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Builder:
     strategy: Strategy
     rewrite: Rewrite | None = None
     example: Sequence[Any] | None = None  # the graph's inputs; with them every program is tried once
+    notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
+    body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
 
     def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
@@ -95,26 +100,56 @@ class Builder:
     ) -> Program | Failure:
         engine = next(engine for engine in self.engines if engine.name == engine_name)
         if isinstance(engine, GraphEngine):
+            self._build_bodies(module, inputs)
             return engine.build(module)
         assert isinstance(engine, NetworkEngine)
+        made = self._try(module, engine, inputs, expected, self.rewrite)
+        if isinstance(made, Failure) and not made.nodes and self.rewrite is not None:
+            plain = self._try(module, engine, inputs, expected, None)
+            if not isinstance(plain, Failure):
+                self.notes.append(f"a segment on {engine_name} is not rewritten: rewritten, {made.reason}")
+                return plain
+        return made
+
+    def _try(
+        self,
+        module: fx.GraphModule,
+        engine: NetworkEngine,
+        inputs: list[Any] | None,
+        expected: Sequence[Any] | None,
+        rewrite: Rewrite | None,
+    ) -> Program | Failure:
+        """Convert, rewrite, build and, where an example is at hand, run and compare."""
         try:
-            net = convert(module, name=engine_name)
-            if self.rewrite is not None:
-                self.rewrite(net, engine_name)
+            net = convert(module, name=engine.name)
+            if rewrite is not None:
+                rewrite(net, engine)
             program = engine.build(net)
         except NodeError as error:
             return Failure(error.reason, (error.node.name,))
-        except EngineError as error:
+        except (EngineError, RewriteError) as error:
             return Failure(str(error))
         if inputs is None or expected is None:
             return program
         try:
             wrong = disagreement(program(*inputs), expected)
         except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
-            return Failure(
-                f"{engine_name} failed to run it: {type(error).__name__}: {str(error).splitlines()[0]}"
-            )
-        return program if wrong is None else Failure(f"{engine_name} answers wrongly: {wrong}")
+            said = next(iter(str(error).splitlines()), "")
+            return Failure(f"{engine.name} failed to run it: {type(error).__name__}: {said}")
+        return program if wrong is None else Failure(f"{engine.name} answers wrongly: {wrong}")
+
+    def _build_bodies(self, module: fx.GraphModule, inputs: list[Any] | None) -> None:
+        """Put compiled bodies into a piece of control flow; a branch the example leaves out is not tried."""
+        found = list(bodies(module))
+        examples = {} if inputs is None or not found else examples_of(module, inputs)
+        options = replace(self.options, require_full_compilation=False)
+        for node, name, body in found:
+            inner = Builder(body, self.engines, options, self.strategy, self.rewrite, examples.get(name))
+            plan, pieces, programs = inner.run(support_table(body, self.engines))
+            setattr(module, name, Inlay(body.graph, pieces, programs))
+            self.body_plans[f"{node.name}.{name}"] = plan
+            self.body_plans.update(inner.body_plans)
+            self.notes += inner.notes
 
     def _blame(
         self, piece: Piece, failure: Failure, inputs: list[Any] | None

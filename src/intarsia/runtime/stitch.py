@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.engines import Program
 from intarsia.errors import InputError
 from intarsia.lower import Lowered, Role
 from intarsia.partition import Piece, Plan
+from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.inputs import Check, ConstantCheck, TensorCheck, check_inputs
-
-
-@dataclass(frozen=True)
-class Step:
-    """One program: the slots it reads, the slots it fills, the slots nobody reads after it."""
-
-    program: Program
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    frees: tuple[int, ...]
 
 
 class Compiled(nn.Module):
@@ -44,44 +34,36 @@ class Compiled(nn.Module):
         programs: Sequence[Program],
         notes: Sequence[str] = (),
         forward_signature: inspect.Signature | None = None,
+        body_plans: Mapping[str, Plan] | None = None,
     ) -> None:
         super().__init__()
         self.plan = plan
         self.notes = tuple(notes)
         self._lowered = lowered
         self._call_signature = forward_signature
-        self._steps, self._returned, self._slots = _schedule(lowered.module.graph, pieces, programs)
+        self.inlay = Inlay(lowered.module.graph, pieces, programs)
+        self.body_plans = dict(body_plans or {})
         self._checks = _checks(lowered)
         self._ranges = lowered.range_constraints
         self._user_slots = tuple(
             (slot, i.index) for slot, i in enumerate(lowered.inputs) if i.index is not None
         )
         self._buffer_slots = tuple((slot, i.buffer) for slot, i in enumerate(lowered.inputs) if i.buffer)
-        self._mutates = any(output.role is not Role.USER for output in lowered.outputs)
+        mutates = any(output.role is not Role.USER for output in lowered.outputs)
         self._flat_args = _is_flat_tuple(lowered.in_spec)
-        self._one_result = lowered.out_spec.is_leaf() and not self._mutates
+        self._plain_inputs = [item.index for item in lowered.inputs] == list(range(len(self._checks)))
+        self._one_result = lowered.out_spec.is_leaf() and not mutates
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
         check_inputs(self._checks, flat, self._ranges)
-        values: list[Any] = [None] * self._slots
-        for slot, index in self._user_slots:
-            values[slot] = flat[index]
-        for slot, name in self._buffer_slots:
-            values[slot] = self._lowered.buffers[name]
-        for step in self._steps:
-            results = step.program(*[values[slot] for slot in step.reads])
-            for slot, result in zip(step.writes, results, strict=True):
-                values[slot] = result
-            for slot in step.frees:
-                values[slot] = None
-        if self._one_result:
-            return values[self._returned[0]]
-        return self._finish(flat, [item if slot is None else values[slot] for slot, item in self._pairs()])
+        results = self.inlay.results(flat if self._plain_inputs else self._feed(flat))
+        return results[0] if self._one_result else self._finish(flat, results)
 
-    def _pairs(self) -> list[tuple[int | None, Any]]:
-        outputs = self._lowered.outputs
-        return [(slot, output.constant) for slot, output in zip(self._returned, outputs, strict=True)]
+    def _feed(self, flat: list[Any]) -> list[Any]:
+        """The graph's inputs: the caller's, and the buffers the model changes."""
+        buffers = self._lowered.buffers
+        return [buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in self._lowered.inputs]
 
     def _finish(self, flat: list[Any], results: list[Any]) -> Any:
         """Write back what the model changes, then give the caller its results."""
@@ -128,34 +110,6 @@ class Compiled(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
-
-
-def _schedule(
-    graph: fx.Graph, pieces: Sequence[Piece], programs: Sequence[Program]
-) -> tuple[tuple[Step, ...], tuple[int | None, ...], int]:
-    slots: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            slots[node] = len(slots)
-    borders = []
-    for piece in pieces:
-        reads = tuple(slots[node] for node in piece.inputs)
-        for node in piece.outputs:
-            slots.setdefault(node, len(slots))
-        borders.append((reads, tuple(slots[node] for node in piece.outputs)))
-    output = next(iter(reversed(graph.nodes)))
-    items: Any = output.args[0]
-    returned = tuple(slots[item] if isinstance(item, fx.Node) else None for item in items)
-    last: dict[int, int] = {}
-    for number, (reads, writes) in enumerate(borders):
-        last.update(dict.fromkeys((*reads, *writes), number))
-    kept = set(returned)
-    steps = []
-    for number, ((reads, writes), program) in enumerate(zip(borders, programs, strict=True)):
-        frees = tuple(s for s in dict.fromkeys((*reads, *writes)) if last[s] == number and s not in kept)
-        # The last step's values go with the call; clearing them one by one would only cost time.
-        steps.append(Step(program, reads, writes, frees if number + 1 < len(borders) else ()))
-    return tuple(steps), returned, len(slots)
 
 
 def _checks(lowered: Lowered) -> tuple[Check, ...]:

@@ -1,0 +1,80 @@
+"""Programs in the order they run, and the values they hand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from intarsia.engines import Program
+from intarsia.partition import Piece
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program: the slots it reads, the slots it fills, the slots nobody reads after it."""
+
+    program: Program
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frees: tuple[int, ...]
+
+
+class Inlay(nn.Module):
+    """The pieces of one graph as one function: its inputs in order, what it returns as it returns it."""
+
+    def __init__(self, graph: fx.Graph, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
+        super().__init__()
+        slots: dict[fx.Node, int] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                slots[node] = len(slots)
+        self._inputs = len(slots)
+        borders = []
+        for piece in pieces:
+            reads = tuple(slots[node] for node in piece.inputs)
+            for node in piece.outputs:
+                slots.setdefault(node, len(slots))
+            borders.append((reads, tuple(slots[node] for node in piece.outputs)))
+        items: Any = next(iter(reversed(graph.nodes))).args[0]
+        self._single = not isinstance(items, list | tuple)
+        flat = [items] if self._single else list(items)
+        # What is returned: a slot's value, or (slot None) a plain value of the graph itself.
+        self.returned = tuple(
+            (slots[item], None) if isinstance(item, fx.Node) else (None, item) for item in flat
+        )
+        self.steps = _steps(borders, programs, {slot for slot, _ in self.returned})
+        self._rest = [None] * (len(slots) - self._inputs)
+
+    def forward(self, *inputs: Any) -> Any:
+        results = self.results(inputs)
+        return results[0] if self._single else tuple(results)
+
+    def results(self, inputs: Sequence[Any]) -> list[Any]:
+        """Everything the graph returns, flat."""
+        values: list[Any] = [*inputs, *self._rest]
+        for step in self.steps:
+            made = step.program(*[values[slot] for slot in step.reads])
+            for slot, value in zip(step.writes, made, strict=True):
+                values[slot] = value
+            for slot in step.frees:
+                values[slot] = None
+        return [item if slot is None else values[slot] for slot, item in self.returned]
+
+
+def _steps(
+    borders: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    programs: Sequence[Program],
+    kept: set[int | None],
+) -> tuple[Step, ...]:
+    last: dict[int, int] = {}
+    for number, (reads, writes) in enumerate(borders):
+        last.update(dict.fromkeys((*reads, *writes), number))
+    steps = []
+    for number, ((reads, writes), program) in enumerate(zip(borders, programs, strict=True)):
+        frees = tuple(s for s in dict.fromkeys((*reads, *writes)) if last[s] == number and s not in kept)
+        # The last step's values go with the call; clearing them one by one would only cost time.
+        steps.append(Step(program, reads, writes, frees if number + 1 < len(borders) else ()))
+    return tuple(steps)

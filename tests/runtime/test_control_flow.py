@@ -1,0 +1,61 @@
+"""cond, while_loop and scan stand alone in the plan, and their bodies run on engines."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+
+ENGINES = ["onnxruntime", "openvino"]
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return torch.cond(
+            x.sum() > 0, lambda a: torch.relu(self.linear(a)) + 1, lambda a: torch.tanh(a) * 2, (x,)
+        )
+
+
+class Loop(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def more(i: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return i < 3
+
+        def step(i: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return i + 1, torch.sin(y) * 1.5
+
+        return torch.while_loop(more, step, (torch.tensor(0), x + 1))[1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_both_branches(engine: str) -> None:
+    torch.manual_seed(0)
+    model = Branch().eval()
+    fast = intarsia.compile(model, (torch.randn(2, 4),), engines=[engine], min_block_size=1)
+    taken = set()
+    for _ in range(12):
+        x = torch.randn(2, 4)
+        taken.add(bool(model.linear(x).sum() > 0))
+        torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+    assert taken == {True, False}
+    assert set(fast.body_plans) == {"cond.true_graph_0", "cond.false_graph_0"}
+    assert all(plan.engines == (engine,) for plan in fast.body_plans.values())
+    (alone,) = [segment for segment in fast.plan.segments if segment.do_not_merge]
+    assert [str(node.target) for node in alone.nodes] == ["cond"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_loop(engine: str) -> None:
+    model = Loop()
+    fast = intarsia.compile(model, (torch.randn(2, 4),), engines=[engine], min_block_size=1)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    assert len(fast.body_plans) == 2
+    assert all(plan.engines == (engine,) for plan in fast.body_plans.values())
