@@ -1,0 +1,157 @@
+"""The decomposition table: ours over torch's, converters over both, two disjoint sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+
+from intarsia.errors import LoweringError
+from intarsia.lower.decompositions import (
+    decomposition_table,
+    overloads_of,
+    register_decomposition,
+    torch_disabled_decompositions,
+    torch_enabled_decompositions,
+    unregister_decomposition,
+)
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    yield
+    torch_enabled_decompositions.clear()
+    torch_disabled_decompositions.clear()
+
+
+class Model(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(x, x, x, alpha=2) + torch.nn.functional.gelu(x)
+
+
+def targets(has_converter: Any = lambda target: False) -> list[str]:
+    program = export(Model(), (torch.randn(3, 3),), strict=False)
+    graph = program.run_decompositions(decomposition_table(has_converter)).graph
+    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+
+def test_torchs_defaults_are_the_start() -> None:
+    table = decomposition_table()
+    defaults = torch.export.default_decompositions()
+    assert len(table) == len(defaults) > 500
+    assert aten.special_expit.default in table
+
+
+def test_an_operator_with_a_converter_stays_whole() -> None:
+    expit = aten.special_expit.default
+    assert expit not in decomposition_table(lambda target: target is expit)
+    assert decomposition_table(lambda target: True) == {}
+
+
+def test_ours_win_over_torchs_and_converters_over_ours() -> None:
+    @register_decomposition(aten.addmm.default)
+    def addmm(self: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        return torch.add(torch.mul(self, beta), torch.mul(torch.matmul(mat1, mat2), alpha))
+
+    try:
+        assert decomposition_table()[aten.addmm.default] is addmm
+        assert "aten.addmm.default" not in targets()
+        assert "aten.addmm.default" in targets(lambda target: target is aten.addmm.default)
+        torch_enabled_decompositions.add(aten.addmm.default)
+        assert "aten.addmm.default" not in targets(lambda target: target is aten.addmm.default)
+        assert decomposition_table(lambda target: True)[aten.addmm.default] is addmm
+        torch_enabled_decompositions.discard(aten.addmm.default)
+        torch_disabled_decompositions.add(aten.addmm.default)
+        assert decomposition_table()[aten.addmm.default] is addmm, "only torch's own are disabled"
+    finally:
+        unregister_decomposition(aten.addmm.default)
+    assert aten.addmm.default not in decomposition_table()
+
+
+def test_enabled_is_decomposed_even_with_a_converter() -> None:
+    assert "aten.gelu.default" in targets()
+    torch_enabled_decompositions.add(aten.gelu.default)
+    assert "aten.gelu.default" not in targets(lambda target: target is aten.gelu.default)
+
+
+def test_disabled_is_left_whole() -> None:
+    expit = aten.special_expit.default
+    assert expit in decomposition_table()
+    torch_disabled_decompositions.add(expit)
+    assert expit not in decomposition_table()
+
+
+def test_the_sets_are_disjoint() -> None:
+    torch_enabled_decompositions.add(aten.gelu.default)
+    with pytest.raises(LoweringError, match=r"gelu.default is in torch_enabled_decompositions; take it"):
+        torch_disabled_decompositions.add(aten.gelu)
+    with pytest.raises(LoweringError, match="take it out there"):
+        torch_disabled_decompositions.update([aten.silu.default, aten.gelu.default])
+    torch_enabled_decompositions.remove(aten.gelu.default)
+    torch_disabled_decompositions.add(aten.gelu.default)
+    with pytest.raises(LoweringError, match="is in torch_disabled_decompositions"):
+        torch_enabled_decompositions.add(aten.gelu.default)
+
+
+def test_in_place_set_operators_are_checked_too() -> None:
+    enabled = torch_enabled_decompositions
+    enabled |= {aten.gelu.default}
+    assert enabled is torch_enabled_decompositions and aten.gelu.default in enabled
+    disabled = torch_disabled_decompositions
+    with pytest.raises(LoweringError):
+        disabled |= {aten.gelu.default}
+    enabled -= {aten.gelu.default}
+    assert len(enabled) == 0
+
+
+def test_what_torch_cannot_decompose_cannot_be_enabled() -> None:
+    with pytest.raises(LoweringError, match=r"torch has no decomposition of aten.convolution.default"):
+        torch_enabled_decompositions.add(aten.convolution.default)
+    with pytest.raises(LoweringError, match="'gelu' is not an operator"):
+        torch_enabled_decompositions.add("gelu")
+
+
+def test_a_packet_stands_for_its_overloads() -> None:
+    assert aten.add.Tensor in overloads_of(aten.add)
+    assert aten.add.out not in overloads_of(aten.add)
+    torch_disabled_decompositions.add(aten.gelu)
+    assert aten.gelu.default in torch_disabled_decompositions
+    assert "aten.gelu.default" in repr(torch_disabled_decompositions)
+
+
+def test_a_second_decomposition_must_say_replace() -> None:
+    def one(self: Any) -> Any:
+        return self
+
+    def two(self: Any) -> Any:
+        return self
+
+    register_decomposition(aten.sinc.default)(one)
+    try:
+        with pytest.raises(LoweringError, match="decomposed by one already; pass replace=True"):
+            register_decomposition(aten.sinc.default)(two)
+        register_decomposition(aten.sinc.default, replace=True)(two)
+        assert decomposition_table()[aten.sinc.default] is two
+    finally:
+        unregister_decomposition(aten.sinc.default)
+    with pytest.raises(LoweringError, match="none can be taken away"):
+        unregister_decomposition(aten.sinc.default)
+    with pytest.raises(LoweringError, match="needs the operator"):
+        register_decomposition()
+
+
+def test_a_decomposition_may_decline() -> None:
+    @register_decomposition(aten.gelu.default)
+    def gelu(self: Any, *, approximate: str = "none") -> Any:
+        return NotImplemented if approximate == "none" else self
+
+    try:
+        assert "aten.gelu.default" in targets()
+    finally:
+        unregister_decomposition(aten.gelu.default)
