@@ -46,6 +46,7 @@ def convert(
                 mark_outputs(net, node, values)
             else:
                 raise NodeError(node, f"a node of kind {node.op} is not handled")
+    net.drop_unused_constants()  # a converter may have read a weight and made another of it
     return net
 
 
