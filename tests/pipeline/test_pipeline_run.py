@@ -6,6 +6,8 @@ import contextvars
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -185,3 +187,16 @@ def test_pipeline_alone():
         expected.append(x)
     Pipeline(batches, stages, checkpoint_stop=3).run()
     assert [batch.tensor for batch in batches] == expected
+
+
+def test_a_first_run_does_not_import_the_compiler():
+    program = """
+import sys, torch
+from torch import nn
+from intarsia.pipeline.gpipe import GPipe
+had = "torch._dynamo" in sys.modules
+layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2), nn.Dropout())
+GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")(torch.rand(4, 2)).sum().backward()
+assert had or "torch._dynamo" not in sys.modules, "seconds of the first run"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

@@ -86,6 +86,11 @@ class TaskRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._generators[device] = torch.Generator(device)
             self._generators[device].set_state(state)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without torch's wrapper that keeps dynamo out: it imports dynamo, seconds in the first run."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
