@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from intarsia.errors import RewriteError
+from intarsia.errors import EngineError, RewriteError
 from intarsia.network import Network
 from intarsia.rewrite.benefit import PAYS, Benefits
 from intarsia.rewrite.check import Build
@@ -82,12 +82,16 @@ def _measured(
         log.add(_run(net, chosen, left, strict))
         if log.exhausted:
             return log
-        wanted = [f for f in undecided if _manager([f]).matches(net)]
+        wanted = [f for f in undecided if next(_manager([f]).each_match(net), None) is not None]
         if not wanted:
             return log
         for fusion in wanted:
             undecided.remove(fusion)
-            ratio = known.ratio(engine, fusion, build)
+            try:
+                ratio = known.ratio(engine, fusion, build)
+            except EngineError as error:
+                log.skipped[fusion.name] = f"{engine} does not build what it makes: {error}"
+                continue
             if ratio is None:
                 log.skipped[fusion.name] = f"it was not measured with {engine} on this machine"
             elif ratio > PAYS:

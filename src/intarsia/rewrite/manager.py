@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from intarsia.errors import RewriteError
@@ -98,14 +99,17 @@ class RewritePatternManager:
 
     def matches(self, net: Network, args: Any = None) -> list[Match]:
         """Where patterns would fire, each asked about the network as it is; nothing is changed."""
+        return list(self.each_match(net, args))
+
+    def each_match(self, net: Network, args: Any = None) -> Iterator[Match]:
+        """The matches one by one, for those who need the first only."""
         self._pass(args)
-        found = []
-        with net_guard(net):
-            for layer in list(net.get_layers()):
-                for entry in self._sorted():
-                    if not self._ask(net, entry, layer).reason:
-                        found.append(Match(entry.label, layer))
-        return found
+        for layer in list(net.get_layers()):
+            for entry in self._sorted():
+                with net_guard(net):
+                    said = self._ask(net, entry, layer)
+                if not said.reason:
+                    yield Match(entry.label, layer)
 
     def explain(self, layer: Layer, args: Any = None) -> list[Explanation]:
         """What each pattern says of this layer: that it matches, or the reason of its nearest miss."""
