@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,8 @@ def test_known():
     assert blockpartition.solve([1, 1, 1, 1, 1, 1], 3) == [[1, 1]] * 3
     assert blockpartition.solve([9, 1, 1, 1, 1], 3) == [[9], [1, 1], [1, 1]], "as even as the largest allows"
     assert blockpartition.solve((1, 2)) == [[1, 2]]
+    assert blockpartition.solve(np.array([1, 2, 3, 4]), 2) == [[1, 2, 3], [4]]
+    assert blockpartition.solve(list(np.array([1.0, 2.0, 3.0])), 2) == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,25 @@ def test_state_dict_loads_under_any_balance_and_from_the_plain_module():
         two.load_state_dict({})
 
 
+def test_other_devices():
+    with pytest.raises(ValueError, match="CPU and CUDA"):
+        GPipe(linears(2), [1, 1], devices=["cpu", "meta"])
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    model = GPipe(layers, [1, 2], devices=["meta", "meta"], chunks=2, checkpoint="always")
+    output = model(torch.empty(4, 2, device="meta"))
+    output.sum().backward()
+    assert output.is_meta and model[0].weight.grad.is_meta
+
+
+def test_a_pipeline_can_be_saved_whole(tmp_path):
+    model = GPipe(linears(2), [1, 1], devices=CPUS, chunks=2)
+    model(torch.rand(2, 1))
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = torch.rand(4, 1)
+    assert torch.equal(model(x), again(x))
+
+
 def test_deepcopy_trains_alone():
     model = GPipe(linears(2), [1, 1], devices=CPUS, chunks=2)
     model(torch.rand(4, 1))

@@ -35,7 +35,7 @@ def verify_module(module: nn.Module) -> None:
 
 
 def verify_splitting(partitions: Iterable[nn.Module], devices: list[torch.device]) -> None:
-    """Refuse a parameter that would have to be on two devices."""
+    """Refuse a parameter that would have to be on two devices, and devices nothing is copied between."""
     homes: dict[int, torch.device] = {}
     for partition, device in zip(partitions, devices, strict=True):
         for parameter in partition.parameters():
@@ -44,6 +44,8 @@ def verify_splitting(partitions: Iterable[nn.Module], devices: list[torch.device
                     f"a parameter of shape {tuple(parameter.shape)} is shared by stages on distinct devices "
                     f"({homes[id(parameter)]} and {device}); duplicate parameters must stay on one device"
                 )
+    if len(set(devices)) > 1 and not {device.type for device in devices} <= {"cpu", "cuda"}:
+        raise ValueError(f"copies between stages are made among the CPU and CUDA devices, got {devices}")
 
 
 def split_module(

@@ -208,4 +208,5 @@ class Pipeline:
 
 def shared_generators(devices: list[torch.device]) -> frozenset[torch.device]:
     """The devices whose generator several stages may draw from; from the CPU's all of them may."""
-    return frozenset([torch.device("cpu"), *(d for d in devices if devices.count(d) > 1)])
+    repeated = (d for d in devices if d.type == "cuda" and devices.count(d) > 1)
+    return frozenset([torch.device("cpu"), *repeated])

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
@@ -34,10 +35,10 @@ def prefix_sums(sequence: Sequence[int | float]) -> list[int]:
     wrong = [x for x in sequence if not (math.isfinite(x) and x >= 0)]
     if wrong:
         raise ValueError(f"costs must be finite and not negative, got {wrong[0]}")
-    if all(isinstance(x, int) for x in sequence):
+    if all(isinstance(x, Integral) for x in sequence):
         return [0, *accumulate(int(x) for x in sequence)]
     # A float is a whole number over a power of two, so the largest denominator serves them all.
-    ratios = [x.as_integer_ratio() for x in sequence]
+    ratios = [float(x).as_integer_ratio() for x in sequence]
     scale = max(denominator for _, denominator in ratios)
     return [0, *accumulate(numerator * (scale // denominator) for numerator, denominator in ratios)]
 
