@@ -16,7 +16,7 @@ _COPY = {D.BFLOAT16: D.FLOAT}
 _PAD = {D.BFLOAT16: D.FLOAT, D.INT16: D.INT32}
 _CHOOSE = {**_PAD, D.BOOL: D.UINT8}
 _TRIANGLE = {**_PAD, D.INT8: D.INT32, D.UINT8: D.INT32}
-# What duplicates are added up in: halves in single precision, as torch rounds once at the end.
+# What duplicates are added up in: halves in single precision, as torch's scatter_add does.
 _ACCUMULATE = {D.BFLOAT16: D.FLOAT, D.FLOAT16: D.FLOAT, D.INT8: D.INT32, D.UINT8: D.INT32, D.INT16: D.INT32}
 
 
