@@ -78,7 +78,7 @@ def split(
         if cuts is not None
         else choose_cuts(
             [c.seconds for c in costs] if by == "time" else footprint,
-            _prices(flow),
+            crossing_prices(flow),
             flow.allowed,
             stages,
             slack=slack,
@@ -89,13 +89,19 @@ def split(
     )
     if agree:
         places = _rank_zero(places)
+    return make_stages(model, flow, places, costs, by)
+
+
+def make_stages(
+    model: nn.Module, flow: Flow, places: Sequence[int], costs: Sequence[Cost], by: str
+) -> Stages:
+    """The stages of a model whose cuts are known."""
     parts = build_stages(flow, places)
-    return Stages(
-        parts, captured.signature, _report(flow, places, costs, parts, by), list(model.state_dict())
-    )
+    report = _report(flow, places, costs, parts, by)
+    return Stages(parts, flow.trace.signature, report, list(model.state_dict()))
 
 
-def _prices(flow: Flow) -> list[float]:
+def crossing_prices(flow: Flow) -> list[float]:
     """What a cut costs at each place: the bytes that cross, and the tied weights it would separate."""
     prices = [float(b) for b in flow.crossing_bytes()]
     spans: dict[int, tuple[int, int, int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
