@@ -22,7 +22,7 @@ def test_a_right_rule_passes() -> None:
         return F.gemm(x, w, b)
 
     checked = check_pattern(linear, trials=12)
-    assert checked.fired >= 2 and checked.worst < 1e-5
+    assert checked.fired >= 5 and checked.worst < 1e-5
     assert sum(checked.refused.values()) == checked.tried - checked.fired
 
 
@@ -59,7 +59,7 @@ def test_a_rule_that_never_fires_proves_nothing() -> None:
     def shy(net: Network, x: Tensor) -> object:
         return refuse("not today")
 
-    with pytest.raises(RewriteError, match=r"never fired in 50 networks: not today \(50 times\)"):
+    with pytest.raises(RewriteError, match=r"never fired in 200 networks: not today \(200 times\)"):
         check_pattern(shy, trials=5)
 
 

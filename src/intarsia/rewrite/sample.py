@@ -17,11 +17,11 @@ from intarsia.rewrite.term import Any_, Call, Either, Maybe, Number, Output, Roo
 _DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-def random_network(roots: Sequence[Root], rng: np.random.Generator) -> Network:
-    """A network in which the terms stand; the error of the operator that cannot be, if shapes do not fit."""
+def random_network(roots: Sequence[Root], rng: np.random.Generator, rank: int) -> Network:
+    """A network in which the terms stand, most variables of `rank` dimensions; an error if they do not fit."""
     net = Network("sample")
     with net_guard(net):
-        maker = _Maker(rng)
+        maker = _Maker(rng, rank)
         for index, root in enumerate(roots):
             maker.make(root).mark_output(f"out{index}")
     net.verify()
@@ -29,10 +29,10 @@ def random_network(roots: Sequence[Root], rng: np.random.Generator) -> Network:
 
 
 class _Maker:
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(self, rng: np.random.Generator, rank: int) -> None:
         self.rng = rng
         self.dtype = _DTYPES[rng.integers(len(_DTYPES))]
-        self.base = tuple(int(d) for d in rng.choice([1, 2, 2, 3, 4], size=int(rng.integers(1, 5))))
+        self.base = tuple(int(d) for d in rng.choice([1, 2, 2, 3, 4], size=rank))
         self.variables: dict[str, Tensor] = {}
         self.calls: dict[Call, tuple[Tensor, ...]] = {}
 
@@ -59,14 +59,18 @@ class _Maker:
         return F.constant(np.asarray(self.rng.standard_normal(shape)), self.dtype, name=var.name)
 
     def shape(self) -> tuple[int, ...]:
-        """The shape most variables have, one that broadcasts to it, its turned end, or any other."""
-        base, way = self.base, self.rng.random()
-        if way < 0.55:
-            return base
+        """A shape seen before, its end, one that broadcasts to it, its last two turned, or any other."""
+        seen = [self.base, *[tensor.shape for tensor in self.variables.values()]]
+        shape = tuple(int(d) for d in seen[self.rng.integers(len(seen))])  # type: ignore[arg-type]
+        way = self.rng.random()
+        if way < 0.5 or not shape:
+            return shape
         if way < 0.7:
-            return tuple(1 if self.rng.random() < 0.4 else d for d in base)[self.rng.integers(len(base)) :]
-        if way < 0.85 and len(base) > 1:
-            return (*base[:-2], base[-1], base[-2])
+            return shape[self.rng.integers(len(shape)) :]
+        if way < 0.85 and len(shape) > 1:
+            return (*shape[:-2], shape[-1], shape[-2])
+        if way < 0.95:
+            return tuple(1 if self.rng.random() < 0.4 else d for d in shape)
         return tuple(int(d) for d in self.rng.choice([1, 2, 3], size=int(self.rng.integers(0, 4))))
 
     def call(self, call: Call, outputs: int) -> tuple[Tensor, ...]:
