@@ -15,9 +15,7 @@ from intarsia.partition.shapes import bytes_of, size_hint
 MIN_WORK = 6.0
 """What entering an engine costs, in units of work; see `work`."""
 
-_CONTRACTIONS = frozenset(
-    {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "scaled_dot_product_attention"}
-)
+_CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 
 
 def work(node: fx.Node) -> float:
@@ -29,9 +27,9 @@ def work(node: fx.Node) -> float:
     if is_view(node):
         return 0.0
     units = 1.0 + bytes_of(node.meta.get("val")) / 2**20
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").removeprefix("_")
-    if name in _CONTRACTIONS or "attention" in name:
-        units += 3.0 + _flops(node) / 1e6
+    name = _name(node)
+    if name in _CONTRACTIONS or name.startswith("conv") or "attention" in name:
+        units += 3.0 + _flops(node, name) / 1e6
     return units
 
 
@@ -96,24 +94,31 @@ def too_heavy(unit: Sequence[fx.Node], engine: str, budgets: Mapping[str, int]) 
     return f"its weights take {total} bytes, and memory_budget is {budget}" if total > budget else None
 
 
-def _flops(node: fx.Node) -> float:
-    """Two per multiply-add: results times the length of the sum behind each; 0 where shapes are unknown."""
-    tensors = [
-        v for a in node.all_input_nodes if isinstance(v := a.meta.get("val"), torch.Tensor) and v.dim() >= 2
-    ]
+def _flops(node: fx.Node, name: str) -> float:
+    """Two per multiply-add: results times the length of the sum behind each; 0 where it cannot be told."""
+    values = [argument.meta.get("val") for argument in node.all_input_nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim() >= 2]
     value = node.meta.get("val")
     value = value[0] if isinstance(value, (list, tuple)) and value else value
-    if len(tensors) < 2 or not isinstance(value, torch.Tensor):
+    if len(tensors) < 2 or not isinstance(value, torch.Tensor) or name == "einsum":
         return 0.0
     results = prod(size_hint(size) for size in value.shape)
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is torch.ops.aten.convolution:
+    if name.startswith("conv"):
+        transposed = "transpose" in name or (name == "convolution" and node.args[6] is True)
+        if transposed:  # every element of the input, not of the result, meets the whole kernel
+            results = prod(size_hint(size) for size in tensors[0].shape)
         depth = prod(size_hint(size) for size in tensors[1].shape[1:])
-    elif "attention" in str(packet):
+    elif "attention" in name:
         depth = 2 * size_hint(tensors[1].shape[-2])
+    elif name == "linear":
+        depth = size_hint(tensors[1].shape[-1])
     else:
         depth = size_hint(tensors[-1].shape[-2])
     return 2.0 * results * depth
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "").lstrip("_")
 
 
 def _count(number: int) -> str:

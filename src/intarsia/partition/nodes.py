@@ -56,8 +56,10 @@ _SIZE_PACKETS = frozenset(
         torch.ops.aten.sym_storage_offset,
     }
 )
-# Views whose result depends on more than the shape of what they look at: recomputing them is not free.
-_NOT_RIDERS = frozenset({torch.ops.aten.as_strided, torch.ops.aten._to_copy, torch.ops.aten.contiguous})
+# Declared as views, but they may copy or convert, or depend on strides: not free to recompute.
+_NOT_VIEWS = frozenset(
+    {torch.ops.aten.as_strided, torch.ops.aten.contiguous, torch.ops.aten.to, torch.ops.aten.type_as}
+)
 _CONTROL_FLOW_NAMES = frozenset({"cond", "while_loop", "scan", "map_impl", "associative_scan"})
 
 
@@ -192,7 +194,7 @@ def _on_scalars(node: fx.Node) -> bool:
 @cache
 def _is_view_op(target: torch._ops.OpOverload) -> bool:
     schema = target._schema
-    if target.overloadpacket in _NOT_RIDERS or schema.is_mutable or len(schema.returns) != 1:
+    if target.overloadpacket in _NOT_VIEWS or schema.is_mutable or len(schema.returns) != 1:
         return False
     result = schema.returns[0]
     first = schema.arguments[0] if schema.arguments else None
