@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,16 @@ def balance_stages(
     if memory is None and memory_cap is not None:
         raise ValueError("memory_cap needs the memory of each layer")
     bottleneck = problem.least_bottleneck()
-    if not np.isfinite(bottleneck):
+    if bottleneck is None:
         raise ValueError(f"no balance of {n} layers over {stages} stages meets the memory caps and the pins")
     cuts = problem.most_even(bottleneck)
-    times = [float(problem.times(j, b)[a]) for j, (a, b) in enumerate(itertools.pairwise(cuts))]
-    return Solution([b - a for a, b in itertools.pairwise(cuts)], times)
+    return Solution([b - a for a, b in pairwise(cuts)], problem.stage_times(cuts))
 
 
 @dataclass(frozen=True)
 class _Problem:
+    """Stage j holds the layers start..end-1; all that may not be is said by the least start it may have."""
+
     costs: Vector  # sums of prefixes
     speeds: Vector
     cut_costs: Vector  # after layer i; 0 after the last
@@ -90,46 +92,105 @@ class _Problem:
     earliest: list[list[int]]  # per stage and its end, where it may start at the earliest by the pins
     forbidden: NDArray[np.bool_]  # cut positions
 
-    def times(self, stage: int, end: int) -> Vector:
-        """The time of a stage that ends before layer `end`, by the layer it starts at; inf if refused."""
-        times: Vector = (self.costs[end] - self.costs[:end]) / self.speeds[stage] + self.cut_costs[end - 1]
-        if self.memory is not None:
-            times[self.memory[end] - self.memory[:end] > self.caps[stage]] = np.inf
-        times[: self.earliest[stage][end]] = np.inf
-        if self.forbidden.any():
-            times[self.forbidden[:end]] = np.inf
+    @property
+    def layers(self) -> int:
+        return len(self.costs) - 1
+
+    def times(self, stage: int, starts: Indices, ends: Indices) -> Vector:
+        """The times a stage takes."""
+        times: Vector = (self.costs[ends] - self.costs[starts]) / self.speeds[stage] + self.cut_costs[
+            ends - 1
+        ]
         return times
 
-    def least_bottleneck(self) -> float:
-        """The least possible time of the slowest stage."""
-        n, stages = len(self.costs) - 1, len(self.speeds)
-        best = np.full(n + 1, np.inf)  # best[i]: the first i layers in the stages so far
-        best[0] = 0.0
-        for stage in range(stages):
-            following = np.full(n + 1, np.inf)
-            for end in range(stage + 1, n + 1):
-                following[end] = np.maximum(best[:end], self.times(stage, end)).min()
-            best = following
-        return float(best[n])
+    def stage_times(self, cuts: list[int]) -> list[float]:
+        """The time of every stage between given cuts."""
+        spans = enumerate(pairwise(np.array(cuts)))
+        return [float(self.times(j, a, b)) for j, (a, b) in spans]
+
+    def least_starts(self, stage: int, cap: float) -> Indices:
+        """For every end, the first layer a stage may start at to stay under the cap; the end if it cannot."""
+        ends = np.arange(1, self.layers + 1)
+        guess = self.costs[ends] - (cap - self.cut_costs[ends - 1]) * self.speeds[stage]
+        starts = np.searchsorted(self.costs, guess)
+        starts = _exact_starts(starts, ends, lambda a, b: self.times(stage, a, b) <= cap)
+        if self.memory is not None:
+            memory, most = self.memory, self.caps[stage]
+            small = np.searchsorted(memory, memory[ends] - most)
+            small = _exact_starts(small, ends, lambda a, b: memory[b] - memory[a] <= most)
+            starts = np.maximum(starts, small)
+        return np.concatenate([[0], np.maximum(starts, np.array(self.earliest[stage])[1:])])
+
+    def reached(self, cap: float) -> list[NDArray[np.bool_]] | None:
+        """For every stage where it may end if none is slower than the cap; None if the last cannot finish."""
+        reach = np.zeros(self.layers + 1, dtype=bool)
+        reach[0] = True
+        reached = [reach]
+        for stage in range(len(self.speeds)):
+            counts = np.concatenate([[0], np.cumsum(reach)])
+            starts = self.least_starts(stage, cap)
+            ends = np.arange(self.layers + 1)
+            reach = (counts[ends] > counts[np.minimum(starts, ends)]) & ~self.forbidden
+            reached.append(reach)
+        return reached if reach[-1] else None
+
+    def least_bottleneck(self) -> float | None:
+        """The least possible time of the slowest stage.
+
+        Bisection down to neighbouring floats; each success comes down to a time that really occurs.
+        """
+        low, high = -1.0, float(self.costs[-1] / self.speeds.min() + self.cut_costs.max())
+        if self.reached(high) is None:
+            return None
+        while low < (cap := (low + high) / 2) < high:
+            reached = self.reached(cap)
+            if reached is None:
+                low = cap
+            else:
+                high = self.realised(reached, cap)
+        return high
+
+    def realised(self, reached: list[NDArray[np.bool_]], cap: float) -> float:
+        """The bottleneck of one balance under the cap."""
+        cuts = [self.layers]
+        for stage in range(len(self.speeds) - 1, -1, -1):
+            least = int(self.least_starts(stage, cap)[cuts[-1]])
+            cuts.append(least + int(reached[stage][least : cuts[-1]].argmax()))
+        return max(self.stage_times(cuts[::-1]))
 
     def most_even(self, bottleneck: float) -> list[int]:
         """The cuts with the least sum of squared stage times, no stage slower than the bottleneck."""
-        n, stages = len(self.costs) - 1, len(self.speeds)
+        n, stages = self.layers, len(self.speeds)
         best = np.full(n + 1, np.inf)
         best[0] = 0.0
-        starts = np.zeros((stages, n + 1), dtype=np.int64)
+        chosen = np.zeros((stages, n + 1), dtype=np.int64)
         for stage in range(stages):
+            least = self.least_starts(stage, bottleneck)
             following = np.full(n + 1, np.inf)
-            for end in range(stage + 1, n + 1):
-                times = self.times(stage, end)
-                total = np.where(times <= bottleneck, best[:end] + times * times, np.inf)
-                starts[stage, end] = total.argmin()
-                following[end] = total[starts[stage, end]]
+            for end in np.flatnonzero(least < np.arange(n + 1)):
+                if self.forbidden[end]:
+                    continue
+                starts = np.arange(least[end], end)
+                total = best[starts] + self.times(stage, starts, end) ** 2
+                at = int(total.argmin())
+                chosen[stage, end], following[end] = starts[at], total[at]
             best = following
         cuts = [n]
         for stage in range(stages - 1, -1, -1):
-            cuts.append(int(starts[stage, cuts[-1]]))
+            cuts.append(int(chosen[stage, cuts[-1]]))
         return cuts[::-1]
+
+
+def _exact_starts(
+    starts: Indices, ends: Indices, fits: Callable[[Indices, Indices], NDArray[np.bool_]]
+) -> Indices:
+    """Correct starts that rounding put a little off: the first that fits, or the end."""
+    starts = np.minimum(starts, ends)
+    while (off := (starts < ends) & ~fits(starts, ends)).any():
+        starts = starts + off
+    while (off := (starts > 0) & fits(np.maximum(starts - 1, 0), ends)).any():
+        starts = starts - off
+    return starts
 
 
 def _vector(values: Sequence[float] | None, name: str, count: int) -> Vector:
