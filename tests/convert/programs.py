@@ -9,6 +9,9 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, export
 
+from intarsia.convert import registry
+from intarsia.lower import lower
+
 
 class _Module(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -17,6 +20,14 @@ class _Module(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.function(*args)
+
+
+def lowered_program(
+    function: Callable[..., Any], *inputs: torch.Tensor, dynamic: tuple[dict[int, Dim], ...]
+) -> fx.GraphModule:
+    """The graph as compiling sees it: decomposed where it must be, passes run."""
+    exported = export(_Module(function), inputs, dynamic_shapes=(dynamic,), strict=False)
+    return lower(exported, registry.__contains__).module
 
 
 def program_of(
