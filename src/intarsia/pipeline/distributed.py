@@ -101,6 +101,11 @@ class DistributedPipeline:
         return found
 
     @property
+    def held(self) -> list[int]:
+        """The numbers of this rank's stages."""
+        return list(self._mine)
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank takes the inputs."""
         return 0 in self._mine

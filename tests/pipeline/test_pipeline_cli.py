@@ -1,0 +1,45 @@
+"""The command line draws schedules and runs them under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from intarsia.pipeline.cli import app
+from intarsia.pipeline.draw import ascii_gantt
+from intarsia.pipeline.schedule import schedule
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+def test_draw(tmp_path):
+    result = CliRunner().invoke(
+        app, ["draw", "--schedule", "ZeroBubble", "--ranks", "2", "--microbatches", "3"]
+    )
+    assert result.exit_code == 0
+    assert result.output.strip() == ascii_gantt(schedule("ZeroBubble", 2, 3))
+    for name in ("a.svg", "a.html"):
+        path = tmp_path / name
+        assert CliRunner().invoke(app, ["draw", "--picture", str(path)]).exit_code == 0
+        assert "<svg" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["1F1B"])
+def test_run_under_torchrun(name):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(SOURCE)])),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    environment.pop("RANK", None)
+    command = [sys.executable, "-m", "intarsia.pipeline.cli", "run", "--schedule", name, "--steps", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("gradients equal the plain model's") == 2
+    assert "tied: tokens.weight is held by stages 0, 1" in done.stdout
+    assert "loss" in done.stdout
