@@ -171,7 +171,7 @@ class _Problem:
                 if self.forbidden[end]:
                     continue
                 starts = np.arange(least[end], end)
-                total = best[starts] + self.times(stage, starts, end) ** 2
+                total = best[starts] + self.times(stage, starts, np.array(end)) ** 2
                 at = int(total.argmin())
                 chosen[stage, end], following[end] = starts[at], total[at]
             best = following
