@@ -2,21 +2,39 @@
 
 from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_cost, balance_stages
 from intarsia.pipeline.checkpoint import is_checkpointing, is_recomputing
+from intarsia.pipeline.draw import ascii_gantt, html_gantt, svg_gantt
 from intarsia.pipeline.gpipe import BalanceError, GPipe
+from intarsia.pipeline.plan import PipelinePlan, plan_pipeline
+from intarsia.pipeline.schedule import SCHEDULES, Schedule, schedule
+from intarsia.pipeline.simulate import Simulation, simulate
 from intarsia.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
+from intarsia.pipeline.split import split
+from intarsia.pipeline.stages import Stages
 
 __all__ = [
+    "SCHEDULES",
     "BalanceError",
     "GPipe",
     "Namespace",
+    "PipelinePlan",
+    "Schedule",
+    "Simulation",
+    "Stages",
+    "ascii_gantt",
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
     "balance_stages",
+    "html_gantt",
     "is_checkpointing",
     "is_recomputing",
+    "plan_pipeline",
     "pop",
+    "schedule",
+    "simulate",
     "skippable",
+    "split",
     "stash",
+    "svg_gantt",
     "verify_skippables",
 ]
