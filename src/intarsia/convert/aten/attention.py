@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -51,7 +52,7 @@ def _result(ctx: ConversionContext) -> torch.Tensor:
     return made
 
 
-def _four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, Any, Any, Any]:
+def _four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
     """Operands as (batch, heads, length, width)."""
     rank = max(q.ndim, k.ndim, v.ndim)
     leading = [tensor.shape[:-2] for tensor in (q, k, v)]
@@ -91,7 +92,7 @@ def _restore(ctx: ConversionContext, made: Tensor, rank: int) -> Tensor:
         return made
     if None in sizes:
         raise ConversionError(f"attention over {rank} dimensions of unknown size is not handled")
-    return F.reshape(made, sizes)  # type: ignore[arg-type]
+    return F.reshape(made, sizes)
 
 
 def _full_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ def _length(x: Tensor) -> Any:
 def _repeat(x: Tensor, heads: Dim, shared: Dim) -> Tensor:
     if not isinstance(heads, int) or not isinstance(shared, int):
         raise ConversionError(f"{heads} heads sharing {shared} of key and value are not handled")
-    return F.gather(x, [i // (heads // shared) for i in range(heads)], axis=1)
+    return F.gather(x, np.arange(heads) // (heads // shared), axis=1)
 
 
 def _alone(ctx: ConversionContext, made: Tensor) -> tuple[Tensor | None, ...]:

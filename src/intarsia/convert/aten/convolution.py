@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from intarsia.convert.aten.precision import filled, is_empty, is_float, static, whole, wide
@@ -162,7 +163,7 @@ def _as_plain(
     turned = F.transpose(turned, (0, 2, 1, *range(3, 3 + rank)))
     turned = F.reshape(turned, [groups * out, channels // groups, *kernel])
     for i in range(rank):
-        turned = F.gather(turned, list(reversed(range(kernel[i]))), 2 + i)
+        turned = F.gather(turned, np.arange(kernel[i])[::-1].copy(), 2 + i)
     pads: list[int] = []
     for i in range(rank):
         begin = dilations[i] * (kernel[i] - 1) - padded[i]

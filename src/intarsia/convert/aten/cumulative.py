@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -71,7 +72,7 @@ def _running_extreme(ctx: ConversionContext, self: Tensor, dim: int, largest: bo
     axis = dim % self.ndim
     size = static(self, axis)
     x = F.cast(self, ir.DataType.INT32) if self.dtype == ir.DataType.BOOL else wide(self, halves=True)
-    places = F.reshape(F.constant(range(size), ir.DataType.INT64), [-1, *[1] * (self.ndim - 1 - axis)])
+    places = F.reshape(F.constant(np.arange(size, dtype=np.int64)), [-1, *[1] * (self.ndim - 1 - axis)])
     sizes = [size if isinstance(size, int) else F.size(x, i) for i, size in enumerate(x.shape)]
     places = F.expand(places, sizes)
     better = F.greater_equal if largest else F.less_equal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from intarsia.convert.aten.precision import filled, is_empty, is_float, whole, wide
@@ -46,7 +47,8 @@ def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor |
         return F.cast(made if bias is None else F.add(made, wide(bias)), ctx.dtype)
     # Gemm reads the weight as torch keeps it; a transpose would copy it.
     x, columns = wide(input), weight.shape[0]
-    rows = x if x.ndim == 2 else F.reshape(x, [-1, weight.shape[1] if x.ndim == 1 else x.shape[-1]])
+    width: Any = weight.shape[1]
+    rows = x if x.ndim == 2 else F.reshape(x, [-1, width])
     made = F.gemm(rows, wide(weight), None if bias is None else wide(bias), trans_b=True)
     if x.ndim != 2:
         made = _restore(made, x, columns)
@@ -54,7 +56,7 @@ def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor |
 
 
 def _restore(made: Tensor, x: Tensor, columns: Any) -> Tensor:
-    sizes = list(x.shape[:-1])
+    sizes: list[Any] = list(x.shape[:-1])
     unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(unknown) <= 1:
         return F.reshape(made, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
@@ -162,7 +164,7 @@ def linalg_cross(ctx: ConversionContext, self: Tensor, other: Tensor, *, dim: in
     axis = dim % self.ndim
 
     def turned(x: Tensor, order: list[int]) -> Tensor:
-        return F.gather(x, order, axis)
+        return F.gather(x, np.array(order), axis)
 
     one = F.mul(turned(a, [1, 2, 0]), turned(b, [2, 0, 1]))
     two = F.mul(turned(a, [2, 0, 1]), turned(b, [1, 2, 0]))

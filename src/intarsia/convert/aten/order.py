@@ -90,7 +90,9 @@ def best(x: Tensor, k: Any, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
     key = _comparable(x)
     if not is_float(key):
         values, indices = F.topk(key, k, axis, largest=largest)
-        return F.cast(values, x.dtype), indices
+        # OpenVINO cannot cast what TopK makes to bool.
+        truth = x.dtype == ir.DataType.BOOL
+        return F.logical_not(F.equal(values, 0)) if truth else F.cast(values, x.dtype), indices
     top = torch.finfo(dtypes.to_torch(key.dtype)).max
     key = F.where(F.isnan(key), math.inf, F.minimum(key, top))
     indices = F.topk(key, k, axis, largest=largest)[1]

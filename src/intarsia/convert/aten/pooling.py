@@ -64,8 +64,8 @@ def _max_pool(
     # ONNX counts through the whole tensor, torch through each plane.
     plane: Any = 1
     for axis in range(2, 2 + rank):
-        size = x.shape[axis]
-        plane = plane * (size if isinstance(size, int) else F.size(x, axis))
+        known = x.shape[axis]
+        plane = plane * (known if isinstance(known, int) else F.size(x, axis))
     return values, _unbatched(F.mod(made[1], plane), self, rank)
 
 
