@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.base import NetworkEngine, Program
+from intarsia.engines.openvino_limits import refuses
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
 from intarsia.network import Network, dtypes
@@ -72,6 +73,9 @@ class OpenVINO(NetworkEngine):
         """The model, its weights put in as constants over torch's own memory; the reader would copy them."""
         import openvino
 
+        reason = refuses(net)
+        if reason is not None:
+            raise EngineError(reason)
         proto, weights = to_proto(net)
         weights_as_inputs(proto, weights)
         model = _core().read_model(proto.SerializeToString(), b"")

@@ -1,0 +1,78 @@
+"""OpenVINO is not given what it would answer wrongly; what it is given, it answers rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from intarsia.engines import OpenVINO
+from intarsia.errors import EngineError
+from intarsia.network import Network, Tensor, net_guard
+from intarsia.network import functional as F
+
+
+def network(body: Callable[..., Tensor], *inputs: torch.Tensor) -> Network:
+    net = Network()
+    with net_guard(net):
+        body(*(Tensor(f"x{i}", x.dtype, tuple(x.shape)) for i, x in enumerate(inputs))).mark_output("y")
+    return net
+
+
+REFUSED = {
+    "float64": (lambda x: x + x, (torch.zeros(2, dtype=torch.float64),), "x0 is float64"),
+    "float64 inside": (
+        lambda x: F.cast(F.cast(x, torch.float64), torch.float32),
+        (torch.zeros(2),),
+        "is float64",
+    ),
+    "long constant": (
+        lambda x: F.add(x, F.constant(np.array(2**40))),
+        (torch.zeros(2, dtype=torch.int64),),
+        "integers beyond 32 bits",
+    ),
+    "empty look-up": (
+        lambda x, i: F.gather(x, i),
+        (torch.zeros(3), torch.zeros(0, dtype=torch.int64)),
+        r"Gather of the empty tensor x1\[0\] is not safe",
+    ),
+    "empty product": (
+        lambda a, b: F.matmul(a, b),
+        (torch.zeros(2, 0), torch.zeros(0, 3)),
+        "MatMul of the empty tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_sentence(name: str) -> None:
+    body, inputs, reason = REFUSED[name]
+    net = network(body, *inputs)
+    with pytest.raises(EngineError, match=reason):
+        OpenVINO().build(net)
+    assert "OpenVINO" in str(OpenVINO().probe(net))
+
+
+TAKEN = {
+    "join with an empty one": (lambda a, b: F.concat([a, b], 0), (torch.zeros(0, 3), torch.ones(2, 3))),
+    "sum of nothing": (lambda a: F.reduce_sum(a, [0], keepdims=False), (torch.zeros(0, 3),)),
+    "empty and empty": (lambda a: F.relu(a) + 1.0, (torch.zeros(0, 3),)),
+    "to the end": (lambda a: F.slice(a, 1, 2**62, axis=0), (torch.arange(4.0),)),
+    "an input nobody reads": (lambda a, b: F.relu(b), (torch.ones(3), torch.ones(2))),
+}
+EXPECTED = {
+    "join with an empty one": torch.ones(2, 3),
+    "sum of nothing": torch.zeros(3),
+    "empty and empty": torch.zeros(0, 3),
+    "to the end": torch.tensor([1.0, 2.0, 3.0]),
+    "an input nobody reads": torch.ones(2),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_taken_and_right(name: str) -> None:
+    body, inputs = TAKEN[name]
+    (result,) = OpenVINO(threads=1).build(network(body, *inputs))(*inputs)
+    torch.testing.assert_close(result, EXPECTED[name])
