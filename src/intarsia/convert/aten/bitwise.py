@@ -53,6 +53,8 @@ def bitwise_not(ctx: ConversionContext, self: Tensor) -> Tensor:
 def left_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     # ONNX shifts unsigned integers only; a product with a power of two wraps just as a shift does.
     a, b = _shiftable(ctx, self, other)
+    if _is_plain(other, ctx.dtype):
+        return narrowed(ctx, F.mul(a, 1 << other))
     return narrowed(ctx, F.mul(a, F.gather(_powers(a.dtype), _places(b, _width(ctx.dtype), _width(a.dtype)))))
 
 
@@ -65,6 +67,8 @@ def left_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 )
 def right_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = _shiftable(ctx, self, other)
+    if _is_plain(other, ctx.dtype):
+        return narrowed(ctx, floor_of_ints(a, F.constant(1 << other, a.dtype)))
     last = _width(a.dtype) - 1
     places = _places(b, _width(ctx.dtype), last)
     shifted = floor_of_ints(a, F.gather(_powers(a.dtype), places))
@@ -78,6 +82,11 @@ def _shiftable(ctx: ConversionContext, self: Any, other: Any) -> tuple[Tensor, T
         raise ConversionError(f"a shift of {ctx.dtype.name} is not handled")
     a, b = promoted(ctx, self, other)
     return a, b
+
+
+def _is_plain(places: Any, dtype: ir.DataType) -> bool:
+    """Whether a number of places is known now and its power of two is a positive integer."""
+    return isinstance(places, int) and 0 <= places < _width(dtype) - 1
 
 
 def _width(dtype: ir.DataType) -> int:
