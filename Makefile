@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install demo lint types test test-full clean
+.PHONY: coverage install demo lint types test test-full clean
 
 install: $(STAMP)
 
@@ -30,6 +30,11 @@ test: lint types
 
 test-full: install
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# Hours on one core: every OpInfo sample on every engine. `make coverage JOBS=8` on a larger machine.
+JOBS ?= 2
+coverage: install
+	$(BIN)/python -m tests.convert.coverage --jobs $(JOBS) > docs/coverage.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
