@@ -12,12 +12,14 @@ from intarsia.capture import capture
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
 from intarsia.errors import PartitionError
-from intarsia.lower import lower
+from intarsia.inputs import honest_sizes, resolve_call
+from intarsia.lower import Lowered, lower
 from intarsia.network import Network
 from intarsia.partition import STRATEGIES, PartitionOptions, Strategy
 from intarsia.partition.support import support_table
 from intarsia.rewrite import apply
-from intarsia.runtime.build import Builder, Rewrite
+from intarsia.runtime.build import Builder, Rewrite, run_in_pytorch
+from intarsia.runtime.corners import corners
 from intarsia.runtime.stitch import Compiled, example_inputs
 
 
@@ -51,7 +53,9 @@ def compile(
     True
     """
     usable, notes = resolve_engines(engines)
-    program = capture(model, args, kwargs, dynamic_shapes)
+    args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+    with honest_sizes():
+        program = capture(model, args, kwargs, dynamic_shapes)
     lowered = lower(program, has_converter=registry.__contains__)
     builder = Builder(
         lowered.module,
@@ -60,12 +64,25 @@ def compile(
         or _options(min_block_size, torch_executed_ops, torch_executed_modules, require_full_compilation),
         _strategy(partition),
         rewrite=None if rewrite is False else _rewriter(rewrite),
-        example=example_inputs(lowered, args, kwargs or {}) if verify else None,
+        examples=_examples(lowered, args, kwargs) if verify else (),
     )
     plan, pieces, programs = builder.run(support_table(lowered.module, usable))
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
     notes = [*notes, *builder.notes]
     return Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
+
+
+def _examples(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+    """The user's call, and the same at the least and largest sizes it may have."""
+    example = example_inputs(lowered, args, kwargs)
+    found = [example]
+    for corner in corners(lowered, example):
+        try:
+            run_in_pytorch(lowered.module, corner)
+        except Exception:  # PyTorch itself cannot run the model at this size: there is no answer to compare
+            continue
+        found.append(corner)
+    return found
 
 
 def _rewriter(patterns: bool | str | Iterable[str] | None) -> Rewrite:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,22 @@ def resolve(args: Sequence[Any]) -> Resolved:
         for which in ("min", "opt", "max")
     }
     return Resolved(examples, dims, corners)
+
+
+def resolve_call(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
+    """The call to export with, every `Input` in it replaced, and the `dynamic_shapes` they ask for."""
+    if not any(isinstance(value, Input) for value in (*args, *kwargs.values())):
+        return args, kwargs, dynamic_shapes
+    if dynamic_shapes is not None:
+        raise InputError("an Input says which sizes vary, and so does dynamic_shapes; give one of them")
+    names = [*inspect.signature(model.forward).parameters][: len(args)]
+    found = resolve((*args, *kwargs.values()))
+    examples = found.args[: len(args)], dict(zip(kwargs, found.args[len(args) :], strict=True))
+    if found.dynamic_shapes is None:
+        return (*examples, None)
+    return (*examples, dict(zip((*names, *kwargs), found.dynamic_shapes, strict=True)))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from intarsia.capture import capture
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import PartitionError
+from intarsia.inputs import honest_sizes, resolve_call
 from intarsia.lower import lower
 from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.partition.advice import advise
@@ -45,7 +46,10 @@ def explain(
     if options is not None and choices:
         raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
     usable, notes = resolve_engines(engines)
-    lowered = lower(capture(model, args, kwargs, dynamic_shapes), has_converter=registry.__contains__)
+    args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+    with honest_sizes():
+        program = capture(model, args, kwargs, dynamic_shapes)
+    lowered = lower(program, has_converter=registry.__contains__)
     table = support_table(lowered.module, usable)
     strategy = _strategy(partition)
     return explain_graph(

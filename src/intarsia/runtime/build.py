@@ -22,6 +22,7 @@ from intarsia.runtime.agree import disagreement
 from intarsia.runtime.bodies import bodies, examples_of
 from intarsia.runtime.inlay import Inlay
 
+Case = tuple[list[Any], tuple[Any, ...]]  # inputs of a piece, and what PyTorch answers
 Rewrite = Callable[[Network, NetworkEngine], None]
 
 
@@ -42,7 +43,7 @@ class Builder:
     options: PartitionOptions
     strategy: Strategy
     rewrite: Rewrite | None = None
-    example: Sequence[Any] | None = None  # the graph's inputs; with them every program is tried once
+    examples: Sequence[Sequence[Any]] = ()  # inputs of the graph; every program is tried on each
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
     body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
@@ -65,47 +66,32 @@ class Builder:
                 require_full(plan.segments)
 
     def _build_all(self, pieces: list[Piece]) -> tuple[list[Program], dict[fx.Node, dict[str, str]]]:
-        known = self._start()
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        known = [dict(zip(placeholders, example, strict=True)) for example in self.examples]
         programs: list[Program] = []
         refusals: dict[fx.Node, dict[str, str]] = {}
         for piece in pieces:
-            inputs = None if known is None else [known[node] for node in piece.inputs]
-            expected = None
-            if known is not None and inputs is not None:
-                expected = run_in_pytorch(piece.module, inputs)
-                known.update(zip(piece.outputs, expected, strict=True))
+            cases = [_case(piece, values) for values in known]
             key = (piece.segment.engine, tuple(node.name for node in piece.segment.nodes))
             program = self._built.get(key)
             if program is None:
-                made = self._build(piece.module, piece.segment.engine, inputs, expected)
+                made = self._build(piece.module, piece.segment.engine, cases)
                 if isinstance(made, Failure):
-                    refusals.update(self._blame(piece, made, inputs))
+                    refusals.update(self._blame(piece, made, cases))
                     continue
                 program = self._built[key] = made
             programs.append(program)
         return programs, refusals
 
-    def _start(self) -> dict[fx.Node, Any] | None:
-        if self.example is None:
-            return None
-        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
-        return dict(zip(placeholders, self.example, strict=True))
-
-    def _build(
-        self,
-        module: fx.GraphModule,
-        engine_name: str,
-        inputs: list[Any] | None,
-        expected: Sequence[Any] | None,
-    ) -> Program | Failure:
+    def _build(self, module: fx.GraphModule, engine_name: str, cases: Sequence[Case]) -> Program | Failure:
         engine = next(engine for engine in self.engines if engine.name == engine_name)
         if isinstance(engine, GraphEngine):
-            self._build_bodies(module, inputs)
+            self._build_bodies(module, cases)
             return engine.build(module)
         assert isinstance(engine, NetworkEngine)
-        made = self._try(module, engine, inputs, expected, self.rewrite)
+        made = self._try(module, engine, cases, self.rewrite)
         if isinstance(made, Failure) and not made.nodes and self.rewrite is not None:
-            plain = self._try(module, engine, inputs, expected, None)
+            plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
                 self.notes.append(f"a segment on {engine_name} is not rewritten: rewritten, {made.reason}")
                 return plain
@@ -115,8 +101,7 @@ class Builder:
         self,
         module: fx.GraphModule,
         engine: NetworkEngine,
-        inputs: list[Any] | None,
-        expected: Sequence[Any] | None,
+        cases: Sequence[Case],
         rewrite: Rewrite | None,
     ) -> Program | Failure:
         """Convert, rewrite, build and, where an example is at hand, run and compare."""
@@ -129,49 +114,56 @@ class Builder:
             return Failure(error.reason, (error.node.name,))
         except (EngineError, RewriteError) as error:
             return Failure(str(error))
-        if inputs is None or expected is None:
-            return program
-        try:
-            wrong = disagreement(program(*inputs), expected)
-        except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
-            said = next(iter(str(error).splitlines()), "")
-            return Failure(f"{engine.name} failed to run it: {type(error).__name__}: {said}")
-        return program if wrong is None else Failure(f"{engine.name} answers wrongly: {wrong}")
+        for inputs, expected in cases:
+            try:
+                wrong = disagreement(program(*inputs), expected)
+            except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
+                said = next(iter(str(error).splitlines()), "")
+                return Failure(f"{engine.name} failed to run it: {type(error).__name__}: {said}")
+            if wrong is not None:
+                return Failure(f"{engine.name} answers wrongly: {wrong}")
+        return program
 
-    def _build_bodies(self, module: fx.GraphModule, inputs: list[Any] | None) -> None:
+    def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
         """Put compiled bodies into a piece of control flow; a branch the example leaves out is not tried."""
         found = list(bodies(module))
-        examples = {} if inputs is None or not found else examples_of(module, inputs)
+        examples = examples_of(module, cases[0][0]) if found and cases else {}
         options = replace(self.options, require_full_compilation=False)
         for node, name, body in found:
-            inner = Builder(body, self.engines, options, self.strategy, self.rewrite, examples.get(name))
+            example = examples.get(name)
+            tries = [] if example is None else [example]
+            inner = Builder(body, self.engines, options, self.strategy, self.rewrite, tries)
             plan, pieces, programs = inner.run(support_table(body, self.engines))
             setattr(module, name, Inlay(body.graph, pieces, programs))
             self.body_plans[f"{node.name}.{name}"] = plan
             self.body_plans.update(inner.body_plans)
             self.notes += inner.notes
 
-    def _blame(
-        self, piece: Piece, failure: Failure, inputs: list[Any] | None
-    ) -> dict[fx.Node, dict[str, str]]:
+    def _blame(self, piece: Piece, failure: Failure, cases: Sequence[Case]) -> dict[fx.Node, dict[str, str]]:
         """The nodes of a failed piece that must leave its engine."""
         engine = piece.segment.engine
         by_name = {node.name: node for node in piece.segment.nodes}
         if failure.nodes:
             return {by_name[name]: {engine: failure.reason} for name in failure.nodes}
         inner = {node.name: node for node in piece.module.graph.nodes}
-        values = None if inputs is None else _values(piece.module, inputs)
+        known = [_values(piece.module, inputs) for inputs, _ in cases]
         suspects = [inner[node.name] for node in piece.segment.nodes]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
             part = _part(piece.module, engine, nodes)
-            given = None if values is None else [values[node] for node in part.inputs]
-            truth = None if given is None else run_in_pytorch(part.module, given)
-            made = self._build(part.module, engine, given, truth)
+            made = self._build(part.module, engine, [_case(part, values) for values in known])
             return made.reason if isinstance(made, Failure) else None
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
+
+
+def _case(piece: Piece, values: dict[fx.Node, Any]) -> Case:
+    """A piece's inputs out of the values known so far, and PyTorch's answer, which is known from now on."""
+    inputs = [values[node] for node in piece.inputs]
+    expected = run_in_pytorch(piece.module, inputs)
+    values.update(zip(piece.outputs, expected, strict=True))
+    return inputs, expected
 
 
 def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:

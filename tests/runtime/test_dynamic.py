@@ -1,0 +1,67 @@
+"""Sizes that vary: verified at their least and largest, 0 and 1 included, and refused outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.engines import OnnxRuntime, Program
+from intarsia.errors import InputError
+from intarsia.network import Network
+
+ENGINES = ["onnxruntime", "openvino"]
+
+
+class Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.embed(ids))
+        return self.head(x.reshape(-1, 8)).reshape(ids.shape[0], ids.shape[1], 4).softmax(-1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranges_by_input(engine: str) -> None:
+    model = Pool().eval()
+    ids = intarsia.Input(
+        min_shape=(1, 1), opt_shape=(2, 6), max_shape=(4, 12), dtype=torch.int64, domain=(0, 20)
+    )
+    fast = intarsia.compile(model, (ids,), engines=[engine], min_block_size=1)
+    for shape in ((1, 1), (2, 6), (1, 12), (4, 1), (4, 12)):
+        x = torch.randint(0, 20, shape)
+        torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match="size 13 in dimension 1; compiled for 1 to 12"):
+        fast(torch.randint(0, 20, (2, 13)))
+
+
+@dataclass(frozen=True)
+class WrongWhenLarge(OnnxRuntime):
+    """ONNX Runtime, were it wrong at sizes that the example does not have."""
+
+    name: ClassVar[str] = "wrong_when_large"
+
+    def build(self, net: Network) -> Program:
+        program = super().build(net)
+        return lambda *xs: tuple(y + (y.shape[0] > 6) for y in program(*xs))
+
+
+def test_every_corner_is_tried() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval()
+    rows = torch.export.Dim("rows", min=2, max=8)
+    fast = intarsia.compile(
+        model,
+        (torch.randn(3, 4),),
+        dynamic_shapes=({0: rows},),
+        engines=[WrongWhenLarge()],
+        min_block_size=1,
+    )
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert "answers wrongly" in str(fast.plan)
