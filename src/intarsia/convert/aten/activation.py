@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from intarsia.convert.aten.unary import softplus
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide
 from intarsia.convert.registry import converter
@@ -89,7 +90,7 @@ def hardswish(ctx: ConversionContext, self: Tensor) -> Tensor:
 @converter(aten.log_sigmoid.default)
 def log_sigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
     (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, F.neg(F.softplus(F.neg(x))))
+    return narrowed(ctx, F.neg(softplus(F.neg(x))))
 
 
 @converter(aten.log_sigmoid_forward.default)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from intarsia.convert.aten.unary import expm1
+from intarsia.convert.aten.unary import expm1, softplus
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide
 from intarsia.convert.registry import converter
@@ -46,10 +46,10 @@ def _exponential(x: Tensor, negative: float, positive: float, inner: float) -> T
 
 
 @converter(aten.softplus.default)
-def softplus(ctx: ConversionContext, self: Tensor, beta: Any = 1, threshold: Any = 20) -> Tensor:
+def scaled_softplus(ctx: ConversionContext, self: Tensor, beta: Any = 1, threshold: Any = 20) -> Tensor:
     (x,) = promoted_wide(ctx, self)
     scaled = F.mul(x, float(beta)) if beta != 1 else x
-    curve = F.softplus(scaled)
+    curve = softplus(scaled)
     if beta != 1:
         curve = F.div(curve, float(beta))
     if threshold >= 20:  # beyond 20 the curve is the line, in float32

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.unary import is_negative
+from intarsia.convert.aten.unary import is_negative, softplus
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide
 from intarsia.convert.registry import converter
@@ -161,4 +161,4 @@ def heaviside(ctx: ConversionContext, self: Tensor, values: Tensor) -> Tensor:
 def logaddexp(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
     high, low = _ordered(*promoted_wide(ctx, self, other))
     gap = F.where(F.equal(high, low), 0.0, F.sub(low, high))  # equal infinities have no difference
-    return narrowed(ctx, F.add(high, F.softplus(gap)))
+    return narrowed(ctx, F.add(high, softplus(gap)))

@@ -54,6 +54,13 @@ def log1p(x: Tensor) -> Tensor:
     return F.where(F.less(F.abs(x), 0.5), near, F.log(F.add(x, 1.0)))
 
 
+def softplus(x: Tensor) -> Tensor:
+    """`log(1 + exp(x))`; far below zero by its series, where OpenVINO's layer even turns negative."""
+    small = F.exp(x)
+    series = F.mul(small, F.sub(1.0, F.mul(small, 0.5)))
+    return F.where(F.less(x, -8.0), series, F.softplus(x))
+
+
 def trunc(x: Tensor) -> Tensor:
     """`x` rounded towards zero."""
     return F.where(F.less(x, 0.0), F.ceil(x), F.floor(x))
@@ -192,7 +199,8 @@ def round_decimals(ctx: ConversionContext, self: Tensor, decimals: int = 0) -> T
 def logit(ctx: ConversionContext, self: Tensor, eps: float | None = None) -> Tensor:
     (x,) = promoted_wide(ctx, self)
     if eps is not None:
-        x = F.clip(x, eps, 1.0 - eps)
+        low, high = F.constant(eps, x.dtype), F.constant(1.0 - eps, x.dtype)
+        x = F.where(F.less(x, low), low, F.where(F.less(high, x), high, x))  # a NaN stays one
     return narrowed(ctx, F.log(F.div(x, F.sub(1.0, x))))
 
 
