@@ -60,11 +60,12 @@ def repair(
     """
     options = options or PartitionOptions()
     groups = find_groups(gm, options.atomic)
-    if any(node in find_riders(gm.graph, table) for node in refusals):
+    shared = find_riders(gm.graph, table)
+    if any(node in shared for node in refusals):
         return None
-    for segment in plan.segments:  # what the strategy refused by itself, such as small blocks
-        table = table.with_refusals(segment.reasons)
-    table = agree(table.with_refusals(refusals), groups)
+    # What the strategy refused by itself, such as small blocks, stays refused.
+    known = {node: why for segment in plan.segments for node, why in segment.reasons.items()}
+    table = agree(table.with_refusals(known).with_refusals(refusals), groups)
     units = find_units(gm.graph, table, groups)
     riders = frozenset(units.riders)
     number = {node: unit for unit, members in enumerate(units.nodes) for node in members}

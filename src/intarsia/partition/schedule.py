@@ -196,7 +196,7 @@ def _backwards(problem: Problem) -> Runs:
     return [sorted(last - unit for unit in run) for run in reversed(runs)]
 
 
-def _tighten(problem: Problem, runs: Runs, *, effort: int = 4_000_000) -> Runs:
+def _tighten(problem: Problem, runs: Runs, *, effort: int = 400_000) -> Runs:
     """Leave out any run the others can absorb, as far as `effort` unit visits allow."""
     sequence = [problem.colours[run[0]] for run in runs]
     tries = effort // max(1, len(problem))
