@@ -142,12 +142,11 @@ class Builder:
     def _blame(self, piece: Piece, failure: Failure, cases: Sequence[Case]) -> dict[fx.Node, dict[str, str]]:
         """The nodes of a failed piece that must leave its engine."""
         engine = piece.segment.engine
-        by_name = {node.name: node for node in piece.segment.nodes}
+        by_name = {node.name: node for node in (*piece.segment.nodes, *piece.segment.views)}
         if failure.nodes:
             return {by_name[name]: {engine: failure.reason} for name in failure.nodes}
-        inner = {node.name: node for node in piece.module.graph.nodes}
         known = [_values(piece.module, inputs) for inputs, _ in cases]
-        suspects = [inner[node.name] for node in piece.segment.nodes]
+        suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
             part = _part(piece.module, engine, nodes)
