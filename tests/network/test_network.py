@@ -14,7 +14,7 @@ from intarsia.errors import NetworkError
 from intarsia.network import Layer, Network, Tensor, default_net, net_guard
 from intarsia.network import functional as F
 from intarsia.network.journal import undo
-from intarsia.network.uses import FAST
+from intarsia.network.raw import FAST
 
 
 def diamond() -> Network:

@@ -17,6 +17,7 @@ from intarsia.network import dtypes
 from intarsia.network.attributes import from_attr, to_attr
 from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Moved, Redirected, Removed
 from intarsia.network.order import Order
+from intarsia.network.raw import graph_of, inputs_of, name_of, producer_of
 from intarsia.network.uses import detach, is_dead, move_uses, take_out
 
 if TYPE_CHECKING:
@@ -263,6 +264,7 @@ class Network:
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
         self.anchor: ir.Node | None = None
         self.scope = ""  # how layers made now are called
+        self.traced = False  # whether any layer knows where it comes from
         self.origin: dict[str, str] | None = None  # where they come from: module path, source line
 
     @staticmethod
@@ -397,6 +399,8 @@ class Network:
             self.graph.opset_imports[domain] = 1
         self._place(node)
         self._layers[layer_name] = node
+        if self.origin is not None:
+            self.traced = True
         if calls.made is not None:
             calls.made.append(node)
         if self.journal is not None:
@@ -405,14 +409,14 @@ class Network:
 
     def _place(self, node: ir.Node) -> None:
         anchor = self.anchor
-        if anchor is None or anchor.graph is not self.graph:
+        if anchor is None or graph_of(anchor) is not self.graph:
             self.graph.append(node)
             self.order.appended(node)
             return
-        order = self.order
+        order, graph = self.order, self.graph
         limit, late = order.of(anchor), None
-        for value in node.inputs:
-            if value is None or (maker := value.producer()) is None or maker.graph is not self.graph:
+        for value in inputs_of(node):
+            if value is None or (maker := producer_of(value)) is None or graph_of(maker) is not graph:
                 continue
             if (label := order.of(maker)) >= limit:
                 limit, late = label, maker
@@ -455,27 +459,28 @@ class Network:
     def remove_dead(self, nodes: list[ir.Node], *, feeders: bool = True) -> None:
         """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
         gone: list[ir.Node] = []
-        seen: set[ir.Node] = set()
+        graph, journal, memo, order = self.graph, self.journal, self.memo, self.order
         while nodes:
             node = nodes.pop()
-            if node in seen or node.graph is not self.graph or not is_dead(node):
+            if graph_of(node) is not graph or not is_dead(node) or node in gone:
                 continue
-            seen.add(node)
             gone.append(node)
-            inputs: tuple[ir.Value | None, ...] = node.inputs  # type: ignore[assignment]
-            if self.journal is not None:
-                info = None if self.memo is None else self.memo.raw(node.name)  # type: ignore[arg-type]
-                self.journal.append(Removed(node, inputs, self.order.of(node), info))
+            inputs = inputs_of(node)
+            if journal is not None:
+                info = None if memo is None else memo.raw(name_of(node))
+                journal.append(Removed(node, inputs, order.of(node), info))
             detach(node)
             if feeders:
-                nodes += [maker for v in inputs if v is not None and (maker := v.producer()) is not None]
-        take_out(self.graph, gone)
+                for value in inputs:
+                    if value is not None and (maker := producer_of(value)) is not None and is_dead(maker):
+                        nodes.append(maker)
+        take_out(graph, gone)
         for node in gone:
             self.forget_layer(node)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""
-        name: str = node.name  # type: ignore[assignment]
+        name = name_of(node)
         self._layers.pop(name, None)
         self.order.removed(node)
         if self.memo is not None:
@@ -509,16 +514,17 @@ class Network:
         before, after = old.value, new.value
         if before is after:
             return
-        if after.graph is not self.graph:
+        if (after.graph if (made := producer_of(after)) is None else graph_of(made)) is not self.graph:
             raise NetworkError(f"{new.name} does not belong to the network of {old.name}")
-        self._order_uses(before, after, before.uses())
+        if made is not None:
+            self._order_uses(before, after, before.uses())
         uses = move_uses(before, after)
         positions: tuple[int, ...] = ()
         swapped = False
         shown = after
         if before.is_graph_output():
             positions = tuple(i for i, value in enumerate(self.graph.outputs) if value is before)
-            if after.producer() is None or after.is_graph_output():
+            if made is None or after.is_graph_output():
                 shown = self._identity(after)
             for position in positions:
                 self.graph.outputs[position] = shown
@@ -557,7 +563,7 @@ class Network:
         early = []
         graph, order = self.graph, self.order
         for node, _ in uses:
-            reader = node if node.graph is graph else self._owner(node)
+            reader = node if graph_of(node) is graph else self._owner(node)
             if order.of(reader) <= limit:
                 early.append(reader)
         if not early:

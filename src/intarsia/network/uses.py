@@ -10,11 +10,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-FAST = (
-    all(hasattr(ir.Value, name) for name in ("_uses", "_is_graph_output"))
-    and all(hasattr(ir.Node, name) for name in ("_inputs", "_outputs", "device_configurations"))
-    and hasattr(ir.Graph([], [], nodes=[]), "_nodes")
-)
+from intarsia.network.raw import FAST
 
 Uses = tuple[tuple[ir.Node, int], ...]
 
@@ -52,15 +48,21 @@ def detach(node: ir.Node) -> None:
 
 def move_uses(old: ir.Value, new: ir.Value) -> Uses:
     """Let every reader of one tensor read another; the reads that were moved."""
-    uses = tuple(old.uses())
+    if not FAST:
+        uses = tuple(old.uses())
+        for node, index in uses:
+            node.replace_input_with(index, new)
+        return uses
+    moved = old._uses
+    uses = tuple(moved)
     for use in uses:
         node, index = use
-        if not FAST or node.device_configurations:
+        if node.device_configurations:
             node.replace_input_with(index, new)
             continue
         inputs = node._inputs
         node._inputs = (*inputs[:index], new, *inputs[index + 1 :])
-        del old._uses[use]
+        del moved[use]
         new._uses[use] = None
     return uses
 
@@ -70,6 +72,7 @@ def take_out(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
     if not FAST:
         graph.remove(nodes)
         return
+    listed = graph._nodes
     for node in nodes:
-        node.graph = None
-        graph._nodes.remove(node)
+        node._graph = None
+        listed.remove(node)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.raw import attributes_of, graph_of, inputs_of, name_of, outputs_of
 
 if TYPE_CHECKING:
     from intarsia.network.network import Dim, Network, Shape
@@ -41,16 +42,17 @@ def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
     define([value for value in graph.initializers.values() if value not in known], "the network")
     reads = 0
     for node in graph:
-        for read in node.inputs:
+        for read in inputs_of(node):
             if read is None:
                 continue
             if read not in known:
                 raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
             reads += 1
-        for attr in node.attributes.values():
-            if isinstance(attr.value, ir.Graph):
-                _verify_graph(attr.value, set(known))
-        define(node.outputs, node.name or "a layer without a name")
+        if attributes := attributes_of(node):
+            for attr in attributes.values():
+                if isinstance(attr.value, ir.Graph):
+                    _verify_graph(attr.value, set(known))
+        define(outputs_of(node), name_of(node) or "a layer without a name")
     _verify_uses(graph, known, reads)
     for value in graph.outputs:
         if value not in known:
@@ -62,9 +64,11 @@ def _verify_uses(graph: ir.Graph, known: set[ir.Value], reads: int) -> None:
     uses = 0
     for value in known:
         for node, index in value.uses():
-            if index >= len(node.inputs) or node.inputs[index] is not value:
+            inputs = inputs_of(node)
+            if index >= len(inputs) or inputs[index] is not value:
                 raise NetworkError(f"{value.name} believes that layer {node.name} reads it")
-            uses += node.graph is graph
+            if graph_of(node) is graph:
+                uses += 1
     if uses != reads:
         raise NetworkError(f"layers read {reads} tensors and tensors know of {uses} reads")
 

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
 from intarsia.network.journal import Added, Edit, Moved, Removed
+from intarsia.network.raw import attributes_of, constant_of, graph_of, inputs_of, kind_of, op_type_of
 from intarsia.network.uses import readers, use_count
 from intarsia.network.verify import verify
 from intarsia.rewrite.log import Fired, RewriteLog
@@ -50,27 +51,25 @@ class _Level:
         self.by_kind: dict[str, list[Entry]] = {}
         for kind in dict.fromkeys(kind for entry in entries for kind in entry.pattern.root_layer or ()):
             self.by_kind[kind] = [e for e in entries if kind in (e.pattern.root_layer or (kind,))]
-        self.waiting: deque[ir.Node] = deque()
+        self.waiting: deque[tuple[ir.Node, list[Entry]]] = deque()
         self.queued: set[ir.Node] = set()
+        self.left = 0  # of the layers waiting, how many of the sweep over the whole network
 
     def push(self, node: ir.Node, kind: str) -> None:
-        if (self.anywhere or kind in self.by_kind) and node not in self.queued:
+        entries = self.by_kind.get(kind, self.anywhere)
+        if entries and node not in self.queued:
             self.queued.add(node)
-            self.waiting.append(node)
+            self.waiting.append((node, entries))
 
     def pop(self) -> tuple[ir.Node, list[Entry]]:
-        node = self.waiting.popleft()
+        node, entries = self.waiting.popleft()
+        self.left -= 1
         self.queued.discard(node)
-        return node, self.by_kind.get(kind_of(node), self.anywhere)
+        return node, entries
 
 
 def _plain(attributes: Mapping[str, ir.Attr]) -> dict[str, object]:
     return {name: attr.value for name, attr in attributes.items()}
-
-
-def kind_of(node: ir.Node) -> str:
-    domain = node.domain
-    return f"{domain}::{node.op_type}" if domain else node.op_type
 
 
 class Driver:
@@ -103,23 +102,31 @@ class Driver:
             while changed and not self.log.exhausted:
                 self._push_all()
                 before = len(self.log)
-                while (level := next((x for x in self.levels if x.waiting), None)) and not self.log.exhausted:
-                    self._visit(*level.pop())
+                while (level := self._busy()) is not None and not self.log.exhausted:
+                    sweeping = level is self.levels[0] and level.left > 0
+                    self._visit(*level.pop(), sweeping)
                 changed = len(self.log) > before
             if self.log.fired:
                 self.net.drop_unused_constants()
                 verify(self.net, types=False)
         return self.log
 
+    def _busy(self) -> _Level | None:
+        """The highest level with layers to try."""
+        for level in self.levels:
+            if level.waiting:
+                return level
+        return None
+
     def _push_all(self) -> None:
         for node in self.net.graph:
-            kind = kind_of(node)
-            for level in self.levels:
-                level.push(node, kind)
+            self._push(node)
+        for level in self.levels:
+            level.left = len(level.waiting)
 
-    def _visit(self, node: ir.Node, entries: list[Entry]) -> None:
+    def _visit(self, node: ir.Node, entries: list[Entry], sweeping: bool) -> None:
         for entry in entries:
-            if node.graph is not self.net.graph:
+            if graph_of(node) is not self.net.graph:
                 return  # gone since it was queued
             found = entry.pattern.find(Layer(node))
             if not found or (entry.label, node) in self.banned:
@@ -138,13 +145,13 @@ class Driver:
                 continue
             if isinstance(edits, Refusal):
                 continue
-            self._settle(entry.label, node, edits, past)
+            self._settle(entry.label, node, edits, past, sweeping)
             return
 
     def _past(self, label: str, node: ir.Node) -> _Past:
         """The history of a layer about to be replaced; an error if it was replaced before just as it is."""
         before = self.pasts.get(node)
-        now = _Past(label, node.op_type, node.inputs, node.attributes, before)
+        now = _Past(label, op_type_of(node), inputs_of(node), attributes_of(node), before)
         step, labels = before, [label]
         while step is not None and len(labels) < 64:
             labels.append(step.label)
@@ -162,33 +169,45 @@ class Driver:
             step = step.before
         return now
 
-    def _settle(self, label: str, root: ir.Node, edits: list[Edit], past: _Past) -> None:
+    def _settle(self, label: str, root: ir.Node, edits: list[Edit], past: _Past, sweeping: bool) -> None:
         """Write down a rewrite that stands, and queue what it may have made matchable."""
         made: list[ir.Node] = []
         gone: list[ir.Node] = []
         near: dict[ir.Node, None] = {}
         for edit in edits:
-            if type(edit) is Added:
-                if edit.node.graph is not None:
-                    made.append(edit.node)
-                    near[edit.node] = None
-                    self.pasts[edit.node] = past
-            elif type(edit) is Removed:
-                gone.append(edit.node)
-                for value in edit.inputs:  # one reader less may be what a pattern waits for
-                    if value is not None and use_count(value) == 1 and value.const_value is None:
+            kind = type(edit)
+            if kind is Added:
+                node = edit.node  # type: ignore[union-attr]
+                if graph_of(node) is not None:
+                    made.append(node)
+                    self.pasts[node] = past
+            elif kind is Removed:
+                gone.append(edit.node)  # type: ignore[union-attr]
+                for value in edit.inputs:  # type: ignore[union-attr]
+                    # One reader less may be what a pattern waits for.
+                    if value is not None and use_count(value) == 1 and constant_of(value) is None:
                         near[readers(value)[0]] = None
-            elif type(edit) is Moved:
-                for use in edit.uses[:_NEAR]:
-                    near[use[0]] = None
+            elif kind is Moved and not sweeping:
+                near.update(dict.fromkeys([use[0] for use in edit.uses[:_NEAR]]))  # type: ignore[union-attr]
         fired = Fired(label, root, gone, made)
-        fired.stamp()
+        fired.stamp(self.net.traced)
         self.log.fired.append(fired)
         if len(self.log.fired) > self.budget:
             recent = Counter(entry.pattern for entry in self.log.fired[-200:])
             labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
             raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
-        self._push_near(near)
+        for node in made:
+            near.pop(node, None)
+            self._push(node)
+        # In the first sweep of the highest level all that stands below is still to be visited.
+        if near or not sweeping:
+            near.update(dict.fromkeys(made))
+            self._push_near(near)
+
+    def _push(self, node: ir.Node) -> None:
+        kind = kind_of(node)
+        for level in self.levels:
+            level.push(node, kind)
 
     def _push_near(self, near: dict[ir.Node, None]) -> None:
         """Queue these layers and those below them, as far down as a pattern reaches."""
@@ -206,10 +225,8 @@ class Driver:
             if len(near) > _NEAR:
                 break
             front = below
-        for level in self.levels:
-            for node in near:
-                if node not in level.queued:
-                    level.push(node, kind_of(node))
+        for node in near:
+            self._push(node)
 
 
 @contextmanager

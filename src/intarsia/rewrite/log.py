@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from intarsia.network.raw import name_of
+
 
 class Fired:
     """One rewrite: the pattern, the layers it took away and those it put in their place."""
@@ -44,14 +46,20 @@ class Fired:
     def _from(self) -> list[ir.Node]:
         return [self._root, *self._gone]
 
-    def stamp(self) -> None:
-        """Write on every new layer where it comes from."""
+    def stamp(self, traced: bool) -> None:
+        """Write on every new layer where it comes from; `traced` says that old layers know it."""
         if not self._made:
             return
-        origin = next((node.metadata_props for node in self._from() if node.metadata_props), {})
-        props = {**origin, "pattern": self.pattern, "replaced": ", ".join(self.replaced)}
+        origin: dict[str, str] = {}
+        if traced:
+            origin = next((node.metadata_props for node in self._from() if node.metadata_props), origin)
+        replaced = ", ".join([name_of(node) for node in self._gone])
         for node in self._made:
-            node.metadata_props.update(props)
+            props = node.metadata_props
+            if origin:
+                props.update(origin)
+            props["pattern"] = self.pattern
+            props["replaced"] = replaced
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""

@@ -11,8 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.network import Tensor
+from intarsia.network.raw import attributes_of, inputs_of, kind_of, outputs_of, producer_of
 from intarsia.network.schema import schema_of
-from intarsia.network.uses import use_count
+from intarsia.network.uses import readers, use_count
 from intarsia.rewrite.term import (
     COMMUTATIVE,
     Any_,
@@ -81,9 +82,9 @@ class Matcher:
         """Match a pattern in which nothing is to be chosen: plainly downwards."""
         state.nodes[term] = node
         state.layers[node] = term.shared
-        if (term.attributes or node.attributes) and not self._attributes(term, node, state):
+        if (term.attributes or attributes_of(node)) and not self._attributes(term, node, state):
             return False
-        values = node.inputs
+        values = inputs_of(node)
         if len(values) != len(term.inputs):
             return False
         for inner, value in zip(term.inputs, values, strict=True):
@@ -91,13 +92,13 @@ class Matcher:
                 if not self._bind(inner, value, state):
                     return False
             elif type(inner) is Call:
-                below = None if value is None else value.producer()
-                while below is not None and _kind(below) != inner.kind:
+                below = None if value is None else producer_of(value)
+                while below is not None and kind_of(below) != inner.kind:
                     if not is_transparent(below):
                         return False
                     state.layers[below] = inner.shared
                     value = below.inputs[0]
-                    below = None if value is None else value.producer()
+                    below = None if value is None else producer_of(value)
                 if below is None or value is None or value.index() != 0:
                     return False
                 if not self._straight(inner, below, state):
@@ -196,7 +197,7 @@ class Matcher:
     ) -> bool:
         node = None if value is None else value.producer()
         skipped: list[ir.Node] = []
-        while node is not None and _kind(node) != term.kind:
+        while node is not None and kind_of(node) != term.kind:
             if not is_transparent(node):
                 return self._fail(state, "{} is made by {}, not {}", value, node.op_type, term.kind)
             skipped.append(node)
@@ -304,24 +305,28 @@ class Matcher:
                 if value.const_value is not None or use_count(value) > _READERS:
                     continue
                 for node, _ in value.uses():
-                    if _kind(node) == call.kind and index < len(node.outputs):
+                    if kind_of(node) == call.kind and index < len(node.outputs):
                         yield node.outputs[index]
 
     def _closed(self, state: Found) -> bool:
         """Whether layers outside the match read nothing of it but its outputs."""
-        reads = sum(len(node.inputs) for node in state.layers)
-        for node, shared in state.layers.items():
-            if shared:
+        layers, roots = state.layers, state.roots
+        for node, shared in layers.items():
+            made = outputs_of(node)
+            if shared or (len(made) == 1 and made[0] in roots):
                 continue
-            for value in node.outputs:
-                if value in state.roots:
+            for value in made:
+                if value in roots:
                     continue
                 if value.is_graph_output():
                     return self._fail(state, "{} is an output of the network", value)
-                if use_count(value) > reads:
-                    return self._fail(state, "{} is read by {} layers", value, use_count(value))
-                for user, _ in value.uses():
-                    if user not in state.layers:
+                count = use_count(value)
+                if count == 0 or (count == 1 and len(made) == 1):
+                    continue  # the one reader is the layer of the match it was reached from
+                if count > sum([len(other.inputs) for other in layers]):
+                    return self._fail(state, "{} is read by {} layers", value, count)
+                for user in readers(value):
+                    if user not in layers:
                         return self._fail(state, "{} is also read by {}", value, user)
         return True
 
@@ -426,10 +431,6 @@ def _plain(value: Any) -> Any:
 def _rank(node: ir.Node) -> int:
     first = node.inputs[0] if node.inputs else None
     return 0 if first is None or first.shape is None else len(first.shape)
-
-
-def _kind(node: ir.Node) -> str:
-    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 
 def _shown(part: Any) -> Any:

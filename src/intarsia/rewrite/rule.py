@@ -84,11 +84,6 @@ class Rule(PatternRewriter):
             raise RewriteError(f"the rule gave {said!r} where {len(found.roots)} tensor(s) should be")
         for old, new in zip(found.roots, made, strict=True):
             net.replace_all_uses(Tensor.of(old), new)
-        # The last made is read by none of the others, so it goes first: the list is taken from its end.
-        layers = list(found.layers)
-        if len(layers) > 1:
-            layers.sort(key=net.order.of)
-        net.remove_dead(layers, feeders=False)
 
 
 def rule(

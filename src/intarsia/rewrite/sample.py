@@ -18,7 +18,7 @@ _DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def random_network(roots: Sequence[Root], rng: np.random.Generator, rank: int) -> Network:
-    """A network in which the terms stand, most variables of `rank` dimensions; an error if they do not fit."""
+    """A network in which the terms stand, most variables of `rank` dimensions, or an error."""
     net = Network("sample")
     with net_guard(net):
         maker = _Maker(rng, rank)

@@ -12,6 +12,7 @@ from intarsia.network.attributes import from_attr
 from intarsia.network.infer import has_rule, infer
 from intarsia.network.journal import Added, Edit, Marked, Moved, Removed, Typed, undo
 from intarsia.network.network import raw_shape
+from intarsia.network.raw import graph_of, producer_of, shape_of
 from intarsia.network.uses import is_dead, use_count
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
@@ -52,13 +53,13 @@ def _sweep(net: Network, edits: list[Edit]) -> None:
     dead: list[ir.Node] = []
     for edit in edits:
         if type(edit) is Added:
-            if edit.node.graph is not None and is_dead(edit.node):
+            if graph_of(edit.node) is not None and is_dead(edit.node):
                 dead.append(edit.node)
         elif type(edit) is Removed:
             for value in edit.inputs:
-                if value is not None and not use_count(value) and (maker := value.producer()) is not None:
+                if value is not None and not use_count(value) and (maker := producer_of(value)) is not None:
                     dead.append(maker)
-        elif type(edit) is Moved and (maker := edit.old.producer()) is not None and maker.graph is not None:
+        elif type(edit) is Moved and (maker := producer_of(edit.old)) is not None:
             dead.append(maker)
     if dead:
         net.remove_dead(dead)
@@ -69,11 +70,11 @@ def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:
     retyped: list[ir.Value] = []
     for edit in edits[:]:
         if type(edit) is Added:
-            if not edit.inferred and edit.node.graph is not None:
+            if not edit.inferred and graph_of(edit.node) is not None:
                 verify_layer(edit.node)
         elif type(edit) is Moved:
             old, new = edit.old, edit.new
-            if (old.shape is not new.shape or old.dtype != new.dtype) and not _same_type(
+            if (shape_of(old) is not shape_of(new) or old.dtype != new.dtype) and not _same_type(
                 net, old, new, keep_types
             ):
                 retyped.append(new)

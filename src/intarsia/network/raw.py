@@ -1,0 +1,55 @@
+"""Reading what `onnx_ir` keeps at the speed of a slot, not of a property.
+
+Rewriting asks a node for its inputs, graph and kind hundreds of thousands of times; a property is a
+Python call each time. Where `onnx_ir` keeps these under other names than we know, the properties serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import onnx_ir as ir
+
+_NODE = (
+    "_inputs",
+    "_outputs",
+    "_graph",
+    "_name",
+    "_op_type",
+    "_domain",
+    "_attributes",
+    "device_configurations",
+)
+_VALUE = ("_uses", "_producer", "_is_graph_output", "_const_value", "_shape", "_type")
+
+FAST = (
+    all(hasattr(ir.Node, name) for name in _NODE)
+    and all(hasattr(ir.Value, name) for name in _VALUE)
+    and hasattr(ir.Graph([], [], nodes=[]), "_nodes")
+)
+
+
+def _get(private: str, public: str) -> Callable[[Any], Any]:
+    return attrgetter(private if FAST else public)
+
+
+inputs_of: Callable[[ir.Node], tuple[ir.Value | None, ...]] = _get("_inputs", "inputs")
+outputs_of: Callable[[ir.Node], tuple[ir.Value, ...]] = _get("_outputs", "outputs")
+graph_of: Callable[[ir.Node], ir.Graph | None] = _get("_graph", "graph")
+name_of: Callable[[ir.Node], str] = _get("_name", "name")
+op_type_of: Callable[[ir.Node], str] = _get("_op_type", "op_type")
+domain_of: Callable[[ir.Node], str] = _get("_domain", "domain")
+attributes_of: Callable[[ir.Node], Any] = _get("_attributes", "attributes")
+shape_of: Callable[[ir.Value], ir.Shape | None] = _get("_shape", "shape")
+constant_of: Callable[[ir.Value], ir.TensorProtocol | None] = _get("_const_value", "const_value")
+producer_of: Callable[[ir.Value], ir.Node | None] = (
+    attrgetter("_producer") if FAST else methodcaller("producer")
+)
+
+
+def kind_of(node: ir.Node) -> str:
+    """The operator, with its domain where it is not ONNX's own."""
+    domain = domain_of(node)
+    return f"{domain}::{op_type_of(node)}" if domain else op_type_of(node)
