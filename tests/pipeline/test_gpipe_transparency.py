@@ -239,6 +239,26 @@ def test_default_device_follows():
         assert piped(torch.empty(4, 1)).is_meta
 
 
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_saved_tensor_hooks_follow(checkpoint):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    piped = GPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.rand(4, 4)
+    packed = []
+
+    def pack(tensor):
+        packed.append(threading.current_thread().name)
+        return tensor.neg()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.neg):
+        expected, actual = chunked(plain, x, 2), piped(x)
+    expected.sum().backward()
+    actual.sum().backward()
+    assert set(packed) > {"MainThread"}
+    for a, b in zip(plain.parameters(), piped.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
 # Random numbers
 
 

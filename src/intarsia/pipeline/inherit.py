@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 # Autocast is kept per device type; these are the ones a stage can run on.
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Grad mode, inference mode, autocast and default device, as they were where it was captured.
+    """Grad mode, inference mode, autocast, default device and saved-tensor hooks, when captured.
 
     >>> with torch.no_grad():
     ...     state = ThreadState.capture()
@@ -27,6 +29,7 @@ class ThreadState:
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     default_device: torch.device
+    saved_tensor_hooks: SavedTensorHooks | None
 
     @staticmethod
     def capture() -> ThreadState:
@@ -39,6 +42,7 @@ class ThreadState:
                 for kind in _AUTOCAST_DEVICES
             ),
             default_device=torch.get_default_device(),
+            saved_tensor_hooks=saved_tensor_hooks(),
         )
 
     @contextmanager
@@ -56,4 +60,14 @@ class ThreadState:
                     )
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             yield
+
+
+def saved_tensor_hooks() -> SavedTensorHooks | None:
+    """The hooks that pack what autograd saves on this thread (`save_on_cpu`, say)."""
+    # torch has no public way to ask; a release without this one leaves workers without the hooks.
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks: SavedTensorHooks | None = None if ask is None else ask(False)
+    return hooks
