@@ -54,6 +54,12 @@ def scalar_power(ctx: ConversionContext, self: Any, exponent: Tensor) -> Tensor:
     return power(ctx, self, exponent)
 
 
+@converter(aten.ldexp.Tensor)
+def ldexp(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+    a, b = promoted_wide(ctx, self, other)
+    return narrowed(ctx, F.mul(a, F.pow(F.constant(2.0, b.dtype), b)))
+
+
 def _integer_power(x: Tensor, exponent: int) -> Tensor:
     """By repeated squaring: exact, and wraps where torch wraps."""
     if exponent < 0:
