@@ -142,7 +142,7 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         ctx.shape = value.shape
-        return value.detach().reshape(1) if value.ndim == 0 else value.detach()
+        return value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

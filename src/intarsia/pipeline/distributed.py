@@ -16,7 +16,14 @@ from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.border import Border, wire_spec
-from intarsia.pipeline.placement import check_agreement, default_device, homes, placed, schedule_class
+from intarsia.pipeline.placement import (
+    check_agreement,
+    connect,
+    default_device,
+    homes,
+    placed,
+    schedule_class,
+)
 from intarsia.pipeline.signature import TensorSpec
 from intarsia.pipeline.stages import Stages
 from intarsia.pipeline.tied import TiedGradients
@@ -70,6 +77,7 @@ class DistributedPipeline:
         self.schedule_class = schedule_class(schedule)
         self.homes = homes(len(stages), self.world, self.schedule_class)
         check_agreement(stages, group, self.device)
+        connect(self.homes, group, self.device)
         self._borders = [_border_specs(s) for s in stages]
         self._mine = [i for i, rank in enumerate(self.homes) if rank == self.rank]
         self._parts = [placed(stages[i], self.device) for i in self._mine]
@@ -194,7 +202,7 @@ class DistributedPipeline:
         for spec, tensor in zip(self.signature.tensors, tensors, strict=True):
             if not self.signature.splits(spec):
                 parts.append(tensor)
-                wires.append(tensor.to(self.device).unsqueeze(0).expand(m, *tensor.shape))
+                wires.append(tensor.to(self.device).unsqueeze(0).expand(m, *tensor.shape).contiguous())
                 continue
             if tensor.shape[0] % m:
                 raise InputError(
@@ -202,7 +210,7 @@ class DistributedPipeline:
                     " drop or pad the rest of the last batch"
                 )
             parts.append(tensor[: tensor.shape[0] // m])
-            wires.append(tensor.to(self.device))
+            wires.append(tensor.to(self.device).contiguous())
         return wires, self.signature.lengths(parts)
 
     def _schedule(self, learn: bool, lengths: Mapping[str, int]) -> tuple[Any, _Last | None]:

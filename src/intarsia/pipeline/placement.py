@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,3 +81,25 @@ def check_agreement(stages: Stages, group: dist.ProcessGroup | None, device: tor
             f"rank {others[0]} cut the model elsewhere than rank {dist.get_rank(group)}: measured times"
             " differ between processes; split(..., agree=True) takes rank 0's cuts on every rank"
         )
+
+
+def connect(homes: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Open the connections between neighbours one by one.
+
+    Some versions of gloo fail when both ends of a connection that is not yet open begin to send at once.
+    """
+    rank = dist.get_rank(group)
+    for a, b in sorted({(min(p), max(p)) for p in pairwise(homes) if p[0] != p[1]}):
+        if rank not in (a, b):
+            continue
+        word = torch.zeros(1, device=device)
+        for sender in (a, b):
+            other = _global(b if rank == a else a, group)
+            if rank == sender:
+                dist.send(word, other, group=group)
+            else:
+                dist.recv(word, other, group=group)
+
+
+def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
