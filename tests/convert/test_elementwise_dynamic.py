@@ -91,3 +91,23 @@ def test_three_shapes(function: Callable[..., Any], engine: str) -> None:
         for answer, wanted in zip(program(x, y), expected, strict=True):
             tolerance = TOLERANCE.get(wanted.dtype, 1e-4)
             torch.testing.assert_close(answer, wanted, rtol=tolerance, atol=tolerance / 10)
+
+
+class _Numbers(nn.Module):
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> Any:
+        number = count.item()
+        torch._check(number >= 2)
+        torch._check(number <= x.shape[0])
+        total = x.sum().item()
+        return x * number + number / 2, torch.full((3,), number), torch.arange(number), x * total
+
+
+def test_a_tensor_read_as_a_number() -> None:
+    x = torch.randn(5, 4)
+    exported = export(_Numbers(), (x, torch.tensor(3)), strict=False)
+    lowered = lower(exported, lambda target: target in registry)
+    program = drivers.build("onnxruntime", convert(lowered.module))
+    for number in (2, 3, 4):
+        count = torch.tensor(number)
+        for answer, wanted in zip(program(x, count), _Numbers()(x, count), strict=True):
+            torch.testing.assert_close(answer, wanted)

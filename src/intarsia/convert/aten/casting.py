@@ -50,8 +50,8 @@ def convert_element_type(ctx: ConversionContext, a: Tensor, dtype: Any) -> Tenso
 
 @converter(aten.item.default, aten._local_scalar_dense.default)
 def item(ctx: ConversionContext, self: Tensor) -> Tensor:
-    """The one element as a number of the graph: a 0-d integer, or a 0-d float."""
+    """The one element as a number of the graph: a 0-d integer, or a 0-d float as wide as Python's."""
     if self.dtype == ir.DataType.BOOL:
         raise ConversionError("the truth of a tensor as a Python bool is not handled")
     scalar = F.reshape(self, ()) if self.ndim else self
-    return F.cast(scalar, ir.DataType.FLOAT if self.dtype in dtypes.FLOATS else ir.DataType.INT64)
+    return F.cast(scalar, ir.DataType.DOUBLE if self.dtype in dtypes.FLOATS else ir.DataType.INT64)
