@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.precision import HALVES, filled, is_empty, used, wide
+from intarsia.convert.aten.precision import HALVES, filled, is_empty, on_cpu, used, wide
 from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -32,7 +32,7 @@ def attend(
     if is_empty(query, key, value):
         return filled(ctx, output=0 if isinstance(ctx.value, tuple) else None)
     # ONNX Runtime's CPU kernel for float16 also sums in float16: a twentieth off where torch is exact.
-    halves = _result(ctx).device.type == "cpu"
+    halves = on_cpu(ctx)
     q, k, v = (wide(x, halves=halves) for x in (query, key, value))
     if mask is not None and mask.dtype != ir.DataType.BOOL:
         mask = F.cast(mask, q.dtype)

@@ -7,18 +7,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from intarsia.convert.aten.precision import filled, is_empty, is_float, whole, wide
+from intarsia.convert.aten.precision import HALVES, filled, is_empty, is_float, on_cpu, whole, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor, shapes
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
+_ROUNDED = 32  # products added one by one, as torch does; more would make the network long
 
 
-def product(ctx: ConversionContext, a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, *, halves: bool = False) -> Tensor:
     """`a @ b` in the dtype torch accumulates in."""
-    left, right = wide(a), wide(b)
+    left, right = wide(a, halves=halves), wide(b, halves=halves)
     if not is_empty(left, right):
         return F.matmul(left, right)
     # A product over nothing is zero; kernels disagree about it.
@@ -35,7 +36,7 @@ def _plus(ctx: ConversionContext, made: Tensor, self: Tensor, beta: Any, alpha: 
     """`beta * self + alpha * made`; with beta 0 torch does not look at self, whatever it holds."""
     made = _scaled(made, alpha)
     if beta != 0:
-        made = F.add(_scaled(wide(self), beta), made)
+        made = F.add(_scaled(F.cast(self, made.dtype), beta), made)
     return F.cast(made, ctx.dtype)
 
 
@@ -43,7 +44,7 @@ def _plus(ctx: ConversionContext, made: Tensor, self: Tensor, beta: Any, alpha: 
 def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.ndim != 2 or not is_float(input) or is_empty(input, weight):
         turned = F.transpose(weight, (1, 0)) if weight.ndim == 2 else weight
-        made = product(ctx, input, turned)
+        made = product(input, turned)
         return F.cast(made if bias is None else F.add(made, wide(bias)), ctx.dtype)
     # Gemm reads the weight as torch keeps it; a transpose would copy it.
     x, columns = wide(input), weight.shape[0]
@@ -65,27 +66,27 @@ def _restore(made: Tensor, x: Tensor, columns: Any) -> Tensor:
 
 @converter(aten.mm.default, aten.bmm.default)
 def mm(ctx: ConversionContext, self: Tensor, mat2: Tensor) -> Tensor:
-    return F.cast(product(ctx, self, mat2), ctx.dtype)
+    return F.cast(product(self, mat2), ctx.dtype)
 
 
 @converter(aten.matmul.default)
 def matmul(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
-    return F.cast(product(ctx, self, other), ctx.dtype)
+    return F.cast(product(self, other), ctx.dtype)
 
 
 @converter(aten.mv.default)
 def mv(ctx: ConversionContext, self: Tensor, vec: Tensor) -> Tensor:
-    return F.cast(product(ctx, self, vec), ctx.dtype)
+    return F.cast(product(self, vec), ctx.dtype)
 
 
 @converter(aten.dot.default)
 def dot(ctx: ConversionContext, self: Tensor, tensor: Tensor) -> Tensor:
-    return F.cast(product(ctx, self, tensor), ctx.dtype)
+    return F.cast(product(self, tensor), ctx.dtype)
 
 
 @converter(aten.vdot.default)
 def vdot(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
-    return F.cast(product(ctx, self, other), ctx.dtype)
+    return F.cast(product(self, other), ctx.dtype)
 
 
 @converter(aten.outer.default, aten.ger.default)
@@ -99,7 +100,7 @@ def addmm(
     ctx: ConversionContext, self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
     if not is_float(mat1) or is_empty(mat1, mat2):
-        return _plus(ctx, product(ctx, mat1, mat2), self, beta, alpha)
+        return _plus(ctx, product(mat1, mat2), self, beta, alpha)
     bias = None if beta == 0 else wide(self)
     return F.cast(F.gemm(wide(mat1), wide(mat2), bias, alpha=alpha, beta=beta), ctx.dtype)
 
@@ -108,7 +109,7 @@ def addmm(
 def baddbmm(
     ctx: ConversionContext, self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    return _plus(ctx, product(ctx, batch1, batch2), self, beta, alpha)
+    return _plus(ctx, product(batch1, batch2, halves=on_cpu(ctx)), self, beta, alpha)
 
 
 @converter(aten.addbmm.default)
@@ -117,7 +118,13 @@ def addbmm(
 ) -> Tensor:
     if is_empty(batch1, batch2):
         return _plus(ctx, wide(filled(ctx)), self, beta, alpha)
-    summed = F.reduce_sum(product(ctx, batch1, batch2), [0], keepdims=False)
+    made = product(batch1, batch2, halves=on_cpu(ctx))
+    count = batch1.shape[0]
+    if self.dtype in HALVES and isinstance(count, int) and count <= _ROUNDED:
+        for i in range(count):  # torch adds one product after the other and rounds each time
+            self = _plus(ctx, F.gather(made, i), self, beta if i == 0 else 1, alpha)
+        return self
+    summed = F.reduce_sum(made, [0], keepdims=False)
     return _plus(ctx, summed, self, beta, alpha)
 
 
@@ -125,7 +132,7 @@ def addbmm(
 def addmv(
     ctx: ConversionContext, self: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    return _plus(ctx, product(ctx, mat, vec), self, beta, alpha)
+    return _plus(ctx, product(mat, vec, halves=on_cpu(ctx)), self, beta, alpha)
 
 
 @converter(aten.addr.default)

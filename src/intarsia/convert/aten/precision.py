@@ -30,6 +30,12 @@ def wide(x: Tensor, *, halves: bool = False) -> Tensor:
     return F.cast(x, ir.DataType.INT32) if x.dtype in _SMALL else x
 
 
+def on_cpu(ctx: ConversionContext) -> bool:
+    """Whether torch computes this on a CPU, where float16 costs precision and gains nothing."""
+    made = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
+    return bool(made.device.type == "cpu")
+
+
 def is_float(x: Tensor) -> bool:
     return x.dtype in dtypes.FLOATS
 
