@@ -56,7 +56,7 @@ def compile(
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
     with honest_sizes():
         program = capture(model, args, kwargs, dynamic_shapes)
-    lowered = lower(program, has_converter=registry.__contains__)
+        lowered = lower(program, has_converter=registry.__contains__)
     builder = Builder(
         lowered.module,
         usable,

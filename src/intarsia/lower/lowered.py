@@ -52,3 +52,4 @@ class Lowered:
     buffers: dict[str, torch.Tensor]
     input_names: tuple[str, ...]
     range_constraints: dict[Any, Any]
+    guards: tuple[str, ...] = ()  # what else the graph takes for granted about sizes, as export writes it

@@ -68,6 +68,7 @@ def unlift(program: ExportedProgram) -> Lowered:
         buffers=buffers,
         input_names=names,
         range_constraints=dict(program.range_constraints),
+        guards=tuple(getattr(program, "_guards_code", None) or ()),
     )
 
 

@@ -49,7 +49,7 @@ def explain(
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
     with honest_sizes():
         program = capture(model, args, kwargs, dynamic_shapes)
-    lowered = lower(program, has_converter=registry.__contains__)
+        lowered = lower(program, has_converter=registry.__contains__)
     table = support_table(lowered.module, usable)
     strategy = _strategy(partition)
     return explain_graph(

@@ -14,6 +14,7 @@ from intarsia.engines import Program
 from intarsia.errors import InputError
 from intarsia.lower import Lowered, Role
 from intarsia.partition import Piece, Plan
+from intarsia.runtime.guards import check_guards, read_guards
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.inputs import Check, ConstantCheck, TensorCheck, check_inputs
 
@@ -45,6 +46,8 @@ class Compiled(nn.Module):
         self.body_plans = dict(body_plans or {})
         self._checks = _checks(lowered)
         self._ranges = lowered.range_constraints
+        places = {item.name: item.index for item in lowered.inputs if item.index is not None}
+        self._guards = read_guards(lowered.guards, places)
         self._user_slots = tuple(
             (slot, i.index) for slot, i in enumerate(lowered.inputs) if i.index is not None
         )
@@ -57,6 +60,8 @@ class Compiled(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
         check_inputs(self._checks, flat, self._ranges)
+        if self._guards:
+            check_guards(self._guards, flat)
         results = self.inlay.results(flat if self._plain_inputs else self._feed(flat))
         return results[0] if self._one_result else self._finish(flat, results)
 
