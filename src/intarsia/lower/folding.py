@@ -44,7 +44,7 @@ def fold_constants(module: fx.GraphModule) -> None:
         elif node.op == "call_function" and _foldable(node, known):
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
             with torch.no_grad():
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                known[node] = node.target(*args, **kwargs)
     for node, value in known.items():
         if node.op == "get_attr" or not isinstance(value, torch.Tensor):
             continue
@@ -71,7 +71,7 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
     values = made if isinstance(made, list | tuple) else [made]
     if not all(isinstance(value, torch.Tensor) and _is_static(value) for value in values):
         return False
-    size = sum(value.numel() * value.element_size() for value in values)
+    size = sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
     sources = sum(_bytes(known[source]) for source in node.all_input_nodes)
     if target in _EXPANDING or target in _FILLING:
         return size <= max(sources, 64)

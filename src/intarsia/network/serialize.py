@@ -41,7 +41,17 @@ def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weight
         finally:
             for name, array in outside.items():
                 net.graph.initializers[name].const_value = array
-    return proto, outside
+    # A constant nobody reads (a converter may have folded it into another) is not the engine's business.
+    unread = {name for name, value in net.graph.initializers.items() if not _is_read(value)}
+    if unread:
+        kept = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
+        del proto.graph.initializer[:]
+        proto.graph.initializer.extend(kept)
+    return proto, {name: array for name, array in outside.items() if name not in unread}
+
+
+def _is_read(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
 
 
 def weights_as_inputs(proto: Any, weights: Weights) -> None:
