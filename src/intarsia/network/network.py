@@ -33,9 +33,10 @@ _guards = threading.local()
 
 class _Calls(threading.local):
     made: list[ir.Node] | None = None
+    net: Network | None = None
 
 
-calls = _Calls()  # the layers made by the functional that runs now in this thread, if it is recorded
+calls = _Calls()  # the layers made by the functional that runs now in this thread, and their network
 
 # Equal shapes are one frozen object; its dimensions as plain values are found by identity.
 _shapes: dict[Shape, ir.Shape] = {}
@@ -401,8 +402,9 @@ class Network:
         self._layers[layer_name] = node
         if self.origin is not None:
             self.traced = True
-        if calls.made is not None:
-            calls.made.append(node)
+        if (made := calls.made) is not None:
+            made.append(node)
+            calls.net = self
         if self.journal is not None:
             self.journal.append(Added(node, inferred))
         return Layer(node)
@@ -476,7 +478,11 @@ class Network:
                         nodes.append(maker)
         take_out(graph, gone)
         for node in gone:
-            self.forget_layer(node)
+            name = name_of(node)
+            self._layers.pop(name, None)
+            order.removed(node)
+            if memo is not None:
+                memo.remove(name)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""

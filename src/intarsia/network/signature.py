@@ -196,7 +196,9 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
             # A functional may hand back a tensor that was there before: that one keeps its own call.
             if node is None or node not in made:
                 continue
-            memo = FLayerInfoMemo.of(Network.of(node.graph))  # type: ignore[arg-type]
+            net = calls.net
+            assert net is not None
+            memo = net.memo or FLayerInfoMemo.of(net)
             if info is None:
                 info = FLayerInfo(kind, signature, (args, kwargs), result, made, memo)
             memo.add(node.name, info)  # type: ignore[arg-type]

@@ -55,11 +55,14 @@ class _Level:
         self.queued: set[ir.Node] = set()
         self.left = 0  # of the layers waiting, how many of the sweep over the whole network
 
-    def push(self, node: ir.Node, kind: str) -> None:
+    def push(self, node: ir.Node, kind: str) -> bool:
         entries = self.by_kind.get(kind, self.anywhere)
-        if entries and node not in self.queued:
+        if not entries:
+            return False
+        if node not in self.queued:
             self.queued.add(node)
             self.waiting.append((node, entries))
+        return True
 
     def pop(self) -> tuple[ir.Node, list[Entry]]:
         node, entries = self.waiting.popleft()
@@ -180,7 +183,6 @@ class Driver:
                 node = edit.node  # type: ignore[union-attr]
                 if graph_of(node) is not None:
                     made.append(node)
-                    self.pasts[node] = past
             elif kind is Removed:
                 gone.append(edit.node)  # type: ignore[union-attr]
                 for value in edit.inputs:  # type: ignore[union-attr]
@@ -198,16 +200,19 @@ class Driver:
             raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
         for node in made:
             near.pop(node, None)
-            self._push(node)
+            if self._push(node):
+                self.pasts[node] = past
         # In the first sweep of the highest level all that stands below is still to be visited.
         if near or not sweeping:
             near.update(dict.fromkeys(made))
             self._push_near(near)
 
-    def _push(self, node: ir.Node) -> None:
-        kind = kind_of(node)
+    def _push(self, node: ir.Node) -> bool:
+        """Queue a layer wherever a pattern starts at its kind; whether one does."""
+        kind, wanted = kind_of(node), False
         for level in self.levels:
-            level.push(node, kind)
+            wanted |= level.push(node, kind)
+        return wanted
 
     def _push_near(self, near: dict[ir.Node, None]) -> None:
         """Queue these layers and those below them, as far down as a pattern reaches."""
