@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.convert.drivers import ENGINES, build
 from tests.convert.programs import program_of
 from torch import Tensor
+from torch.export import Dim
 
 from intarsia.convert import convert
 from intarsia.convert.interpreter import NodeError
@@ -149,6 +150,33 @@ def test_nan_comes_last(engine: str, right: bool) -> None:
         return torch.searchsorted(line, values, right=right)
 
     assert torch.equal(answers(engine, function, line, values), function(line, values))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("padding", [-1, 2])
+def test_gradient_of_an_embedding(engine: str, padding: int) -> None:
+    gradient, index = torch.randn(2, 5, 3), torch.randint(0, 4, (2, 5))
+
+    def function(gradient: Tensor, index: Tensor) -> Tensor:
+        return aten.embedding_dense_backward(gradient, index, 4, padding, False)
+
+    torch.testing.assert_close(answers(engine, function, gradient, index), function(gradient, index))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_open_length(engine: str, mode: str) -> None:
+    table = torch.randn(6, 3)
+    n, b = Dim("n", min=2, max=64), Dim("b", min=2, max=16)
+
+    def function(table: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+        return TF.embedding_bag(index, table, offsets, mode=mode, padding_idx=1)
+
+    first = (table, torch.tensor([0, 1, 5, 1]), torch.tensor([0, 1, 2]))
+    program = build(engine, convert(program_of(function, *first, dynamic=({}, {0: n}, {0: b}))))
+    for index, offsets in ((first[1:]), ([3, 2, 1, 4, 4, 0], [0, 2, 2, 5]), ([1, 2], [0, 1])):
+        inputs = (table, torch.as_tensor(index), torch.as_tensor(offsets))
+        torch.testing.assert_close(program(*inputs)[0], function(*inputs))
 
 
 @pytest.mark.parametrize(

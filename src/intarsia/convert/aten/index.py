@@ -18,7 +18,7 @@ from intarsia.convert.aten.indexing import (
     to_front,
     to_result,
 )
-from intarsia.convert.aten.sizes import Size, sizes
+from intarsia.convert.aten.sizes import Size, reshape, sizes
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
@@ -95,3 +95,11 @@ def _masked(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tens
         values = F.squeeze(values, [0])
     holds = F.unsqueeze(mask, list(range(mask.ndim, x.ndim))) if rest else mask
     return kernels.where(holds, values, x)
+
+
+@converter(aten.put.default)
+def put(
+    ctx: ConversionContext, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
+) -> Tensor:
+    line, values = F.reshape(index, [-1]), F.reshape(source, [-1])
+    return reshape(_put(F.reshape(self, [-1]), [line], values, accumulate), sizes(self), self.shape)

@@ -7,7 +7,7 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.expand import broadcast
-from intarsia.convert.aten.sizes import reshape, sizes
+from intarsia.convert.aten.sizes import Size, reshape, sizes
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
@@ -22,6 +22,13 @@ def nonzero(ctx: ConversionContext, self: Tensor) -> Tensor:
     if self.ndim == 0:  # a row for a truth, and no columns
         return F.slice(F.transpose(kernels.nonzero(F.reshape(self, [1])), (1, 0)), 0, 0, axis=1)
     return F.transpose(kernels.nonzero(self), (1, 0))
+
+
+@converter(aten.nonzero_static.default)
+def nonzero_static(ctx: ConversionContext, self: Tensor, *, size: Size, fill_value: int = -1) -> Tensor:
+    found = nonzero(ctx, self)
+    spare = F.full([size, self.ndim], fill_value, ir.DataType.INT64)
+    return F.slice(F.concat([found, spare], 0), 0, size, axis=0)
 
 
 @converter(aten.nonzero_numpy.default)

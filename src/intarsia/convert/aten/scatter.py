@@ -1,4 +1,4 @@
-"""Elements and rows written or reduced into a tensor by number: scatter, index_add, index_copy."""
+"""Elements written or reduced into a tensor by number: scatter in its kinds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.expand import expanded
 from intarsia.convert.aten.gather import cropped
-from intarsia.convert.aten.indexing import wrapped
-from intarsia.convert.aten.sizes import Size, reshape, result_shape, size, sizes, wrap
+from intarsia.convert.aten.sizes import reshape, result_shape, sizes, wrap
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -138,80 +137,3 @@ def _with_nan(made: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: in
     before, after = (F.cast(F.isnan(t), D.FLOAT) for t in (base, added))
     tainted = F.greater(F.scatter_elements(before, index, after, axis, reduction="add"), 0.0)
     return F.where(tainted, F.constant(np.nan, made.dtype), made)
-
-
-@converter(aten.index_add.default)
-def index_add(
-    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
-) -> Tensor:
-    wide = kernels.accumulator(self.dtype)
-    scaled = source if alpha == 1 else F.mul(F.cast(source, wide), F.constant(alpha, wide))
-    return _rows(F.cast(self, wide), dim, index, F.cast(scaled, wide), "sum", dtype=self.dtype)
-
-
-@converter(aten.index_copy.default)
-def index_copy(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    return _rows(self, dim, index, source, None)
-
-
-@converter(aten.index_reduce.default)
-def index_reduce(
-    ctx: ConversionContext,
-    self: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> Tensor:
-    if self.dtype in (D.FLOAT16, D.BFLOAT16) and reduce in ("mean", "prod"):
-        raise ConversionError(
-            f"reduce={reduce!r} in {self.dtype.name}, which torch rounds at each step, is not handled"
-        )
-    return _rows(self, dim, index, source, reduce, include_self)
-
-
-@converter(aten.index_fill.int_Scalar)
-def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
-    return _filled(self, dim, index, F.constant(value, self.dtype))
-
-
-@converter(aten.index_fill.int_Tensor)
-def index_fill_tensor(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
-    return _filled(self, dim, index, F.cast(value, self.dtype))
-
-
-def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
-    line = F.reshape(index, [-1])
-    if x.ndim == 0:
-        return F.reshape(_filled(F.reshape(x, [1]), 0, line, value), [])
-    axis = wrap(dim, x.ndim)
-    wanted: list[Size] = [size(line, 0) if i == axis else size(x, i) for i in range(x.ndim)]
-    known = tuple(line.shape[0] if i == axis else d for i, d in enumerate(x.shape))
-    return _rows(x, dim, line, expanded(value, wanted, known), None)
-
-
-def _rows(
-    x: Tensor,
-    dim: int,
-    index: Tensor,
-    source: Tensor,
-    reduce: str | None,
-    include_self: bool = True,
-    dtype: ir.DataType | None = None,
-) -> Tensor:
-    """`x` with slices of `source` written or reduced at the numbers of a vector."""
-    wanted = x.dtype if dtype is None else dtype
-    if x.ndim == 0:
-        flat = _rows(
-            F.reshape(x, [1]), 0, F.reshape(index, [-1]), F.reshape(source, [-1]), reduce, include_self
-        )
-        return F.cast(F.reshape(flat, []), wanted)
-    axis = wrap(dim, x.ndim)
-    if 0 in source.shape:
-        return F.cast(x, wanted)
-    source = F.unsqueeze(source, list(range(x.ndim))) if source.ndim == 0 else source
-    line = F.reshape(wrapped(index, size(x, axis)), [-1 if i == axis else 1 for i in range(x.ndim)])
-    places = expanded(line, sizes(source), source.shape)
-    return F.cast(reduced(x, places, source, axis, reduce, include_self), wanted)

@@ -98,6 +98,12 @@ def arange(count: Size, start: Size = 0, step: Size = 1) -> Tensor:
     return numbers if start == 0 else F.add(numbers, int64(start))
 
 
+def total(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two tensors of places; a constant where both are."""
+    left, right = a.constant, b.constant
+    return F.add(a, b) if left is None or right is None else F.constant(left + right)
+
+
 def reshape(x: Tensor, wanted: Sequence[Size], shape: Shape | None = None) -> Tensor:
     """`x` in other sizes; `shape` is what torch knows of them, which may save computing them at run time."""
     known: Shape = shape if shape is not None else tuple(s if isinstance(s, int) else None for s in wanted)

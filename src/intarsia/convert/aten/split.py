@@ -40,18 +40,22 @@ def _pieces(ctx: ConversionContext, x: Tensor, length: Size, axis: int) -> list[
     return [F.slice(x, a, b, axis=axis) for a, b in zip(bounds, [*bounds[1:], END], strict=True)]
 
 
-@converter(aten.split.Tensor, aten.split_copy.Tensor)
+@converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
 def split(ctx: ConversionContext, self: Tensor, split_size: Size, dim: int = 0) -> list[Tensor]:
     return _pieces(ctx, self, split_size, wrap(dim, self.ndim))
 
 
-@converter(aten.chunk.default)
+@converter(aten.chunk.default, aten.unsafe_chunk.default)
 def chunk(ctx: ConversionContext, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     return _pieces(ctx, self, ceil_divide(size(self, axis), chunks), axis)
 
 
-@converter(aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
+@converter(
+    aten.split_with_sizes.default,
+    aten.split_with_sizes_copy.default,
+    aten.unsafe_split_with_sizes.default,
+)
 def split_with_sizes(
     ctx: ConversionContext, self: Tensor, split_sizes: Sequence[Size], dim: int = 0
 ) -> list[Tensor]:

@@ -1,30 +1,19 @@
-"""Windows over a tensor: as_strided, unfold, im2col and its inverse."""
+"""Memory seen through other strides: as_strided, its scatter, resize."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from intarsia.convert.aten import kernels
-from intarsia.convert.aten.sizes import (
-    Size,
-    arange,
-    floor_divide,
-    int64,
-    reshape,
-    result_shape,
-    size,
-    sizes,
-    wrap,
-)
-from intarsia.convert.aten.transpose import moved, ordered
+from intarsia.convert.aten.sizes import Size, arange, int64, reshape, result_shape, sizes, total
+from intarsia.convert.aten.transpose import ordered
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
+from intarsia.network.shapes import product
 
 aten = torch.ops.aten
 
@@ -37,26 +26,55 @@ def as_strided(
     stride: Sequence[Size],
     storage_offset: Size | None = None,
 ) -> Tensor:
-    flat = _in_memory_order(ctx, self)
+    flat, _ = _in_memory_order(ctx, self)
+    return F.gather(flat, _strided_places(flat, size, stride, storage_offset), 0)
+
+
+@converter(aten.as_strided_scatter.default)
+def as_strided_scatter(
+    ctx: ConversionContext,
+    self: Tensor,
+    src: Tensor,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
+) -> Tensor:
+    flat, order = _in_memory_order(ctx, self)
+    places = F.reshape(_strided_places(flat, size, stride, storage_offset), [-1])
+    written = F.scatter_elements(flat, places, F.reshape(F.cast(src, self.dtype), [-1]), 0)
+    back = reshape(written, [sizes(self)[axis] for axis in order])
+    return ordered(back, [order.index(axis) for axis in range(self.ndim)])
+
+
+def _strided_places(
+    flat: Tensor, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None
+) -> Tensor:
+    """Which elements of memory a strided view shows."""
     places: Tensor = int64(0 if storage_offset is None else storage_offset)
     for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
         line = arange(extent, 0, step)
         later = list(range(1, len(size) - axis))
-        places = _sum(F.unsqueeze(line, later) if later else line, places)
-    known = places.constant
-    total = flat.shape[0]
-    if known is not None and known.size and isinstance(total, int) and int(known.max()) >= total:
-        raise ConversionError(f"as_strided reaches element {int(known.max())} of a tensor that has {total}")
-    return F.gather(flat, places, 0)
+        places = total(F.unsqueeze(line, later) if later else line, places)
+    known, held = places.constant, flat.shape[0]
+    if known is not None and known.size and isinstance(held, int) and int(known.max()) >= held:
+        raise ConversionError(f"a strided view reaches element {int(known.max())} of a tensor of {held}")
+    return places
 
 
-def _sum(a: Tensor, b: Tensor) -> Tensor:
-    left, right = a.constant, b.constant
-    return F.add(a, b) if left is None or right is None else F.constant(left + right)
+@converter(aten.resize.default)
+def resize(ctx: ConversionContext, self: Tensor, size: Sequence[Size]) -> Tensor:
+    flat, _ = _in_memory_order(ctx, self)
+    have, want = flat.shape[0], product(result_shape(ctx))
+    if not isinstance(have, int) or not isinstance(want, int) or want > have:
+        raise ConversionError(f"resizing {have} elements to {want}, of unset memory, is not handled")
+    return reshape(F.slice(flat, 0, want, axis=0), size, result_shape(ctx))
 
 
-def _in_memory_order(ctx: ConversionContext, x: Tensor) -> Tensor:
-    """The elements of `x` as torch holds them; refused where memory holds more or others than `x` does."""
+def _in_memory_order(ctx: ConversionContext, x: Tensor) -> tuple[Tensor, list[int]]:
+    """The elements as torch holds them, and the order of `x`'s dimensions there.
+
+    Refused where memory holds more than `x` shows.
+    """
     source = None if ctx.node is None else ctx.node.args[0]
     value = source.meta.get("val") if isinstance(source, torch.fx.Node) else None
     if not isinstance(value, torch.Tensor):
@@ -66,86 +84,4 @@ def _in_memory_order(ctx: ConversionContext, x: Tensor) -> Tensor:
     order = sorted(range(value.ndim), key=lambda axis: value.stride(axis), reverse=True)
     if not value.permute(order).is_contiguous():
         raise ConversionError(f"as_strided of a tensor with strides {value.stride()} is not handled")
-    return F.reshape(ordered(x, order), [-1])
-
-
-@converter(aten.unfold.default, aten.unfold_copy.default)
-def unfold(ctx: ConversionContext, self: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    if self.ndim == 0:
-        return F.slice(F.reshape(self, [1]), 0, size, axis=0)
-    axis = wrap(dimension, self.ndim)
-    count = _windows(self, axis, size, step)
-    starts, within = F.unsqueeze(arange(count, 0, step), [1]), F.unsqueeze(arange(size), [0])
-    windows = F.gather(self, _sum(starts, within), axis)
-    return moved(windows, [axis + 1], [windows.ndim - 1])
-
-
-def _windows(x: Tensor, axis: int, span: int, step: int) -> Size:
-    return floor_divide(size(x, axis) - span, step) + 1
-
-
-@converter(aten.im2col.default)
-def im2col(
-    ctx: ConversionContext,
-    self: Tensor,
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
-    x = self if self.ndim == 4 else F.unsqueeze(self, [0])
-    tall, wide = padding
-    if tall or wide:
-        x = kernels.pad(x, [0, 0, tall, wide, 0, 0, tall, wide])
-    batch, channels, _, _ = sizes(x)
-    rows, columns = (_places(x, 2 + i, kernel_size[i], dilation[i], stride[i]) for i in range(2))
-    # (n, c, h, w) -> (n, c, kernel rows, rows, kernel columns, columns)
-    windows = F.gather(F.gather(x, rows, 2), columns, 4)
-    windows = F.transpose(windows, (0, 1, 2, 4, 3, 5))
-    area = kernel_size[0] * kernel_size[1]
-    joined: list[Size] = [channels * area, size(rows, 1) * size(columns, 1)]
-    return reshape(windows, joined if self.ndim == 3 else [batch, *joined], result_shape(ctx))
-
-
-def _places(x: Tensor, axis: int, kernel: int, dilation: int, stride: int) -> Tensor:
-    """For every element of the kernel, the places it meets."""
-    count = _windows(x, axis, dilation * (kernel - 1) + 1, stride)
-    within, starts = F.unsqueeze(arange(kernel, 0, dilation), [1]), F.unsqueeze(arange(count, 0, stride), [0])
-    return _sum(within, starts)
-
-
-@converter(aten.col2im.default)
-def col2im(
-    ctx: ConversionContext,
-    self: Tensor,
-    output_size: Sequence[Size],
-    kernel_size: Sequence[int],
-    dilation: Sequence[int],
-    padding: Sequence[int],
-    stride: Sequence[int],
-) -> Tensor:
-    if not all(isinstance(extent, int) for extent in output_size):
-        raise ConversionError("an output size that is not known yet is not handled")
-    x = self if self.ndim == 3 else F.unsqueeze(self, [0])
-    full = [int(extent) + 2 * pad for extent, pad in zip(output_size, padding, strict=True)]  # type: ignore[arg-type]
-    rows, columns = (_covered(full[i], kernel_size[i], dilation[i], stride[i]) for i in range(2))
-    places = rows[:, None, :, None] * full[1] + columns[None, :, None, :]
-    batch, blocks, _ = sizes(x)
-    channels = floor_divide(blocks, kernel_size[0] * kernel_size[1])
-    wide = kernels.accumulator(x.dtype)
-    updates = F.cast(F.reshape(x, [batch, channels, int(places.size)]), wide)
-    index = kernels.expand(F.constant(places.reshape(1, 1, -1).astype(np.int64)), [batch, channels, 1])
-    base = F.full([batch, channels, full[0] * full[1]], 0, wide)
-    total = F.scatter_elements(base, index, updates, 2, reduction="add")
-    image = F.reshape(F.cast(total, x.dtype), [batch, channels, *full])
-    for axis, pad in enumerate(padding, start=2):
-        if pad:
-            image = F.slice(image, pad, -pad, axis=axis)
-    return image if self.ndim == 3 else F.squeeze(image, [0])
-
-
-def _covered(
-    extent: int, kernel: int, dilation: int, stride: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    count = (extent - dilation * (kernel - 1) - 1) // stride + 1
-    return np.arange(kernel)[:, None] * dilation + np.arange(count)[None, :] * stride
+    return F.reshape(ordered(x, order), [-1]), order
