@@ -45,6 +45,13 @@ def promoted(ctx: ConversionContext, *values: Any) -> tuple[Tensor, ...]:
     return tuple(_through(ctx, value, dtype) for value in values)
 
 
+def number(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:
+    """A Python number beside tensors of the result's dtype, to compute in `dtype`: -1 is 255 in uint8."""
+    if ctx.dtype in NARROW:
+        value = np.asarray(value).astype(dtypes.to_numpy(ctx.dtype))
+    return F.constant(value, dtype)
+
+
 def narrowed(ctx: ConversionContext, made: Tensor) -> Tensor:
     """What was computed, in the dtype of the result."""
     return F.cast(made, ctx.dtype)
@@ -52,9 +59,7 @@ def narrowed(ctx: ConversionContext, made: Tensor) -> Tensor:
 
 def _through(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:
     if not isinstance(value, Tensor):
-        if ctx.dtype in NARROW:  # -1 beside a uint8 is 255
-            value = np.asarray(value).astype(dtypes.to_numpy(ctx.dtype))
-        return F.constant(value, dtype)
+        return number(ctx, value, dtype)
     # A float32 beside a bfloat16 is rounded before it is computed with, unless it is 0-d.
     if value.dtype != ctx.dtype and (value.ndim or ctx.dtype in NARROW):
         value = F.cast(value, ctx.dtype)

@@ -8,7 +8,7 @@ import torch
 
 from intarsia.convert.aten.unary import softplus
 from intarsia.convert.context import ConversionContext
-from intarsia.convert.promotion import narrowed, promoted, promoted_wide
+from intarsia.convert.promotion import narrowed, number, promoted, promoted_wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -33,7 +33,7 @@ def relu6(ctx: ConversionContext, self: Tensor) -> Tensor:
 @converter(aten.hardtanh.default)
 def hardtanh(ctx: ConversionContext, self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Tensor:
     (x,) = promoted(ctx, self)
-    return narrowed(ctx, F.clip(x, F.constant(min_val, x.dtype), F.constant(max_val, x.dtype)))
+    return narrowed(ctx, F.clip(x, number(ctx, min_val, x.dtype), number(ctx, max_val, x.dtype)))
 
 
 @converter(aten.gelu.default)

@@ -8,7 +8,7 @@ import torch
 
 from intarsia.convert.aten.unary import expm1, softplus
 from intarsia.convert.context import ConversionContext
-from intarsia.convert.promotion import narrowed, promoted, promoted_wide
+from intarsia.convert.promotion import narrowed, number, promoted, promoted_wide
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
 from intarsia.network import functional as F
@@ -74,7 +74,9 @@ def hardshrink(ctx: ConversionContext, self: Tensor, lambd: Any = 0.5) -> Tensor
 @converter(aten.threshold.default)
 def threshold(ctx: ConversionContext, self: Tensor, threshold: Any, value: Any) -> Tensor:
     (x,) = promoted(ctx, self)
-    return narrowed(ctx, F.where(F.less_equal(x, threshold), value, x))
+    return narrowed(
+        ctx, F.where(F.less_equal(x, number(ctx, threshold, x.dtype)), number(ctx, value, x.dtype), x)
+    )
 
 
 @converter(aten.glu.default)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.context import ConversionContext
-from intarsia.convert.promotion import narrowed, promoted, promoted_wide
+from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -55,9 +55,12 @@ def scalar_power(ctx: ConversionContext, self: Any, exponent: Tensor) -> Tensor:
 
 
 @converter(aten.ldexp.Tensor)
-def ldexp(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-    a, b = promoted_wide(ctx, self, other)
-    return narrowed(ctx, F.mul(a, F.pow(F.constant(2.0, b.dtype), b)))
+def ldexp(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+    (a,) = promoted_wide(ctx, self)
+    own = other.dtype if other.dtype in dtypes.FLOATS else ir.DataType.FLOAT
+    places = F.cast(other, wide(own))
+    factor = F.cast(F.pow(F.constant(2.0, places.dtype), places), own)  # torch rounds it to its own dtype
+    return narrowed(ctx, F.mul(a, F.cast(factor, a.dtype)))
 
 
 def _integer_power(x: Tensor, exponent: int) -> Tensor:

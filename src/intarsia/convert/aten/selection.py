@@ -11,7 +11,7 @@ import torch
 from intarsia.convert.aten.arithmetic import larger, smaller
 from intarsia.convert.aten.comparison import truth
 from intarsia.convert.context import ConversionContext
-from intarsia.convert.promotion import narrowed, native, promoted
+from intarsia.convert.promotion import narrowed, native, number, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -31,13 +31,13 @@ def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None
     (x,) = promoted(ctx, self)
     # A bound left out would be the largest finite number to ONNX, and cut infinities off.
     endless = math.inf if x.dtype in dtypes.FLOATS else None
-    low = _bound(-math.inf if min is None and endless else min, x)
-    high = _bound(endless if max is None else max, x)
+    low = _bound(ctx, -math.inf if min is None and endless else min, x)
+    high = _bound(ctx, endless if max is None else max, x)
     return narrowed(ctx, F.clip(x, low, high))
 
 
-def _bound(value: Any, x: Tensor) -> Tensor | None:
-    return None if value is None else F.constant(value, x.dtype)
+def _bound(ctx: ConversionContext, value: Any, x: Tensor) -> Tensor | None:
+    return None if value is None else number(ctx, value, x.dtype)
 
 
 @converter(aten.clamp_min.default)
