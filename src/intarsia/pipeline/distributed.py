@@ -21,6 +21,7 @@ from intarsia.pipeline.placement import (
     connect,
     default_device,
     homes,
+    is_folded,
     placed,
     schedule_class,
 )
@@ -245,8 +246,15 @@ class DistributedPipeline:
                     input_args=tuple(inputs),
                     output_args=tuple(outputs),
                     group=self.group,
+                    dw_builder=None if SPLITS_BACKWARD else _nothing_left,
                 )
             )
+        if is_folded(self.schedule_class):
+            # Before 2.13 torch begins by letting neighbours greet each other, and on a fold a rank greets
+            # itself, which gloo refuses. The connections are open already.
+            for stage in made:
+                if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+                    stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         single = issubclass(self.schedule_class, schedules.PipelineScheduleSingle)
         run = self.schedule_class(
             made[0] if single else made,
@@ -296,6 +304,14 @@ class _Last(nn.Module):
 
 
 _NONE = object()
+
+# Before 2.13 torch's separate pass for the weights adds up the gradients of a node's several outputs as if
+# they were one, so there the whole backward pass runs where the inputs' would.
+SPLITS_BACKWARD = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def _nothing_left() -> Callable[..., None]:
+    return lambda: None
 
 
 def _contiguous(grad: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ def schedule_class(name: str) -> Any:
         ) from error
 
 
+def is_folded(kind: Any) -> bool:
+    """Whether the second half of the stages runs back over the ranks of the first."""
+    return kind.__name__ in _FOLDED
+
+
 def homes(stages: int, world: int, kind: Any) -> list[int]:
     """Which rank holds each stage."""
     if issubclass(kind, schedules.PipelineScheduleSingle):
@@ -49,7 +54,7 @@ def homes(stages: int, world: int, kind: Any) -> list[int]:
         return list(range(stages))
     if stages % world:
         raise PartitionError(f"{stages} stages do not divide among {world} ranks")
-    if kind.__name__ in _FOLDED:
+    if is_folded(kind):
         if stages != 2 * world:
             raise PartitionError(f"{kind.__name__} runs two stages a rank: {stages} stages, {world} ranks")
         return [*range(world), *reversed(range(world))]
