@@ -70,3 +70,24 @@ def test_a_model_of_one_path_takes_size_1() -> None:
     for rows in (1, 4, 8):
         x = torch.rand(rows, 3)
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+class Vain(nn.Module):
+    """Asks for size 1 and does the same either way; asks for 5 and does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            return (1 + x).sin()
+        if x.shape[0] == 5:
+            return x.cos()
+        return (x + 1).sin()
+
+
+def test_a_question_that_makes_no_difference_is_dropped() -> None:
+    given = intarsia.Input(min_shape=(1, 3), opt_shape=(4, 3), max_shape=(8, 3))
+    fast = intarsia.compile(Vain(), (given,), min_block_size=1)
+    for rows in (1, 4):
+        x = torch.rand(rows, 3)
+        torch.testing.assert_close(fast(x), Vain()(x))
+    with pytest.raises(InputError, match=r"x\.shape\[0\] != 5"):
+        fast(torch.rand(5, 3))

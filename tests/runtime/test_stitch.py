@@ -214,3 +214,20 @@ def test_dynamic_sizes(engine: str) -> None:
         fast(torch.randn(17, 8))
     with pytest.raises(InputError, match="size 7 in dimension 1; compiled for 8"):
         fast(torch.randn(3, 7))
+
+
+class ByStrides(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x).t()
+        return torch.as_strided(y, (2, 3), (1, 2), 1) * 2 + torch.as_strided(x, (2, 3), (3, 1), 2)
+
+
+@pytest.mark.parametrize("kept", [(), ("aten::as_strided",), ("aten::relu", "aten::t")])
+def test_reading_by_strides(kept: tuple[str, ...]) -> None:
+    x = torch.randn(5, 4).t()
+    fast = intarsia.compile(
+        ByStrides(), (x,), engines=["onnxruntime"], min_block_size=1, torch_executed_ops=kept
+    )
+    torch.testing.assert_close(fast(x), ByStrides()(x))
+    with pytest.raises(InputError, match="the model reads it by its strides"):
+        fast(x.contiguous())

@@ -10,6 +10,7 @@ from torch import fx
 
 from intarsia.errors import LoweringError
 from intarsia.lower.folding import fold_constants
+from intarsia.lower.strides import pin_strides
 
 aten = torch.ops.aten
 Pass = Callable[[fx.GraphModule], None]
@@ -34,6 +35,8 @@ def run_passes(module: fx.GraphModule) -> None:
             raise LoweringError(f"the lowering pass {function.__name__} broke the graph: {error}") from error
     module.recompile()
 
+
+lowering_pass(pin_strides)
 
 _IDENTITY = frozenset(
     {

@@ -37,6 +37,19 @@ def corners(lowered: Lowered, example: Sequence[Any]) -> list[list[Any]]:
     return made
 
 
+def at_sizes(lowered: Lowered, example: Sequence[Any], sizes: dict[sympy.Symbol, int]) -> list[Any]:
+    """The example with some of the varying sizes set, the others as they are."""
+    nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
+    shapes = [_shape(node.meta.get("val")) for node in nodes]
+    known: dict[sympy.Symbol, int] = {}
+    for shape, value in zip(shapes, example, strict=True):
+        for size, given in zip(shape or (), value.shape if shape else (), strict=True):
+            if isinstance(size, sympy.Symbol):
+                known.setdefault(size, int(given))
+    known |= sizes
+    return [_resized(x, shape, known) for x, shape in zip(example, shapes, strict=True)]
+
+
 def _shape(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, torch.Tensor):
         return None

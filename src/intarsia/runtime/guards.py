@@ -114,7 +114,7 @@ def _reading(node: ast.expr, places: Mapping[str, int]) -> Reading:
         ):
             place = _place(tensor, places)
             return lambda flat: _ask(flat[place], what)[axis]
-        case ast.Subscript() if _path(node) is not None:
+        case ast.Subscript() if input_path(node) is not None:
             place = _place(node, places)  # an integer input
             return lambda flat: flat[place]
     raise _Unknown(f"{ast.unparse(node)} is not understood")
@@ -125,13 +125,13 @@ def _ask(tensor: torch.Tensor, what: str) -> Sequence[int]:
 
 
 def _place(node: ast.expr, places: Mapping[str, int]) -> int:
-    path = _path(node)
+    path = input_path(node)
     if path is None or path not in places:
         raise _Unknown(f"{ast.unparse(node)} is not an input")
     return places[path]
 
 
-def _path(node: ast.expr) -> str | None:
+def input_path(node: ast.expr) -> str | None:
     """`L['d']['k'][0]` as the name export gives that input: `d_k_0`."""
     keys: list[str] = []
     while isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -146,7 +146,7 @@ def _readable(text: str) -> str:
 
     class Plain(ast.NodeTransformer):
         def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-            path = _path(node)
+            path = input_path(node)
             return ast.Name(path) if path else self.generic_visit(node)
 
     return ast.unparse(Plain().visit(tree)).replace(".size()", ".shape")

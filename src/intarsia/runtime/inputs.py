@@ -21,12 +21,13 @@ class TensorCheck:
     device: torch.device
     shape: tuple[int | sympy.Expr, ...]
     static: torch.Size | None
+    strides: tuple[int, ...] | None = None  # where the model reads this input by its strides
 
     @staticmethod
-    def of(name: str, value: torch.Tensor) -> TensorCheck:
+    def of(name: str, value: torch.Tensor, strides: tuple[int, ...] | None = None) -> TensorCheck:
         shape = tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
         static = torch.Size(shape) if all(isinstance(size, int) for size in shape) else None
-        return TensorCheck(name, value.dtype, value.device, shape, static)
+        return TensorCheck(name, value.dtype, value.device, shape, static, strides)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ def check_inputs(checks: tuple[Check, ...], flat: list[Any], ranges: Mapping[Any
             raise InputError(f"input {check.name} has dtype {value.dtype}; compiled for {check.dtype}")
         if value.device != check.device:
             raise InputError(f"input {check.name} is on {value.device}; compiled for {check.device}")
+        if check.strides is not None and value.stride() != check.strides:
+            raise InputError(
+                f"input {check.name} has strides {value.stride()}; the model reads it by its strides, and was"
+                f" compiled for {check.strides}"
+            )
         if check.static is not None:
             if value.shape != check.static:
                 raise InputError(

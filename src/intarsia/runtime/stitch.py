@@ -121,6 +121,7 @@ def _checks(lowered: Lowered) -> tuple[Check, ...]:
     values = {
         node.name: node.meta.get("val") for node in lowered.module.graph.nodes if node.op == "placeholder"
     }
+    strides = lowered.module.meta.get("strides", {})
     checks: list[Check] = []
     for item in lowered.inputs:
         if item.index is None:
@@ -129,7 +130,7 @@ def _checks(lowered: Lowered) -> tuple[Check, ...]:
         if item.is_constant:
             checks.append(ConstantCheck(item.name, item.constant))
         elif isinstance(value, torch.Tensor):
-            checks.append(TensorCheck.of(item.name, value))
+            checks.append(TensorCheck.of(item.name, value, strides.get(item.name)))
         else:
             checks.append(None)
     return tuple(checks)
