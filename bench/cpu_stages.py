@@ -21,9 +21,10 @@ from torch import nn
 from intarsia.pipeline import GPipe
 
 
-def layers(count: int, width: int) -> nn.Sequential:
-    """Equal layers of matrix products."""
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(count)))
+def layers(count: int, channels: int) -> nn.Sequential:
+    """Equal layers of convolutions: much arithmetic for the memory they touch."""
+    convolutions = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(count))
+    return nn.Sequential(*(nn.Sequential(convolution, nn.ReLU(inplace=True)) for convolution in convolutions))
 
 
 def best(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -46,13 +47,13 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--channels", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=32)
     arguments = parser.parse_args()
     n, m = arguments.stages, arguments.chunks
     # Workers share the caller's threads: one each. The plain module gets one as well.
-    plain = layers(4 * n, arguments.width)
-    x = torch.rand(arguments.batch, arguments.width)
+    plain = layers(4 * n, arguments.channels)
+    x = torch.rand(arguments.batch, arguments.channels, 16, 16)
 
     def pipe(checkpoint: str, concurrent: bool) -> GPipe:
         balance = [4] * n
