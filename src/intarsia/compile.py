@@ -20,6 +20,7 @@ from intarsia.partition.support import support_table
 from intarsia.rewrite import apply
 from intarsia.runtime.build import Builder, Rewrite, run_in_pytorch
 from intarsia.runtime.corners import corners
+from intarsia.runtime.settle import settle_guards
 from intarsia.runtime.stitch import Compiled, example_inputs
 
 
@@ -57,6 +58,8 @@ def compile(
     with honest_sizes():
         program = capture(model, args, kwargs, dynamic_shapes)
         lowered = lower(program, has_converter=registry.__contains__)
+    if verify and isinstance(model, nn.Module):
+        lowered = settle_guards(lowered, model, example_inputs(lowered, args, kwargs))
     builder = Builder(
         lowered.module,
         usable,

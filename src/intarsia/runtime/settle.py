@@ -1,0 +1,81 @@
+"""Guards that do not matter: where the path not compiled gives the same answers as the one that was.
+
+Export notes `x.shape[0] != 1` wherever some code asked for a size of 1, most often to broadcast, and mostly in
+vain. The question depends on that one size alone, so running the model once at it settles the matter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intarsia.capture import evaluating
+from intarsia.lower import Lowered, Role
+from intarsia.runtime.agree import disagreement
+from intarsia.runtime.corners import at_sizes
+from intarsia.runtime.guards import input_path
+
+_ONE_SIZE = re.compile(r"(L\[.+\])\.size\(\)\[(\d+)\] != (\d+)")
+
+
+def settle_guards(lowered: Lowered, model: nn.Module, example: Sequence[Any]) -> Lowered:
+    """The same without the guards on one size at which model and graph answer alike.
+
+    A model that writes to its buffers or inputs is not run for this; its guards stay.
+    """
+    if not lowered.guards or any(output.role is not Role.USER for output in lowered.outputs):
+        return lowered
+    kept = [text for text in lowered.guards if not _needless(text, lowered, model, example)]
+    return replace(lowered, guards=tuple(kept))
+
+
+def _needless(text: str, lowered: Lowered, model: nn.Module, example: Sequence[Any]) -> bool:
+    asked = _asked_size(text, lowered)
+    if asked is None:
+        return False
+    try:
+        inputs = [_other_values(value) for value in at_sizes(lowered, example, dict([asked]))]
+        flat = {item.index: value for item, value in zip(lowered.inputs, inputs, strict=True)}
+        args, kwargs = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
+        with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=[]):
+            expected, shape = pytree.tree_flatten(model(*args, **kwargs))
+            answers = lowered.module(*inputs)
+    except Exception:  # the model or the graph has no answer at this size: the guard stands
+        return False
+    if shape != lowered.out_spec or len(answers) != len(expected):
+        return False
+    pairs = [(a, e) for a, e in zip(answers, expected, strict=True) if isinstance(e, torch.Tensor)]
+    if not all(isinstance(answer, torch.Tensor) for answer, _ in pairs):
+        return False
+    return disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs]) is None
+
+
+def _asked_size(text: str, lowered: Lowered) -> tuple[sympy.Symbol, int] | None:
+    """The symbol and the value that a guard on one size is about."""
+    found = _ONE_SIZE.fullmatch(text)
+    if found is None:
+        return None
+    name = input_path(ast.parse(found[1], mode="eval").body)
+    for node in lowered.module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.name == name and isinstance(value, torch.Tensor):
+            size: Any = value.shape[int(found[2])]
+            symbol = getattr(getattr(size, "node", None), "expr", None)
+            return (symbol, int(found[3])) if isinstance(symbol, sympy.Symbol) else None
+    return None
+
+
+def _other_values(value: Any) -> Any:
+    """Floating-point inputs with arbitrary values: the user's example may be all ones."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(value.shape, generator=generator).to(value) + value
