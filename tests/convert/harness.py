@@ -16,6 +16,7 @@ from tests.convert import drivers
 from tests.convert.samples import (
     DTYPES,
     LIMIT,
+    MORE_DTYPES,
     OPINFO_MISSING,
     Case,
     cases,
@@ -140,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ops", nargs="*", help="names of ops (all, if none)")
     parser.add_argument("--op", action="append", default=[], help="the same")
-    parser.add_argument("--dtype", action="append", choices=list(DTYPES), default=[])
+    parser.add_argument("--dtype", action="append", choices=[*DTYPES, *MORE_DTYPES], default=[])
     parser.add_argument("--engine", action="append", choices=drivers.ENGINES, default=[])
     parser.add_argument("--limit", type=int, default=LIMIT, help="samples an op and dtype")
     parser.add_argument("--no-core", action="store_true", help="composite level only")
@@ -156,7 +157,7 @@ def main() -> None:
         sys.exit(f"no OpInfo is called {' or '.join(wanted)}")
     total: Counter[tuple[str, str, str]] = Counter()
     for name in names:
-        for dtype in dtypes_of(op_infos()[name]):
+        for dtype in dtypes_of(op_infos()[name], more=bool(options.dtype)):
             if options.dtype and dtype not in options.dtype:
                 continue
             started = time.perf_counter()

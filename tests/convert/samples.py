@@ -32,6 +32,8 @@ except ImportError as error:  # pragma: no cover
     OPINFO_MISSING = f"this torch ({torch.__version__}) has no OpInfo database: {error}"
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64", "bool")}
+# Also taken by the command line and the full run, though not in the table.
+MORE_DTYPES = {name: getattr(torch, name) for name in ("uint8", "int8", "int16", "float64")}
 # The memory they return is not set, so only type and shape can be compared.
 UNSET = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
@@ -79,9 +81,10 @@ def find_ops(pattern: str) -> list[str]:
     ]
 
 
-def dtypes_of(op: OpInfo) -> list[str]:
+def dtypes_of(op: OpInfo, more: bool = False) -> list[str]:
     """Of the dtypes we test, those the op takes on the CPU."""
-    return [name for name, dtype in DTYPES.items() if dtype in op.dtypes]
+    asked = {**DTYPES, **MORE_DTYPES} if more else DTYPES
+    return [name for name, dtype in asked.items() if dtype in op.dtypes]
 
 
 @functools.cache
@@ -120,7 +123,7 @@ def cases(
     """
     op = op_infos()[name]
     seen = set() if seen is None else seen
-    found = samples(op, DTYPES[dtype], limit)
+    found = samples(op, getattr(torch, dtype), limit)
     for index, sample in enumerate(found):
         if pick is not None and index != pick % len(found):
             continue
@@ -231,7 +234,7 @@ def _packet_name(target: Any) -> str:
 def _cases(
     name: str, dtype: str, index: int, level: str, target: Any, module: fx.GraphModule, inputs: Any
 ) -> Iterator[Case]:
-    unset = op_infos()[name].name in UNSET
+    unset = op_infos()[name].name in UNSET or _packet_name(target) in UNSET
     whole = level == "composite" and all(n.target in registry for n in _calls(module))
     recorder = _Recorder(module)
     with torch.no_grad(), warnings.catch_warnings():
