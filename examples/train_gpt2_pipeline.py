@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from intarsia.pipeline.split import split
+from intarsia.pipeline import split
 
 TEXT = b"to cut a model at its waist, and lay the pieces side by side, and lose no grain of what it knew. "
 
