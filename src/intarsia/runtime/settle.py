@@ -1,7 +1,7 @@
 """Guards that do not matter: where the path not compiled gives the same answers as the one that was.
 
-Export notes `x.shape[0] != 1` wherever some code asked for a size of 1, most often to broadcast, and mostly in
-vain. The question depends on that one size alone, so running the model once at it settles the matter.
+Export notes `x.shape[0] != 1` wherever some code asked for a size of 1, most often to broadcast, and mostly
+in vain. The question depends on that one size alone, so running the model once at it settles the matter.
 """
 
 from __future__ import annotations
