@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten.unary import expm1, softplus
@@ -52,7 +53,7 @@ def scaled_softplus(ctx: ConversionContext, self: Tensor, beta: Any = 1, thresho
     curve = softplus(scaled)
     if beta != 1:
         curve = F.div(curve, float(beta))
-    if threshold >= 20:  # beyond 20 the curve is the line, in float32
+    if threshold >= 20 and x.dtype == ir.DataType.FLOAT:  # beyond 20 the curve is the line, in float32
         return narrowed(ctx, curve)
     return narrowed(ctx, F.where(F.greater(scaled, float(threshold)), x, curve))
 

@@ -56,6 +56,8 @@ def log1p(x: Tensor) -> Tensor:
 
 def softplus(x: Tensor) -> Tensor:
     """`log(1 + exp(x))`; far below zero by its series, where OpenVINO's layer even turns negative."""
+    if x.dtype != ir.DataType.FLOAT:
+        return F.softplus(x)  # the series has the digits of float32
     small = F.exp(x)
     series = F.mul(small, F.sub(1.0, F.mul(small, 0.5)))
     return F.where(F.less(x, -8.0), series, F.softplus(x))
