@@ -72,7 +72,7 @@ class Builder:
         refusals: dict[fx.Node, dict[str, str]] = {}
         for piece in pieces:
             cases = [_case(piece, values) for values in known]
-            key = (piece.segment.engine, tuple(node.name for node in piece.segment.nodes))
+            key = (piece.segment.engine, _contents(piece))
             program = self._built.get(key)
             if program is None:
                 made = self._build(piece.module, piece.segment.engine, cases)
@@ -155,6 +155,12 @@ class Builder:
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
+
+
+def _contents(piece: Piece) -> tuple[str, ...]:
+    """What a program made of the piece depends on: equal contents, equal program."""
+    parts = (piece.inputs, piece.segment.nodes, piece.segment.views, piece.outputs)
+    return tuple(" ".join(node.name for node in part) for part in parts)
 
 
 def _case(piece: Piece, values: dict[fx.Node, Any]) -> Case:
