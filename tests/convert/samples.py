@@ -240,12 +240,12 @@ def _cases(
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Where the graph writes in place, eager gets inputs of its own.
-        expected = recorder.run(*(t.clone() for t in inputs) if _writes(module) else inputs)
+        expected = recorder.run(*(t.clone() for t in inputs) if recorder.writes else inputs)
     if whole:
         yield Case(name, dtype, index, level, target, module, inputs, _detached(expected), unset)
         return
     node = next(n for n in _calls(module) if n.target is target)
-    alone = isolate(node, recorder.values)
+    alone = isolate(node, recorder.given[node], recorder.made[node])
     if alone is not None:
         yield Case(name, dtype, index, level, target, *alone, unset)
 
@@ -260,21 +260,27 @@ def _detached(values: Any) -> tuple[torch.Tensor, ...]:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph on real tensors and keeps what every node makes."""
+    """Runs a graph on real tensors and keeps what every node is given and makes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
-        self.values: dict[fx.Node, Any] = {}
+        self.given: dict[fx.Node, dict[fx.Node, Any]] = {}
+        self.made: dict[fx.Node, Any] = {}
+        self.writes = _writes(module)
 
     def run_node(self, n: fx.Node) -> Any:
+        self.given[n] = {source: self._kept(self.env[source]) for source in n.all_input_nodes}
         result = super().run_node(n)
-        # A later node may write in place to what this one made.
-        self.values[n] = pytree.tree_map_only(torch.Tensor, torch.clone, result)
+        self.made[n] = self._kept(result)
         return result
+
+    def _kept(self, value: Any) -> Any:
+        # Another node may write in place to what this one is given or makes.
+        return pytree.tree_map_only(torch.Tensor, torch.clone, value) if self.writes else value
 
 
 def isolate(
-    node: fx.Node, values: dict[fx.Node, Any]
+    node: fx.Node, given: dict[fx.Node, Any], answer: Any
 ) -> tuple[fx.GraphModule, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] | None:
     """One node as a graph of its own; sizes become numbers. None if it makes no tensor."""
     graph = fx.Graph()
@@ -282,7 +288,7 @@ def isolate(
     placed: dict[fx.Node, Any] = {}
 
     def place(source: fx.Node) -> Any:
-        value = values[source]
+        value = given[source]
         if not isinstance(value, torch.Tensor):
             return value
         if source not in placed:
@@ -295,7 +301,6 @@ def isolate(
     args, kwargs = fx.map_arg((node.args, node.kwargs), place)
     made = graph.call_function(node.target, args, kwargs)
     made.meta.update(node.meta)
-    answer = values[node]
     answers = list(answer) if isinstance(answer, list | tuple) else [answer]
     if not all(isinstance(a, torch.Tensor) for a in answers):
         return None
