@@ -80,16 +80,11 @@ def _max_by_windows(
     dilations: list[int],
 ) -> tuple[Tensor, Tensor]:
     sizes = spatial_sizes(x, rank)
-    dtype = dtypes.to_torch(x.dtype)
-    lowest = -math.inf if is_float(x) else torch.iinfo(dtype).min
-    filled_in = F.pad(x, [0, 0, *begins, 0, 0, *ends], value=lowest)
     places = [
-        windows.sliding(size + begin + end, k, s, d)
+        windows.within(windows.sliding(size + begin + end, k, s, d) - begin, size)
         for size, begin, end, k, s, d in zip(sizes, begins, ends, kernel, strides, dilations, strict=True)
     ]
-    shifted = [table - begin for table, begin in zip(places, begins, strict=True)]
-    flat = windows.flat_places(shifted, sizes)
-    values, found = _largest_of(windows.unfold(filled_in, places), flat)
+    values, found = _largest_of(windows.unfold(x, places), windows.flat_places(places, sizes))
     return F.cast(_unbatched(values, self, rank), self.dtype), _unbatched(found, self, rank)
 
 

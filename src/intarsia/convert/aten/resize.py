@@ -34,9 +34,9 @@ def _goal(x: Tensor, output_size: Any, scales: Sequence[float | None]) -> list[A
     return goal
 
 
-def _weights(mode: str, size: int, goal: int, align: bool, scale: float | None) -> Array:
+def _weights(x: Tensor, mode: str, size: int, goal: int, align: bool, scale: float | None) -> Array:
     """What torch weighs each input element of an axis by, asked of torch itself: (goal, size)."""
-    rows = torch.eye(size, dtype=torch.float64, device="cpu")
+    rows = torch.eye(size, dtype=dtypes.to_torch(x.dtype), device="cpu")
     if mode == "linear":
         made = aten.upsample_linear1d(rows[None], [goal], align, scale)[0]
     elif mode == "linear_aa":
@@ -108,7 +108,7 @@ def smooth(
     if not is_float(self):
         raise ConversionError(f"resizing {self.dtype.name} by {mode} is not handled")
     rank = self.ndim - 2
-    x, goal = wide(self), _goal(self, output_size, scales)
+    x, goal = wide(self, halves=True), _goal(self, output_size, scales)
     given = [scale is not None for scale in scales]
     if align:
         scales = [None] * rank  # corners decide alone
@@ -131,7 +131,7 @@ def smooth(
     for i in range(rank):
         if not isinstance(goal[i], int):
             raise ConversionError(f"resizing to {goal[i]}, a size not known ahead, is not handled")
-        x = _by_weights(x, 2 + i, _weights(mode, static(self, 2 + i), goal[i], align, scales[i]))
+        x = _by_weights(x, 2 + i, _weights(x, mode, static(self, 2 + i), goal[i], align, scales[i]))
     return F.cast(x, self.dtype)
 
 

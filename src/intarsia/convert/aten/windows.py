@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from intarsia.convert.aten.precision import static, whole
+from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
 
@@ -24,6 +25,16 @@ def sliding(size: int, kernel: int, stride: int, dilation: int) -> Places:
     """Places of every window that fits."""
     count = (size - dilation * (kernel - 1) - 1) // stride + 1
     return (np.arange(count)[:, None] * stride + np.arange(kernel) * dilation).astype(np.int64)
+
+
+def within(places: Places, size: int) -> Places:
+    """Places beyond the ends moved to the nearest one of their window that is not: no new largest element."""
+    inside = (places >= 0) & (places < size)
+    if not inside.any(1).all():
+        raise ConversionError("a window with nothing but padding is not handled")
+    first = np.take_along_axis(places, inside.argmax(1)[:, None], 1)
+    last = np.take_along_axis(places, (places.shape[1] - 1 - inside[:, ::-1].argmax(1))[:, None], 1)
+    return np.clip(places, first, last)
 
 
 def adaptive(size: int, windows: int) -> tuple[Places, np.ndarray[Any, np.dtype[np.bool_]]]:
