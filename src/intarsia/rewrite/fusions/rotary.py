@@ -69,12 +69,16 @@ def rotary_embedding(
     for tensor in (cos, sin):
         if tensor.ndim != 4 or tensor.shape[1] != 1 or tensor.shape[3] != width:
             return refuse(f"{tensor.name} is {list(tensor.shape)}, not one angle a position")
-        if tensor.shape[0] != x.shape[0] or tensor.shape[2] != x.shape[2] or None in tensor.shape:
+        if tensor.shape[0] not in (1, x.shape[0]) or tensor.shape[2] != x.shape[2] or None in tensor.shape:
             return refuse(f"{tensor.name} is {list(tensor.shape)}, {x.name} {list(x.shape)}")
+        if tensor.shape[0] != x.shape[0] and not isinstance(x.shape[0], int):
+            return refuse(f"{tensor.name} is one for a batch of {x.shape[0]}")
         if not _repeats(tensor):
             return refuse(f"{tensor.name} is not seen to repeat its first half")
         caches.append(tensor)
     flat = [F.slice(F.squeeze(t, [1]), 0, half, axis=2) for t in caches]
+    if cos.shape[0] != x.shape[0] or sin.shape[0] != x.shape[0]:  # each of the batch has its own
+        flat = [F.expand(t, (int(x.shape[0]), 1, 1)) for t in flat]  # type: ignore[arg-type]
     return F.op("RotaryEmbedding", x, *flat)
 
 
@@ -116,7 +120,8 @@ def _repeats(tensor: Tensor) -> bool:
 
 def _written(rng: np.random.Generator, large: bool) -> None:
     batch, heads, length, width = (1, 16, 128, 64) if large else (2, 3, 4, 6)
-    x, angles = given("x", batch, heads, length, width), given("angles", batch, length, width // 2)
+    own = batch if rng.integers(2) or large else 1
+    x, angles = given("x", batch, heads, length, width), given("angles", own, length, width // 2)
     both = F.concat([angles, angles], axis=-1)
     cos, sin = F.unsqueeze(F.cos(both), [1]), F.unsqueeze(F.sin(both), [1])
     half = width // 2
