@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import weakref
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def test_workers_end_when_the_caller_fails():
     before = threading.active_count()
 
     def fail():
-        with spawn_workers(3) as (queues, done):
+        done = SimpleQueue()
+        with spawn_workers(3, done.put) as queues:
             queues[1].put(Task(0, 1, lambda: Batch(torch.ones(1))))
             assert done.get().result.tensor == 1
             raise ZeroDivisionError
@@ -149,6 +151,22 @@ def test_nothing_stays_alive(fail):
     alive = run()
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("where", ["_fence", "_finish"])
+def test_a_failure_between_tasks_reaches_the_caller(where, monkeypatch):
+    before, original = threading.active_count(), getattr(Pipeline, where)
+
+    def fail(self, *args):
+        if args in ((1, 1), (2, 0)) or (where == "_finish" and args[0].task.micro_batch == 1):
+            raise ZeroDivisionError
+        return original(self, *args)
+
+    monkeypatch.setattr(Pipeline, where, fail)
+    model = GPipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.rand(4))
+    assert threading.active_count() == before
 
 
 def test_cores_are_shared_and_given_back():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,45 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
     """
     for tick in range(m + n - 1):
         yield [(tick - j, j) for j in range(max(tick - m + 1, 0), min(tick + 1, n))]
+
+
+class Progress:
+    """How far each stage is, and what may run next."""
+
+    def __init__(self, m: int, n: int) -> None:
+        self.m, self.n = m, n
+        self.submitted, self.done = [0] * n, [0] * n
+        self.failures: list[Done] = []
+        self.stop = False
+
+    def note(self, result: Done) -> bool:
+        """Count a task that ended; whether its output is still wanted."""
+        self.done[result.task.stage] += 1
+        if isinstance(result.result, BaseException):
+            self.failures.append(result)
+        return not self.failures and not self.stop
+
+    def possible(self) -> Iterator[tuple[int, int]]:
+        """The tasks that can start now; none after a failure."""
+        for j in range(self.n):
+            i = self.submitted[j]
+            if self.failures or self.stop or i == self.m or self.done[j] < i:
+                continue
+            # A stage is at most one micro-batch ahead of the next, so that outputs do not pile up.
+            crowded = j < self.n - 1 and i >= 2 and self.done[j + 1] < i - 1
+            if crowded or (j > 0 and self.done[j - 1] <= i):
+                continue
+            yield i, j
+
+    @property
+    def over(self) -> bool:
+        """Whether everything is done or, after a failure, what was under way has ended."""
+        return self.done[-1] == self.m or bool(self.failures and self.submitted == self.done)
+
+    @property
+    def first_failure(self) -> Done:
+        """The failure that would have come first, had the stages kept step."""
+        return min(self.failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
 
 
 class Pipeline:
@@ -94,39 +136,44 @@ class Pipeline:
                 self._finish(run_task(self._task(i, j, None)))
 
     def _run_workers(self) -> None:
-        """One thread a stage; this one hands out tasks as they become possible."""
+        """One thread a stage; tasks are handed out as they become possible."""
         m, n = len(self.batches), len(self.partitions)
         seeds = Seeds()
         if self.concurrent_backward and self._state.grad and all(d.type == "cpu" for d in self.devices):
             self._crew = Crew(n)
             self._gate = pass_gate(self._crew, self.batches)
-        submitted, done = [0] * n, [0] * n
-        failures: list[Done] = []
+        progress = Progress(m, n)
+        inbox: SimpleQueue[Done | None] = SimpleQueue()
+        lock = threading.Lock()
 
-        def possible(j: int) -> bool:
-            i = submitted[j]
-            if i == m or done[j] < i or (j > 0 and done[j - 1] <= i):
-                return False
-            # A stage is at most one micro-batch ahead of the next, so that outputs do not pile up.
-            return j == n - 1 or i < 2 or done[j + 1] >= i - 1
+        def advance(result: Done | None = None) -> None:
+            """Take over what a task gave, and hand out the tasks this makes possible."""
+            with lock, self._state.enter():
+                try:
+                    if result is not None and progress.note(result):
+                        self._finish(result)
+                    for i, j in progress.possible():
+                        queues[j].put(self._task(i, j, seeds))
+                        progress.submitted[j] += 1
+                except BaseException as error:
+                    progress.failures.append(Done(Task(m, n, _nothing), error))
+            if progress.over:
+                inbox.put(None)
 
-        with shared_cores(self.devices) as prepare, spawn_workers(n, prepare) as (queues, results):
-            while done[-1] < m:
-                for j in range(n):
-                    if not failures and possible(j):
-                        queues[j].put(self._task(submitted[j], j, seeds))
-                        submitted[j] += 1
-                if submitted == done:
-                    break  # after a failure, when the tasks under way have ended
-                result = results.get()
-                done[result.task.stage] += 1
-                if isinstance(result.result, BaseException):
-                    failures.append(result)
-                elif not failures:
-                    self._finish(result)
-        if failures:
-            first = min(failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
-            self._finish(first)
+        # On the CPU a worker goes on by itself. CUDA streams are a thread's own: there the caller does it.
+        alone = all(device.type != "cuda" for device in self.devices)
+        report = advance if alone else inbox.put
+        with shared_cores(self.devices) as prepare, spawn_workers(n, report, prepare) as queues:
+            try:
+                advance()
+                while not progress.over:
+                    result = inbox.get()
+                    if result is not None:
+                        advance(result)
+            finally:
+                progress.stop = True  # an interrupt of the caller: tasks under way are the last
+        if progress.failures:
+            raise cast(BaseException, progress.first_failure.result)
         if not seeds.finish():
             # Somebody drew from the default generator unwatched: a stage with a new habit, or other code.
             for habits in self.habits:
@@ -204,6 +251,10 @@ class Pipeline:
         return self._crosses(source, source + 1) or any(
             a == source and self._crosses(a, b) for a, b in routes
         )
+
+
+def _nothing() -> Batch:
+    raise AssertionError("the place of a task that could not be made")
 
 
 def shared_generators(devices: list[torch.device]) -> frozenset[torch.device]:

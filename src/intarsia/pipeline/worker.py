@@ -38,26 +38,28 @@ def run_task(task: Task) -> Done:
         return Done(task, error)
 
 
-def _work(tasks: SimpleQueue[Task | None], done: SimpleQueue[Done], prepare: Callable[[], None]) -> None:
+def _work(
+    tasks: SimpleQueue[Task | None], report: Callable[[Done], None], prepare: Callable[[], None]
+) -> None:
     prepare()
     while (task := tasks.get()) is not None:
-        done.put(run_task(task))
+        report(run_task(task))
         del task  # its tensors must not live until the next one comes
 
 
 @contextmanager
 def spawn_workers(
-    count: int, prepare: Callable[[], None] = lambda: None
-) -> Iterator[tuple[list[SimpleQueue[Task | None]], SimpleQueue[Done]]]:
-    """Start workers, hand out a task queue for each and one queue of results, and end them all.
+    count: int, report: Callable[[Done], None], prepare: Callable[[], None] = lambda: None
+) -> Iterator[list[SimpleQueue[Task | None]]]:
+    """Start workers, hand out a task queue for each, and end them all; they report what became of tasks.
 
-    >>> with spawn_workers(1) as ([tasks], done):
+    >>> done = SimpleQueue()
+    >>> with spawn_workers(1, done.put) as [tasks]:
     ...     tasks.put(Task(0, 0, lambda: Batch(1)))
-    ...     done.get().result.value
+    >>> done.get().result.value
     1
     """
     queues: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in range(count)]
-    done: SimpleQueue[Done] = SimpleQueue()
     threads = []
     for j, queue in enumerate(queues):
         # Context variables follow the caller as torch's own state does.
@@ -65,7 +67,7 @@ def spawn_workers(
         # A daemon cannot keep the interpreter alive when the caller is interrupted twice.
         threads.append(
             threading.Thread(
-                target=context.run, args=(_work, queue, done, prepare), name=f"stage {j}", daemon=True
+                target=context.run, args=(_work, queue, report, prepare), name=f"stage {j}", daemon=True
             )
         )
     started: list[threading.Thread] = []
@@ -73,7 +75,7 @@ def spawn_workers(
         for thread in threads:
             thread.start()
             started.append(thread)
-        yield queues, done
+        yield queues
     finally:
         for queue in queues:
             queue.put(None)
