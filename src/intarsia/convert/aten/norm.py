@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.precision import filled, is_empty, used, wide
+from intarsia.convert.aten.precision import filled, is_empty, static, used, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -340,3 +340,32 @@ def batch_norm_no_update(
     if used(ctx.node, 3):
         raise ConversionError("the reserve of batch norm, made for training, is not handled")
     return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, False, eps))
+
+
+@converter(aten._native_batch_norm_legit_functional.default)
+def native_batch_norm_functional(
+    ctx: ConversionContext,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Batch norm that returns the running statistics it would otherwise have written."""
+    if not training:
+        made = _batch(ctx, input, weight, bias, running_mean, running_var, False, eps)
+        return (*_with_statistics(ctx, made)[:3], F.identity(running_mean), F.identity(running_var))
+    made = _batch(ctx, input, weight, bias, None, None, True, eps)
+    x = wide(input, halves=True)
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    count = np.prod([static(x, axis) for axis in axes])
+    centred = F.sub(x, F.reduce_mean(x, axes))
+    variance = F.div(F.reduce_sum(F.mul(centred, centred), axes, keepdims=False), float(count - 1))
+    after = []
+    for before, new in ((running_mean, made[1]), (running_var, variance)):
+        old = F.mul(wide(before, halves=True), 1 - momentum)
+        after.append(F.cast(F.add(old, F.mul(F.cast(new, old.dtype), momentum)), before.dtype))
+    return (*_with_statistics(ctx, made)[:3], *after)

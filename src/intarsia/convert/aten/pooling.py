@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -165,7 +164,7 @@ def _average(
     by = (
         divisor
         if divisor is not None
-        else _divisors(sizes, counts, kernel, strides, padded, count_include_pad)
+        else windows.divisors(sizes, counts, kernel, strides, padded, count_include_pad)
     )
     if is_float(self):
         made = F.average_pool(filled_in, kernel, strides=strides, pads=[0] * (2 * rank))
@@ -181,26 +180,6 @@ def _average(
         whole_part = F.div(F.abs(summed), F.constant(np.asarray(by).astype(dtypes.to_numpy(x.dtype))))
         made = F.mul(F.sign(summed), whole_part)
     return F.cast(_unbatched(made, self, rank), self.dtype)
-
-
-def _divisors(
-    sizes: Sequence[int],
-    counts: Sequence[int],
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    padded: Sequence[int],
-    include: bool,
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """How many elements torch counts in each window: up to the padding's end, or real ones only."""
-    rank = len(sizes)
-    total = np.ones((1,) * rank, np.int64)
-    for i in range(rank):
-        start = np.arange(counts[i]) * strides[i] - padded[i]
-        end = np.minimum(start + kernel[i], sizes[i] + padded[i])
-        if not include:
-            start, end = np.maximum(start, 0), np.minimum(end, sizes[i])
-        total = total * (end - start).reshape([-1 if j == i else 1 for j in range(rank)])
-    return total
 
 
 @converter(aten.avg_pool1d.default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import onnx_ir as ir
@@ -68,7 +69,7 @@ def used(node: Any, index: int) -> bool:
     """Whether anything reads the output of this number; what nobody reads need not be made."""
     if node is None:
         return True
-    return any(user.target.__name__ != "getitem" or user.args[1] == index for user in node.users)
+    return any(user.target is not operator.getitem or user.args[1] == index for user in node.users)
 
 
 def is_empty(*tensors: Tensor) -> bool:

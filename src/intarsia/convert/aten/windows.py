@@ -82,3 +82,23 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int
     span = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (-(-span // stride) if ceil else span // stride) + 1
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+
+def divisors(
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padded: Sequence[int],
+    include: bool,
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How many elements torch counts in each window: up to the padding's end, or real ones only."""
+    rank = len(sizes)
+    total = np.ones((1,) * rank, np.int64)
+    for i in range(rank):
+        start = np.arange(counts[i]) * strides[i] - padded[i]
+        end = np.minimum(start + kernel[i], sizes[i] + padded[i])
+        if not include:
+            start, end = np.maximum(start, 0), np.minimum(end, sizes[i])
+        total = total * (end - start).reshape([-1 if j == i else 1 for j in range(rank)])
+    return total
