@@ -78,13 +78,20 @@ def op(op_type: str, *inputs: Operand | None, domain: str = "", **attributes: An
     ...     F.op("Softmax", x, axis=-1)
     Tensor(softmax: f32[2, 3])
     """
-    return ops(op_type, *inputs, outputs=1, domain=domain, **attributes)[0]
+    return Tensor.of(_add(op_type, inputs, 1, domain, attributes).outputs[0])
 
 
 def ops(
     op_type: str, *inputs: Operand | None, outputs: int, domain: str = "", **attributes: Any
 ) -> tuple[Tensor, ...]:
     """Add one layer with several outputs."""
+    node = _add(op_type, inputs, outputs, domain, attributes)
+    return tuple(Tensor.of(value) for value in node.outputs)
+
+
+def _add(
+    op_type: str, inputs: Sequence[Operand | None], outputs: int, domain: str, attributes: dict[str, Any]
+) -> ir.Node:
     net = default_net(*inputs)
     tensors: Sequence[Tensor | None]
     if {*map(type, inputs)} == _TENSOR:
@@ -93,10 +100,10 @@ def ops(
         tensors = operands(*inputs)
         while tensors and tensors[-1] is None:
             tensors.pop()
-    given = {name: value for name, value in attributes.items() if value is not None}
+    given = attributes and {name: value for name, value in attributes.items() if value is not None}
     made = infer(domain, op_type, tensors, given, outputs)
     layer = net.add_layer(op_type, tensors, given, outputs=made, domain=domain, inferred=True)
-    return tuple(Tensor.of(value) for value in layer.node.outputs)
+    return layer.node
 
 
 def opaque(
