@@ -305,7 +305,11 @@ def isolate(
     if not all(isinstance(a, torch.Tensor) for a in answers):
         return None
     if isinstance(answer, list | tuple):
-        outputs = [graph.call_function(operator.getitem, (made, i)) for i in range(len(answers))]
+        # What nobody reads need not be made.
+        read = {user.args[1] for user in node.users if user.target is operator.getitem}
+        places = [i for i in range(len(answers)) if i in read or not read]
+        answers = [answers[i] for i in places]
+        outputs = [graph.call_function(operator.getitem, (made, i)) for i in places]
         for output, item in zip(outputs, answers, strict=True):
             output.meta["val"] = item
     else:
