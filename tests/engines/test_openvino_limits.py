@@ -31,7 +31,7 @@ REFUSED = {
     "long constant": (
         lambda x: F.add(x, F.constant(np.array(2**40))),
         (torch.zeros(2, dtype=torch.int64),),
-        "integers beyond 32 bits",
+        "a constant of Add holds integers beyond 32 bits",
     ),
     "empty look-up": (
         lambda x, i: F.gather(x, i),

@@ -50,7 +50,7 @@ def _refuses(layer: Layer) -> str | None:
                 f"{layer.kind} of the empty tensor {tensor.name}{list(tensor.shape)} is not safe in OpenVINO"
             )
         if layer.kind not in _POSITIONS and _is_long(tensor):
-            return f"{tensor.name} holds integers beyond 32 bits, which OpenVINO cuts off"
+            return f"a constant of {layer.kind} holds integers beyond 32 bits, which OpenVINO cuts off"
     return None
 
 
