@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -10,13 +9,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
-import torch
-import torch.utils.dlpack
 
 from intarsia.engines.base import NetworkEngine, Program
+from intarsia.engines.session import session_program
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
-from intarsia.network import Network, dtypes
+from intarsia.network import Network
 from intarsia.network.serialize import to_proto
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -60,7 +58,7 @@ class OnnxRuntime(NetworkEngine):
 
     def build(self, net: Network) -> Program:
         try:
-            return _Session(net, *self._session(net, optimize=True), self.device)
+            return session_program(net, *self._session(net, optimize=True), self.device)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
 
@@ -91,53 +89,6 @@ class OnnxRuntime(NetworkEngine):
         return session, shared
 
 
-class _Session:
-    """One session; each thread has a binding of its own, bound anew at every call."""
-
-    def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
-        self._session = session
-        self._weights = weights  # the session reads them where they lie
-        self._device = device
-        self._bindings = threading.local()
-        self._inputs = [(t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
-        self._outputs = [
-            (t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype), _static(t.shape))
-            for t in net.get_outputs()
-        ]
-        self._some_unknown = any(shape is None for *_, shape in self._outputs)
-
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        binding = self._bindings.__dict__.get("binding")
-        if binding is None:
-            binding = self._bindings.binding = self._session.io_binding()
-        device = self._device
-        kept = []  # copies made here must outlive the run
-        for (name, element, dtype), tensor in zip(self._inputs, tensors, strict=True):
-            if not isinstance(tensor, torch.Tensor):
-                tensor = torch.tensor(tensor, dtype=dtype)
-            if not tensor.is_contiguous():
-                tensor = tensor.contiguous()
-            kept.append(tensor)
-            binding.bind_input(name, device, 0, element, tensor.shape, tensor.data_ptr())
-        results: list[torch.Tensor | None] = []
-        for name, element, dtype, shape in self._outputs:
-            if shape is None:
-                binding.bind_output(name, device)
-                results.append(None)
-                continue
-            out = torch.empty(shape, dtype=dtype, device=device)
-            if out.numel():
-                binding.bind_output(name, device, 0, element, shape, out.data_ptr())
-            else:  # an empty tensor has no address, and ONNX Runtime wants one
-                binding.bind_output(name, device)
-            results.append(out)
-        self._session.run_with_iobinding(binding)
-        if self._some_unknown:
-            made = binding.get_outputs()
-            results = [_to_torch(made[i]) if out is None else out for i, out in enumerate(results)]
-        return tuple(results)  # type: ignore[arg-type]
-
-
 _PACKING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
 
 
@@ -159,16 +110,6 @@ def _import() -> ModuleType:
     return onnxruntime  # type: ignore[no-any-return]
 
 
-def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:
-    return shape if all(isinstance(d, int) for d in shape) else None
-
-
-def _element_type(dtype: ir.DataType) -> Any:
-    # numpy has no bfloat16 or float8; ONNX Runtime takes ONNX's own number for those.
-    plain = dtype in (dtypes.FLOATS - {ir.DataType.BFLOAT16}) | dtypes.INTEGERS | {ir.DataType.BOOL}
-    return dtypes.to_numpy(dtype).type if plain else int(dtype)
-
-
 def _ort_value(ort: Any, array: ir.TensorProtocol) -> tuple[Any, object]:
     """A view of a weight for ONNX Runtime, without a copy, and what keeps its memory alive."""
     data = array.numpy()
@@ -178,12 +119,6 @@ def _ort_value(ort: Any, array: ir.TensorProtocol) -> tuple[Any, object]:
         raw = data.view(np.uint16 if data.itemsize == 2 else np.uint8)
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, int(array.dtype)), raw
     return ort.OrtValue.ortvalue_from_numpy(data), data
-
-
-def _to_torch(value: Any) -> torch.Tensor:
-    if value.data_type() == "tensor(bool)":  # DLPack calls it uint8
-        return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack()).view(torch.bool)
-    return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
 
 
 def _first_line(error: Exception) -> str:

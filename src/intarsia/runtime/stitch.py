@@ -43,6 +43,8 @@ class Compiled(nn.Module):
         self._lowered = lowered
         self._call_signature = forward_signature
         self.inlay = Inlay(lowered.module.graph, pieces, programs)
+        # Looked up at every call; a submodule's attribute would cost as much as a small operator.
+        self._run, self._whole = self.inlay.results, self.inlay.whole
         self.body_plans = dict(body_plans or {})
         self._checks = _checks(lowered)
         self._ranges = lowered.range_constraints
@@ -62,7 +64,8 @@ class Compiled(nn.Module):
         check_inputs(self._checks, flat, self._ranges)
         if self._guards:
             check_guards(self._guards, flat)
-        results = self.inlay.results(flat if self._plain_inputs else self._feed(flat))
+        inputs = flat if self._plain_inputs else self._feed(flat)
+        results = self._run(inputs) if self._whole is None else self._whole(*inputs)
         return results[0] if self._one_result else self._finish(flat, results)
 
     def _feed(self, flat: list[Any]) -> list[Any]:
@@ -70,7 +73,7 @@ class Compiled(nn.Module):
         buffers = self._lowered.buffers
         return [buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in self._lowered.inputs]
 
-    def _finish(self, flat: list[Any], results: list[Any]) -> Any:
+    def _finish(self, flat: list[Any], results: Sequence[Any]) -> Any:
         """Write back what the model changes, then give the caller its results."""
         returned = []
         inputs = {item.name: item for item in self._lowered.inputs}

@@ -1,0 +1,109 @@
+"""Calls of an ONNX Runtime session from torch tensors, without copies."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.utils.dlpack
+
+from intarsia.engines.base import Program
+from intarsia.network import Network, dtypes
+
+_NUMPY = (dtypes.FLOATS - {ir.DataType.BFLOAT16}) | dtypes.INTEGERS | {ir.DataType.BOOL}
+
+
+def session_program(net: Network, session: Any, weights: object, device: str) -> Program:
+    """The program of a session; `weights` are kept alive, since the session reads them where they lie."""
+    types = [tensor.dtype for tensor in (*net.get_inputs(), *net.get_outputs())]
+    kind = ArraySession if device == "cpu" and all(dtype in _NUMPY for dtype in types) else BoundSession
+    return kind(net, session, weights, device)
+
+
+class ArraySession:
+    """On the CPU: inputs are arrays over torch's memory, results tensors over memory fresh from ONNX Runtime.
+
+    Its arena hands memory out again without faulting the pages in, which binding to fresh torch tensors
+    pays for at every call: a relu over 80 MB takes a quarter of the time this way.
+    """
+
+    def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
+        self._session = session
+        self._run = session.run
+        self._weights = weights
+        self._inputs = [(t.name, dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
+        self._outputs = [t.name for t in net.get_outputs()]
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        feed = {}
+        for (name, dtype), tensor in zip(self._inputs, tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                tensor = torch.tensor(tensor, dtype=dtype)
+            feed[name] = (tensor if tensor.is_contiguous() else tensor.contiguous()).numpy(force=True)
+        return tuple([torch.from_numpy(array) for array in self._run(self._outputs, feed)])
+
+
+class BoundSession:
+    """Elsewhere, and for dtypes numpy lacks: inputs and outputs bound by address.
+
+    Each thread has a binding of its own, bound anew at every call.
+    """
+
+    def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
+        self._session = session
+        self._weights = weights
+        self._device = device
+        self._bindings = threading.local()
+        self._inputs = [(t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
+        self._outputs = [
+            (t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype), _static(t.shape))
+            for t in net.get_outputs()
+        ]
+        self._some_unknown = any(shape is None for *_, shape in self._outputs)
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        binding = self._bindings.__dict__.get("binding")
+        if binding is None:
+            binding = self._bindings.binding = self._session.io_binding()
+        device = self._device
+        kept = []  # copies made here must outlive the run
+        for (name, element, dtype), tensor in zip(self._inputs, tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                tensor = torch.tensor(tensor, dtype=dtype, device=device)
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            kept.append(tensor)
+            binding.bind_input(name, device, 0, element, tensor.shape, tensor.data_ptr())
+        results: list[torch.Tensor | None] = []
+        for name, element, dtype, shape in self._outputs:
+            if shape is None:
+                binding.bind_output(name, device)
+                results.append(None)
+                continue
+            out = torch.empty(shape, dtype=dtype, device=device)
+            if out.numel():
+                binding.bind_output(name, device, 0, element, shape, out.data_ptr())
+            else:  # an empty tensor has no address, and ONNX Runtime wants one
+                binding.bind_output(name, device)
+            results.append(out)
+        self._session.run_with_iobinding(binding)
+        if self._some_unknown:
+            made = binding.get_outputs()
+            results = [_to_torch(made[i]) if out is None else out for i, out in enumerate(results)]
+        return tuple(results)  # type: ignore[arg-type]
+
+
+def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:
+    return shape if all(isinstance(d, int) for d in shape) else None
+
+
+def _element_type(dtype: ir.DataType) -> Any:
+    # numpy has no bfloat16 or float8; ONNX Runtime takes ONNX's own number for those.
+    return dtypes.to_numpy(dtype).type if dtype in _NUMPY else int(dtype)
+
+
+def _to_torch(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
+    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor  # DLPack says uint8
