@@ -9,7 +9,7 @@ from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
 from intarsia.network.network import OPSET
-from intarsia.network.uses import use_count
+from intarsia.network.uses import readers, use_count
 from intarsia.rewrite.fusions.fusion import Fusion, given
 from intarsia.rewrite.match import is_transparent
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
@@ -81,11 +81,10 @@ class EqualWork(PatternRewriter):
     """A layer that does what an earlier one did."""
 
     def __init__(self) -> None:
-        super().__init__("common_subexpression", None, True)
-        self._twin: ir.Node | None = None
+        super().__init__("common_subexpression")
 
-    def match(self, layer: Layer) -> bool | Refusal:
-        self._twin = None
+    def find(self, layer: Layer) -> ir.Node | Refusal:
+        """The earlier layer that does the same."""
         node = layer.node
         if node.op_type.startswith("Random") or node.op_type in ("Dropout", "Bernoulli", "Multinomial"):
             return refuse(f"{node.op_type} makes something else each time")
@@ -97,7 +96,7 @@ class EqualWork(PatternRewriter):
         if use_count(first) > _READERS:
             return refuse(f"{first.name} has {use_count(first)} readers")
         order = layer.network.order
-        for other, _ in first.uses():
+        for other in readers(first):
             if (
                 other is not node
                 and other.op_type == node.op_type
@@ -108,15 +107,14 @@ class EqualWork(PatternRewriter):
                 and _attributes(other) == _attributes(node)
                 and order.of(other) < order.of(node)
             ):
-                self._twin = other
-                return True
+                return other
         return refuse("no other layer does the same")
 
-    def rewrite(self, layer: Layer) -> None:
-        assert self._twin is not None
-        for old, new in zip(layer.node.outputs, self._twin.outputs, strict=True):
+    def perform(self, layer: Layer, found: ir.Node) -> bool:
+        for old, new in zip(layer.node.outputs, found.outputs, strict=True):
             Tensor.of(old).replace_all_uses_with(Tensor.of(new))
         layer.mark_as_removed()
+        return True
 
 
 def _attributes(node: ir.Node) -> dict[str, object]:
