@@ -17,7 +17,7 @@ import torch
 from tests.convert import drivers
 from tests.convert.harness import REFUSED, RUNS, WRONG
 from tests.convert.measure import Key, Tally, measure_all, share
-from tests.convert.reference import REASONS, TARGETS
+from tests.convert.reference import CORE_REASONS, REASONS, TARGETS
 from tests.convert.samples import DTYPES, LIMIT, OPINFO_MISSING, op_infos
 
 from intarsia.convert.evaluators import EVALUATORS
@@ -121,6 +121,14 @@ def _reference() -> Iterator[str]:
     yield "| target | why |"
     yield "| --- | --- |"
     for name, reason in REASONS.items():
+        yield f"| `{name}` | {reason} |"
+    yield ""
+    yield "Of core ATen (`torch.Tag.core`), leaving aside what is random, writes to its arguments or is a"
+    yield "gradient, these have none:"
+    yield ""
+    yield "| operator | why |"
+    yield "| --- | --- |"
+    for name, reason in CORE_REASONS.items():
         yield f"| `{name}` | {reason} |"
     yield ""
 

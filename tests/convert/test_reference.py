@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.convert.reference import REASONS, TARGETS, how, target_of
+from tests.convert.reference import CORE_REASONS, REASONS, TARGETS, how, target_of
 
 from intarsia.convert.evaluators import EVALUATORS
 from intarsia.convert.registry import registry
@@ -45,8 +45,6 @@ def core_operators() -> list[torch._ops.OpOverload]:
 
 # Backward operators are core, yet only a training graph has them, and engines run inference.
 NOT_INFERENCE = "_backward"
-_MEMORY = "says how memory lies, which a tensor inside an engine does not have"
-CORE_REASONS = {"aten.sym_stride.int": _MEMORY, "aten.sym_storage_offset.default": _MEMORY}
 
 
 @pytest.mark.parametrize("overload", core_operators(), ids=str)
