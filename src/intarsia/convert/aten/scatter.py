@@ -97,8 +97,10 @@ def reduced(
     wide = kernels.accumulator(x.dtype)
     base, added = F.cast(x, wide), F.cast(source, wide)
     if not include_self:
-        neutral = F.constant(neutral_element(reduce, wide), wide)
-        base = F.scatter_elements(base, index, expanded(neutral, sizes(index), index.shape), axis)
+        # The largest of some elements and one of them is the largest, so any of them is a start.
+        neutral = None if reduce in ("amax", "amin") else F.constant(neutral_element(reduce, wide), wide)
+        start = added if neutral is None else expanded(neutral, sizes(index), index.shape)
+        base = F.scatter_elements(base, index, start, axis)
     made = F.scatter_elements(base, index, added, axis, reduction=_LAYER[reduce])
     if reduce == "mean":
         made = _mean(made, index, axis, include_self)
