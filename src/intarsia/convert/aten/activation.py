@@ -78,7 +78,7 @@ def prelu(ctx: ConversionContext, self: Tensor, weight: Tensor) -> Tensor:
 
 @converter(aten.hardsigmoid.default)
 def hardsigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
-    (x,) = promoted(ctx, self)
+    (x,) = promoted_wide(ctx, self)  # a sixth is not the same in halves
     return narrowed(ctx, F.hardsigmoid(x))
 
 

@@ -140,7 +140,9 @@ def addr(
     ctx: ConversionContext, self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
     x, a, b = ctx.promote(self, vec1, vec2)
-    made = F.mul(F.unsqueeze(wide(a), [1]), F.unsqueeze(wide(b), [0]))
+    # Halves in float32: a product rounded before a sum that nearly cancels it would be far off.
+    a, b = wide(a, halves=True), wide(b, halves=True)
+    made = F.mul(F.unsqueeze(a, [1]), F.unsqueeze(b, [0]))
     return _plus(ctx, made, x, beta, alpha)
 
 
