@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-import re
-from collections.abc import Iterator
 from enum import Enum
 from functools import cache
-from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import fx
+
+from intarsia.convert.source import module_path as module_path
+from intarsia.convert.source import modules as modules
+from intarsia.convert.source import source_line as source_line
 
 _SYM_OPERATORS: frozenset[Any] = frozenset(
     {
@@ -127,33 +128,6 @@ def op_name(node: fx.Node) -> str:
     return f"operator.{name}" if module == "_operator" else name
 
 
-def modules(node: fx.Node) -> Iterator[tuple[str, Any]]:
-    """The modules the node was traced in, outermost first, as (qualified path, class or its name)."""
-    stack = node.meta.get("nn_module_stack") or {}
-    for path, kind in stack.values():
-        yield _clean_path(path), kind
-
-
-def module_path(node: fx.Node) -> str:
-    """The qualified path of the innermost module the node was traced in; empty for the root."""
-    path = ""
-    for path, _ in modules(node):  # noqa: B007 - the last one counts
-        pass
-    return path
-
-
-def source_line(node: fx.Node, *, full: bool = False) -> str:
-    """Where in the user's code the node comes from, as `file.py:12`; empty when unknown."""
-    trace = node.stack_trace
-    if not trace:
-        return ""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    if not frames:
-        return ""
-    path, line = frames[-1]
-    return f"{path if full else PurePath(path).name}:{line}"
-
-
 def whereabouts(node: fx.Node) -> str:
     """Name, module path and source line of a node in one readable clause."""
     parts = [node.name]
@@ -212,10 +186,3 @@ def _is_creation_op(target: torch._ops.OpOverload) -> bool:
     if str(schema.returns[0].type) != "Tensor" or "empty" in target.__name__:
         return False
     return not any("Tensor" in str(argument.type) for argument in schema.arguments)
-
-
-def _clean_path(path: str) -> str:
-    # torch.export writes "L['self'].layers.0" or "layers.0", by version and by mode.
-    path = re.sub(r"^L\['self'\]\.?", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
-    return path.lstrip(".")
