@@ -1,4 +1,4 @@
-"""One rank of a distributed test: `rank_worker.py CASE`, started with RANK and WORLD_SIZE set."""
+"""One rank of a distributed test: `rank_worker.py CASE...`, started with RANK and WORLD_SIZE set."""
 
 from __future__ import annotations
 
@@ -223,10 +223,12 @@ def killed():
 
 
 def main():
+    """Each argument is a case, `name` or `name:argument:argument`; one process group serves them all."""
     torch.set_num_threads(1)
-    case, *rest = sys.argv[1:]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    globals()[case](*rest)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    for case in sys.argv[1:]:
+        name, *rest = case.split(":")
+        globals()[name](*rest)
     dist.barrier()
     dist.destroy_process_group()
 

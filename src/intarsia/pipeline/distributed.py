@@ -32,8 +32,7 @@ from intarsia.pipeline.tied import TiedGradients
 Loss = Callable[..., torch.Tensor]
 
 _LOST = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket|peer|NCCL|remote process",
-    re.IGNORECASE,
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|pair is not connected|NCCL", re.IGNORECASE
 )
 
 
