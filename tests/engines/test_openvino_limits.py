@@ -33,6 +33,16 @@ REFUSED = {
         (torch.zeros(2, dtype=torch.int64),),
         "a constant of Add holds integers beyond 32 bits",
     ),
+    "equal to more than floats hold": (
+        lambda x: F.equal(x, F.constant(np.array(2**24 + 1))),
+        (torch.zeros(2, dtype=torch.int64),),
+        "beyond 24 bits, and OpenVINO computes it in float32",
+    ),
+    "largest integer": (
+        lambda x: F.reduce_max(x, [0]),
+        (torch.zeros(2, dtype=torch.int32),),
+        "ReduceMax of integers, which OpenVINO computes in float32",
+    ),
     "empty look-up": (
         lambda x, i: F.gather(x, i),
         (torch.zeros(3), torch.zeros(0, dtype=torch.int64)),
@@ -59,6 +69,10 @@ TAKEN = {
     "join with an empty one": (lambda a, b: F.concat([a, b], 0), (torch.zeros(0, 3), torch.ones(2, 3))),
     "sum of nothing": (lambda a: F.reduce_sum(a, [0], keepdims=False), (torch.zeros(0, 3),)),
     "empty and empty": (lambda a: F.relu(a) + 1.0, (torch.zeros(0, 3),)),
+    "any of several": (
+        lambda a: F.reduce_max(F.cast(F.greater(a, 0.0), torch.int32), [0], keepdims=False),
+        (torch.tensor([-1.0, 2.0]),),
+    ),
     "to the end": (lambda a: F.slice(a, 1, 2**62, axis=0), (torch.arange(4.0),)),
     "an input nobody reads": (lambda a, b: F.relu(b), (torch.ones(3), torch.ones(2))),
 }
@@ -66,6 +80,7 @@ EXPECTED = {
     "join with an empty one": torch.ones(2, 3),
     "sum of nothing": torch.zeros(3),
     "empty and empty": torch.zeros(0, 3),
+    "any of several": torch.tensor(1, dtype=torch.int32),
     "to the end": torch.tensor([1.0, 2.0, 3.0]),
     "an input nobody reads": torch.ones(2),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from intarsia.network import Layer, Network, Tensor
@@ -22,6 +21,11 @@ _TAKES_EMPTY = frozenset(
     }
 )
 # fmt: on
+# Integers go through float32 in these layers, so that only those of 24 bits are exact.
+_IN_FLOAT = frozenset({"Equal", "Mod", "Pad", "Pow", "ReduceMax", "ReduceMin", "ReduceSum"})
+# The extremes of an integer type are common here, as the start of a search for the largest or smallest.
+_SEARCHES = frozenset({"ReduceMax", "ReduceMin"})
+_INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 # Their integer operands are positions, which may well mean "to the end".
 _POSITIONS = frozenset({"Slice"})
 
@@ -49,20 +53,28 @@ def _refuses(layer: Layer) -> str | None:
             return (
                 f"{layer.kind} of the empty tensor {tensor.name}{list(tensor.shape)} is not safe in OpenVINO"
             )
-        if layer.kind not in _POSITIONS and _is_long(tensor):
+        if layer.kind not in _POSITIONS and _is_beyond(tensor, 2**31):
             return f"a constant of {layer.kind} holds integers beyond 32 bits, which OpenVINO cuts off"
+        if layer.kind in _IN_FLOAT and _is_beyond(tensor, 2**24):
+            return f"a constant of {layer.kind} is beyond 24 bits, and OpenVINO computes it in float32"
+    if layer.kind in _SEARCHES and touched[0].dtype in _INTEGERS and not _counts_truth(touched[0]):
+        return f"{layer.kind} of integers, which OpenVINO computes in float32"
     return None
+
+
+def _counts_truth(tensor: Tensor) -> bool:
+    """Whether integers are zeros and ones made of booleans."""
+    parent = tensor.get_parent()
+    source = parent.get_inputs(0)[0] if parent is not None and parent.kind == "Cast" else None
+    return source is not None and source.dtype == ir.DataType.BOOL
 
 
 def _double(tensor: Tensor) -> str:
     return f"{tensor.name} is float64, which OpenVINO computes in float32"
 
 
-def _is_long(tensor: Tensor) -> bool:
-    if tensor.value.const_value is None or tensor.dtype not in (ir.DataType.INT64, ir.DataType.UINT64):
+def _is_beyond(tensor: Tensor, limit: int) -> bool:
+    if tensor.value.const_value is None or tensor.dtype not in _INTEGERS:
         return False
     array = tensor.constant
-    if array is None or not array.size:
-        return False
-    limits = np.iinfo(np.int32)
-    return bool(array.min() < limits.min or array.max() > limits.max)
+    return array is not None and bool(array.size) and bool(array.min() < -limit or array.max() >= limit)

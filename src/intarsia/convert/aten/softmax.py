@@ -52,13 +52,13 @@ def _safe_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = N
 @converter(aten.log_softmax.int, aten.special_log_softmax.default)
 def log_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
     x = F.cast(self, dtype) if dtype is not None else self
-    return _along(ctx, x, dim, F.log_softmax)
+    return _along(ctx, wide(x, halves=True), dim, F.log_softmax)  # kernels for halves lose too much
 
 
 @converter(aten._log_softmax.default)
 def _log_softmax(ctx: ConversionContext, self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     x = F.cast(self, ctx.dtype) if half_to_float else self
-    return _along(ctx, x, dim, F.log_softmax)
+    return _along(ctx, wide(x, halves=True), dim, F.log_softmax)
 
 
 @converter(aten.logsumexp.default, aten.special_logsumexp.default)
