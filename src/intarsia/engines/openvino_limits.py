@@ -22,7 +22,7 @@ _TAKES_EMPTY = frozenset(
 )
 # fmt: on
 # Integers go through float32 in these layers, so that only those of 24 bits are exact.
-_IN_FLOAT = frozenset({"Equal", "Mod", "Pad", "Pow", "ReduceMax", "ReduceMin", "ReduceSum"})
+IN_FLOAT = frozenset({"Equal", "Mod", "Pad", "Pow", "ReduceMax", "ReduceMin", "ReduceSum"})
 # The extremes of an integer type are common here, as the start of a search for the largest or smallest.
 _SEARCHES = frozenset({"ReduceMax", "ReduceMin"})
 _INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
@@ -55,7 +55,7 @@ def _refuses(layer: Layer) -> str | None:
             )
         if layer.kind not in _POSITIONS and _is_beyond(tensor, 2**31):
             return f"a constant of {layer.kind} holds integers beyond 32 bits, which OpenVINO cuts off"
-        if layer.kind in _IN_FLOAT and _is_beyond(tensor, 2**24):
+        if layer.kind in IN_FLOAT and _is_beyond(tensor, 2**24):
             return f"a constant of {layer.kind} is beyond 24 bits, and OpenVINO computes it in float32"
     if layer.kind in _SEARCHES and touched[0].dtype in _INTEGERS and not _counts_truth(touched[0]):
         return f"{layer.kind} of integers, which OpenVINO computes in float32"
