@@ -16,9 +16,10 @@ from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.attributes import from_attr, to_attr
 from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Moved, Redirected, Removed
+from intarsia.network.make import Made, insert_before, make_node, take_out
 from intarsia.network.order import Order
-from intarsia.network.raw import graph_of, inputs_of, name_of, producer_of
-from intarsia.network.uses import detach, is_dead, move_uses, take_out
+from intarsia.network.raw import graph_of, inputs_of, is_output, name_of, producer_of, shape_of, type_of
+from intarsia.network.uses import is_dead, move_uses, uses_of
 
 if TYPE_CHECKING:
     from intarsia.network.signature import FLayerInfo, FLayerInfoMemo
@@ -29,6 +30,7 @@ OPSET = 23
 MICROSOFT = "com.microsoft"
 
 _guards = threading.local()
+_tuple = tuple.__new__  # a named tuple without the call of its own constructor
 
 
 class _Calls(threading.local):
@@ -99,17 +101,20 @@ class Tensor:
 
     @property
     def dtype(self) -> ir.DataType:
-        if self.value.dtype is None:
+        kind = type_of(self.value)
+        if kind is None:
             raise NetworkError(f"tensor {self.name} has no dtype")
-        return self.value.dtype
+        return kind.dtype  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> Shape:
-        shape = self.value.shape
+        shape = shape_of(self.value)
+        known = _dims.get(id(shape))
+        if known is not None:
+            return known
         if shape is None:
             raise NetworkError(f"tensor {self.name} has no shape")
-        known = _dims.get(id(shape))
-        return known if known is not None else tuple(d if isinstance(d, int) else d.value for d in shape)
+        return tuple(d if isinstance(d, int) else d.value for d in shape)
 
     @property
     def ndim(self) -> int:
@@ -205,9 +210,10 @@ class Layer:
 
     @property
     def network(self) -> Network:
-        if self.node.graph is None:
+        graph = graph_of(self.node)
+        if graph is None:
             raise NetworkError(f"layer {self.name} was removed from its network")
-        return Network.of(self.node.graph)
+        return Network.of(graph)
 
     def as_layer(self) -> ir.Node:
         """The raw `onnx_ir` node."""
@@ -271,6 +277,9 @@ class Network:
     @staticmethod
     def of(graph: ir.Graph) -> Network:
         """The network a raw graph belongs to, made on first sight for a graph made elsewhere."""
+        guarded: list[Network] | None = _guards.__dict__.get("stack")
+        if guarded and guarded[-1].graph is graph:  # by far the most often asked for
+            return guarded[-1]
         found = graph.meta.get("intarsia.network")
         if isinstance(found, Network):
             return found
@@ -375,59 +384,69 @@ class Network:
 
         `inferred` says that the types come from the operator's own rule and need no second look.
         """
+        values = tuple([None if tensor is None else tensor.value for tensor in inputs])
+        return Layer(self.add_node(op_type, values, attributes, outputs, domain, version, name, inferred))
+
+    def add_node(
+        self,
+        op_type: str,
+        inputs: tuple[ir.Value | None, ...],
+        attributes: Mapping[str, Any] | None,
+        outputs: Sequence[tuple[ir.DataType, Shape]],
+        domain: str,
+        version: int | None = None,
+        name: str | None = None,
+        inferred: bool = False,
+    ) -> ir.Node:
+        """`add_layer` of raw values."""
         layer_name = self.unique_name(name or self.scope or op_type.lower())
-        values = [
-            ir.Value(
-                name=layer_name if i == 0 else f"{layer_name}.{i}",
-                type=ir.TensorType(dtype),
-                shape=raw_shape(shape),
-            )
-            for i, (dtype, shape) in enumerate(outputs)
-        ]
-        node = ir.Node(
+        origin = self.origin
+        made: list[Made] = []
+        for dtype, shape in outputs:
+            made.append((f"{layer_name}.{len(made)}" if made else layer_name, dtype, raw_shape(shape)))
+        node = make_node(
             domain,
             op_type,
-            [None if tensor is None else tensor.value for tensor in inputs],
+            inputs,
             [to_attr(key, item) for key, item in attributes.items() if item is not None]
             if attributes
             else (),
-            outputs=values,
-            version=version,
-            name=layer_name,
-            metadata_props=None if self.origin is None else dict(self.origin),
+            made,
+            version,
+            layer_name,
+            None if origin is None else dict(origin),
         )
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1
-        self._place(node)
+        self._place(node, inputs)
         self._layers[layer_name] = node
-        if self.origin is not None:
+        if origin is not None:
             self.traced = True
-        if (made := calls.made) is not None:
-            made.append(node)
+        if (recorded := calls.made) is not None:
+            recorded.append(node)
             calls.net = self
         if self.journal is not None:
-            self.journal.append(Added(node, inferred))
-        return Layer(node)
+            self.journal.append(_tuple(Added, (node, inferred)))
+        return node
 
-    def _place(self, node: ir.Node) -> None:
-        anchor = self.anchor
-        if anchor is None or graph_of(anchor) is not self.graph:
-            self.graph.append(node)
-            self.order.appended(node)
+    def _place(self, node: ir.Node, inputs: tuple[ir.Value | None, ...]) -> None:
+        anchor, graph, order = self.anchor, self.graph, self.order
+        if anchor is None or graph_of(anchor) is not graph:
+            graph.append(node)
+            order.appended(node)
             return
-        order, graph = self.order, self.graph
         limit, late = order.of(anchor), None
-        for value in inputs_of(node):
+        for value in inputs:
             if value is None or (maker := producer_of(value)) is None or graph_of(maker) is not graph:
                 continue
             if (label := order.of(maker)) >= limit:
                 limit, late = label, maker
         if late is None:
-            self.graph.insert_before(anchor, node)
-            self.order.inserted_before(anchor, node)
+            insert_before(graph, anchor, node)
+            order.inserted_before(anchor, node)
         else:  # it reads what is made behind the anchor
-            self.graph.insert_after(late, node)
-            self.order.relabel()
+            graph.insert_after(late, node)
+            order.relabel()
 
     @contextlib.contextmanager
     def before(self, layer: Layer) -> Iterator[None]:
@@ -460,29 +479,22 @@ class Network:
 
     def remove_dead(self, nodes: list[ir.Node], *, feeders: bool = True) -> None:
         """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
-        gone: list[ir.Node] = []
         graph, journal, memo, order = self.graph, self.journal, self.memo, self.order
         while nodes:
             node = nodes.pop()
-            if graph_of(node) is not graph or not is_dead(node) or node in gone:
+            if graph_of(node) is not graph or not is_dead(node):
                 continue
-            gone.append(node)
-            inputs = inputs_of(node)
+            inputs, name = inputs_of(node), name_of(node)
+            info = None if memo is None else memo.taken(name)
             if journal is not None:
-                info = None if memo is None else memo.raw(name_of(node))
-                journal.append(Removed(node, inputs, order.of(node), info))
-            detach(node)
+                journal.append(_tuple(Removed, (node, inputs, order.of(node), info)))
+            take_out(graph, node)
+            self._layers.pop(name, None)
+            order.removed(node)
             if feeders:
                 for value in inputs:
                     if value is not None and (maker := producer_of(value)) is not None and is_dead(maker):
                         nodes.append(maker)
-        take_out(graph, gone)
-        for node in gone:
-            name = name_of(node)
-            self._layers.pop(name, None)
-            order.removed(node)
-            if memo is not None:
-                memo.remove(name)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""
@@ -517,27 +529,32 @@ class Network:
         A network's outputs keep their names: `new` takes the name over, or an Identity does
         where `new` is an input, a constant or an output already.
         """
-        before, after = old.value, new.value
+        self.replace_value(old.value, new.value)
+
+    def replace_value(self, before: ir.Value, after: ir.Value) -> None:
+        """`replace_all_uses` of raw values."""
         if before is after:
             return
-        if (after.graph if (made := producer_of(after)) is None else graph_of(made)) is not self.graph:
-            raise NetworkError(f"{new.name} does not belong to the network of {old.name}")
+        made, graph = producer_of(after), self.graph
+        if (after.graph if made is None else graph_of(made)) is not graph:
+            raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
+        uses = uses_of(before)
         if made is not None:
-            self._order_uses(before, after, before.uses())
-        uses = move_uses(before, after)
+            self._order_uses(before, after, made, uses)
+        move_uses(before, after, uses)
         positions: tuple[int, ...] = ()
         swapped = False
         shown = after
-        if before.is_graph_output():
-            positions = tuple(i for i, value in enumerate(self.graph.outputs) if value is before)
-            if made is None or after.is_graph_output():
+        if is_output(before):
+            positions = tuple(i for i, value in enumerate(graph.outputs) if value is before)
+            if made is None or is_output(after):
                 shown = self._identity(after)
             for position in positions:
-                self.graph.outputs[position] = shown
+                graph.outputs[position] = shown
             before.name, shown.name = shown.name, before.name
             swapped = True
         if self.journal is not None:
-            self.journal.append(Moved(before, shown, uses, positions, swapped))
+            self.journal.append(_tuple(Moved, (before, shown, uses, positions, swapped)))
         if self.memo is not None:
             self.memo.uses_moved(before, after)
 
@@ -547,7 +564,8 @@ class Network:
         if new.value.graph is not self.graph:
             raise NetworkError(f"{new.name} does not belong to the network of {layer.name}")
         uses = ((layer.node, index),)
-        self._order_uses(new.value if old is None else old, new.value, uses)
+        if (maker := producer_of(new.value)) is not None:
+            self._order_uses(new.value if old is None else old, new.value, maker, uses)
         layer.node.replace_input_with(index, new.value)
         if self.journal is not None:
             self.journal.append(Redirected(layer.node, index, old, new.value))
@@ -560,11 +578,10 @@ class Network:
         self.anchor = outer
         return made.node.outputs[0]
 
-    def _order_uses(self, old: ir.Value, new: ir.Value, uses: Collection[tuple[ir.Node, int]]) -> None:
+    def _order_uses(
+        self, old: ir.Value, new: ir.Value, maker: ir.Node, uses: Collection[tuple[ir.Node, int]]
+    ) -> None:
         """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
-        maker = new.producer()
-        if maker is None:
-            return
         limit = self.order.of(maker)
         early = []
         graph, order = self.graph, self.order

@@ -44,8 +44,12 @@ domain_of: Callable[[ir.Node], str] = _get("_domain", "domain")
 attributes_of: Callable[[ir.Node], Any] = _get("_attributes", "attributes")
 shape_of: Callable[[ir.Value], ir.Shape | None] = _get("_shape", "shape")
 constant_of: Callable[[ir.Value], ir.TensorProtocol | None] = _get("_const_value", "const_value")
+type_of: Callable[[ir.Value], Any] = _get("_type", "type")
 producer_of: Callable[[ir.Value], ir.Node | None] = (
     attrgetter("_producer") if FAST else methodcaller("producer")
+)
+is_output: Callable[[ir.Value], bool] = (
+    attrgetter("_is_graph_output") if FAST else methodcaller("is_graph_output")
 )
 
 

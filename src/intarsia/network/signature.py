@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.network import Layer, Network, Tensor, calls, default_net
+from intarsia.network.raw import name_of, producer_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,11 +143,12 @@ class FLayerInfoMemo:
         info = self._infos.get(name)
         return info if info is not None and info.is_true() else None
 
-    def raw(self, name: str) -> FLayerInfo | None:
-        return self._infos.get(name)
-
     def remove(self, layer: str | Layer) -> None:
         self._infos.pop(layer if isinstance(layer, str) else layer.name, None)
+
+    def taken(self, name: str) -> FLayerInfo | None:
+        """What was recorded under this name, which is then forgotten."""
+        return self._infos.pop(name, None)
 
     def restore(self, name: str, info: FLayerInfo) -> None:
         self._infos[name] = info
@@ -154,7 +156,11 @@ class FLayerInfoMemo:
     def uses_moved(self, old: ir.Value, new: ir.Value) -> None:
         """Called by the network when readers of `old` read `new` from now on."""
         self.clock += 1
-        self._moves.setdefault(old, []).append((self.clock, new))
+        move = (self.clock, new)
+        if (moves := self._moves.get(old)) is None:
+            self._moves[old] = [move]
+        else:
+            moves.append(move)
 
     def uses_moved_back(self, old: ir.Value) -> None:
         """Called by the network when the last move of `old` is undone."""
@@ -192,7 +198,7 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
             return result
         info: FLayerInfo | None = None
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            node = tensor.value.producer()
+            node = producer_of(tensor.value)
             # A functional may hand back a tensor that was there before: that one keeps its own call.
             if node is None or node not in made:
                 continue
@@ -201,7 +207,7 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
             memo = net.memo or FLayerInfoMemo.of(net)
             if info is None:
                 info = FLayerInfo(kind, signature, (args, kwargs), result, made, memo)
-            memo.add(node.name, info)  # type: ignore[arg-type]
+            memo.add(name_of(node), info)
         return result
 
     return recorded

@@ -6,7 +6,7 @@ quadratic. Where `onnx_ir` keeps its readers under another name, the public, slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -35,26 +35,19 @@ def is_dead(node: ir.Node) -> bool:
     return not any(value.uses() or value.is_graph_output() for value in node.outputs)
 
 
-def detach(node: ir.Node) -> None:
-    """Let a layer read nothing any more."""
-    if not FAST or node.device_configurations:
-        node.resize_inputs(0)
-        return
-    for index, value in enumerate(node._inputs):
-        if value is not None:
-            del value._uses[node, index]  # type: ignore[arg-type]
-    node._inputs = ()
+def uses_of(value: ir.Value) -> Uses:
+    """Every read of a tensor: the layer and the position."""
+    return tuple(value._uses) if FAST else tuple(value.uses())
 
 
-def move_uses(old: ir.Value, new: ir.Value) -> Uses:
-    """Let every reader of one tensor read another; the reads that were moved."""
+def move_uses(old: ir.Value, new: ir.Value, uses: Uses) -> None:
+    """Let the readers of one tensor, which are these, read another."""
     if not FAST:
-        uses = tuple(old.uses())
         for node, index in uses:
             node.replace_input_with(index, new)
-        return uses
-    moved = old._uses
-    uses = tuple(moved)
+        return
+    left: Any = old._uses
+    moved: Any = new._uses
     for use in uses:
         node, index = use
         if node.device_configurations:
@@ -62,17 +55,5 @@ def move_uses(old: ir.Value, new: ir.Value) -> Uses:
             continue
         inputs = node._inputs
         node._inputs = (*inputs[:index], new, *inputs[index + 1 :])
-        del moved[use]
-        new._uses[use] = None
-    return uses
-
-
-def take_out(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
-    """Remove layers that read nothing and that nothing reads."""
-    if not FAST:
-        graph.remove(nodes)
-        return
-    listed = graph._nodes
-    for node in nodes:
-        node._graph = None
-        listed.remove(node)
+        del left[use]
+        moved[use] = None

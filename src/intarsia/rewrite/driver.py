@@ -64,12 +64,6 @@ class _Level:
             self.waiting.append((node, entries))
         return True
 
-    def pop(self) -> tuple[ir.Node, list[Entry]]:
-        node, entries = self.waiting.popleft()
-        self.left -= 1
-        self.queued.discard(node)
-        return node, entries
-
 
 def _plain(attributes: Mapping[str, ir.Attr]) -> dict[str, object]:
     return {name: attr.value for name, attr in attributes.items()}
@@ -105,9 +99,13 @@ class Driver:
             while changed and not self.log.exhausted:
                 self._push_all()
                 before = len(self.log)
+                top = self.levels[0] if self.levels else None
                 while (level := self._busy()) is not None and not self.log.exhausted:
-                    sweeping = level is self.levels[0] and level.left > 0
-                    self._visit(*level.pop(), sweeping)
+                    sweeping = level is top and level.left > 0
+                    node, entries = level.waiting.popleft()
+                    level.left -= 1
+                    level.queued.discard(node)
+                    self._visit(node, entries, sweeping)
                 changed = len(self.log) > before
             if self.log.fired:
                 self.net.drop_unused_constants()
@@ -132,7 +130,7 @@ class Driver:
             if graph_of(node) is not self.net.graph:
                 return  # gone since it was queued
             found = entry.pattern.find(Layer(node))
-            if not found or (entry.label, node) in self.banned:
+            if not found or (self.banned and (entry.label, node) in self.banned):
                 continue
             if self.limit is not None and len(self.log) >= self.limit:
                 self.log.exhausted = True
@@ -154,8 +152,11 @@ class Driver:
     def _past(self, label: str, node: ir.Node) -> _Past:
         """The history of a layer about to be replaced; an error if it was replaced before just as it is."""
         before = self.pasts.get(node)
-        now = _Past(label, op_type_of(node), inputs_of(node), attributes_of(node), before)
-        step, labels = before, [label]
+        now = tuple.__new__(_Past, (label, op_type_of(node), inputs_of(node), attributes_of(node), before))
+        if before is None:
+            return now
+        step: _Past | None = before
+        labels = [label]
         while step is not None and len(labels) < 64:
             labels.append(step.label)
             if (
@@ -188,7 +189,9 @@ class Driver:
                 for value in edit.inputs:  # type: ignore[union-attr]
                     # One reader less may be what a pattern waits for.
                     if value is not None and use_count(value) == 1 and constant_of(value) is None:
-                        near[readers(value)[0]] = None
+                        reader = readers(value)[0]
+                        if reader not in made:
+                            near[reader] = None
             elif kind is Moved and not sweeping:
                 near.update(dict.fromkeys([use[0] for use in edit.uses[:_NEAR]]))  # type: ignore[union-attr]
         fired = Fired(label, root, gone, made)
@@ -199,7 +202,6 @@ class Driver:
             labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
             raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
         for node in made:
-            near.pop(node, None)
             if self._push(node):
                 self.pasts[node] = past
         # In the first sweep of the highest level all that stands below is still to be visited.
@@ -244,4 +246,8 @@ def _no_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():
+            # What was made is old now: the next young collection need not walk all of it.
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

@@ -53,7 +53,7 @@ class Fired:
         origin: dict[str, str] = {}
         if traced:
             origin = next((node.metadata_props for node in self._from() if node.metadata_props), origin)
-        replaced = ", ".join([name_of(node) for node in self._gone])
+        replaced = ", ".join(map(name_of, self._gone))
         for node in self._made:
             props = node.metadata_props
             if origin:

@@ -29,6 +29,7 @@ class Rule(PatternRewriter):
             term.name: term for term in parts(self.roots) if isinstance(term, Call) and term.name is not None
         }
         self._wanted = list(inspect.signature(function).parameters)[1:]
+        self._only_tensors = not any(name in self._named for name in self._wanted)
         known = {*variables, *self._named}
         if unknown := [wanted for wanted in self._wanted if wanted not in known]:
             raise RewriteError(f"rule {name!r} asks for {unknown}; its pattern has {sorted(known)}")
@@ -49,7 +50,7 @@ class Rule(PatternRewriter):
         refusal: Refusal | None = None
         while solution is not None:
             said = self.function(net, **self._bindings(solution))
-            if not isinstance(said, Refusal):
+            if type(said) is not Refusal:
                 self._replace(net, solution, said)
                 return True
             refusal = said if refusal is None else refusal
@@ -69,6 +70,12 @@ class Rule(PatternRewriter):
 
     def _bindings(self, found: Found) -> dict[str, Any]:
         bound: dict[str, Any] = {}
+        if self._only_tensors:
+            variables = found.variables
+            for name in self._wanted:
+                value = variables.get(name)
+                bound[name] = None if value is None else Tensor.of(value)
+            return bound
         for name in self._wanted:
             if name in self._named:
                 node = found.nodes.get(self._named[name])
@@ -79,6 +86,9 @@ class Rule(PatternRewriter):
         return bound
 
     def _replace(self, net: Network, found: Found, said: Any) -> None:
+        if type(said) is Tensor and len(found.roots) == 1:
+            net.replace_value(found.roots[0], said.value)
+            return
         made = said if isinstance(said, tuple | list) else (said,)
         if len(made) != len(found.roots) or not all(isinstance(tensor, Tensor) for tensor in made):
             raise RewriteError(f"the rule gave {said!r} where {len(found.roots)} tensor(s) should be")

@@ -12,7 +12,7 @@ from intarsia.network.attributes import from_attr
 from intarsia.network.infer import has_rule, infer
 from intarsia.network.journal import Added, Edit, Marked, Moved, Removed, Typed, undo
 from intarsia.network.network import raw_shape
-from intarsia.network.raw import graph_of, producer_of, shape_of
+from intarsia.network.raw import graph_of, producer_of, shape_of, type_of
 from intarsia.network.uses import is_dead, use_count
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
@@ -74,9 +74,10 @@ def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:
                 verify_layer(edit.node)
         elif type(edit) is Moved:
             old, new = edit.old, edit.new
-            if (shape_of(old) is not shape_of(new) or old.dtype != new.dtype) and not _same_type(
-                net, old, new, keep_types
-            ):
+            was, now = type_of(old), type_of(new)
+            if shape_of(old) is shape_of(new) is not None and was and now and was.dtype is now.dtype:
+                continue
+            if not _same_type(net, old, new, keep_types):
                 retyped.append(new)
         elif type(edit) is Removed:
             if not is_dead(edit.node):

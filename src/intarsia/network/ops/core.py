@@ -14,6 +14,7 @@ from intarsia.errors import NetworkError
 from intarsia.network import dtypes, infer_nn  # noqa: F401  (registers the rules)
 from intarsia.network.infer import infer
 from intarsia.network.network import Network, Shape, Tensor, default_net
+from intarsia.network.raw import outputs_of
 
 Scalar = bool | int | float
 Operand = Tensor | Scalar | np.ndarray[Any, Any] | torch.Tensor
@@ -78,7 +79,7 @@ def op(op_type: str, *inputs: Operand | None, domain: str = "", **attributes: An
     ...     F.op("Softmax", x, axis=-1)
     Tensor(softmax: f32[2, 3])
     """
-    return Tensor.of(_add(op_type, inputs, 1, domain, attributes).outputs[0])
+    return Tensor.of(outputs_of(_add(op_type, inputs, 1, domain, attributes))[0])
 
 
 def ops(
@@ -102,8 +103,8 @@ def _add(
             tensors.pop()
     given = attributes and {name: value for name, value in attributes.items() if value is not None}
     made = infer(domain, op_type, tensors, given, outputs)
-    layer = net.add_layer(op_type, tensors, given, outputs=made, domain=domain, inferred=True)
-    return layer.node
+    values = tuple([None if tensor is None else tensor.value for tensor in tensors])
+    return net.add_node(op_type, values, given, made, domain, inferred=True)
 
 
 def opaque(

@@ -1,0 +1,200 @@
+"""Making a node, putting it in place and taking it out, at the speed of slots.
+
+`onnx_ir` spends most of the time of a new node on what its callers here have checked already. The short
+way writes exactly the fields `onnx_ir` writes; it is taken only where each class keeps exactly the fields
+known here, and a test compares it with the long way. Elsewhere the constructors serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from intarsia.network.raw import FAST
+
+Made = tuple[str, ir.DataType, ir.Shape]  # name, type and shape of one output
+
+_NODE = {
+    "_attributes",
+    "_domain",
+    "_graph",
+    "_inputs",
+    "_metadata",
+    "_metadata_props",
+    "_name",
+    "_op_type",
+    "_outputs",
+    "_overload",
+    "_version",
+    "device_configurations",
+    "doc_string",
+}
+_VALUE = {
+    "_const_value",
+    "_graph",
+    "_index",
+    "_is_graph_input",
+    "_is_graph_output",
+    "_is_initializer",
+    "_metadata",
+    "_metadata_props",
+    "_name",
+    "_producer",
+    "_shape",
+    "_type",
+    "_uses",
+    "doc_string",
+}
+_LIST = {"_length", "_root", "_value_ids_to_boxes"}
+_BOX = {"next", "owning_list", "prev", "value"}
+_NAMES = {"_value_counter", "_node_counter", "_value_names", "_node_names"}
+
+_read = ir.Value(name="read")
+_sample = ir.Node("", "Relu", [_read], outputs=[ir.Value(name="made", type=ir.TensorType(ir.DataType.FLOAT))])
+_listed = ir.Graph([_read], [], nodes=[_sample])
+_Usage: Any = type(next(iter(_read.uses())))
+_Attributes: Any = type(_sample.attributes)
+
+
+def _slots(kind: type) -> set[str]:
+    return {name for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
+
+
+def _known() -> bool:
+    """Whether `onnx_ir` keeps of every object just what is written below."""
+    if not FAST or not hasattr(_listed, "_name_authority"):
+        return False
+    nodes: Any = _listed._nodes
+    return (
+        _slots(ir.Node) == _NODE
+        and _slots(ir.Value) == _VALUE
+        and _slots(ir.TensorType) == {"_dtype", "denotation"}
+        and _slots(type(nodes)) == _LIST
+        and _slots(type(nodes._root)) == _BOX
+        and vars(_listed._name_authority).keys() == _NAMES
+        and vars(_sample.attributes).keys() == {"_owner", "data"}
+        and _Usage._fields == ("node", "idx")
+    )
+
+
+SHORT = _known()
+_Box: Any = type(_listed._nodes._root) if SHORT else None
+_new = object.__new__
+_tuple = tuple.__new__
+
+
+def make_node(
+    domain: str,
+    op_type: str,
+    inputs: tuple[ir.Value | None, ...],
+    attributes: Sequence[ir.Attr],
+    outputs: Sequence[Made],
+    version: int | None,
+    name: str,
+    origin: dict[str, str] | None,
+) -> ir.Node:
+    """A node that reads these tensors and makes new ones; it stands in no graph yet."""
+    if not SHORT or domain == "ai.onnx":
+        values = [
+            ir.Value(name=name, type=ir.TensorType(dtype), shape=shape) for name, dtype, shape in outputs
+        ]
+        return ir.Node(
+            domain,
+            op_type,
+            inputs,
+            attributes,
+            outputs=values,
+            version=version,
+            name=name,
+            metadata_props=origin,
+        )
+    node: Any = _new(ir.Node)
+    node._name = name
+    node._domain = domain
+    node._op_type = op_type
+    node._inputs = inputs
+    if attributes:
+        node._attributes = _Attributes(attributes, owner=node)
+    else:
+        node._attributes = empty = _new(_Attributes)
+        empty._owner = node
+        empty.data = {}
+    node._overload = ""
+    node._version = version
+    node._metadata = None
+    node._metadata_props = origin
+    node.device_configurations = ()
+    node._graph = None
+    node.doc_string = None
+    if len(outputs) == 1:
+        node._outputs = (_make_value(node, 0, outputs[0]),)
+    else:
+        node._outputs = tuple([_make_value(node, index, made) for index, made in enumerate(outputs)])
+    for index, value in enumerate(inputs):
+        if value is not None:
+            value._uses[_tuple(_Usage, (node, index))] = None
+    return node  # type: ignore[no-any-return]
+
+
+def _make_value(node: ir.Node, index: int, made: Made) -> ir.Value:
+    value: Any = _new(ir.Value)
+    value._producer = node
+    value._index = index
+    value._metadata = None
+    value._metadata_props = None
+    value._name, dtype, value._shape = made
+    value._type = kind = _new(ir.TensorType)
+    kind._dtype = dtype
+    kind.denotation = None
+    value._const_value = None
+    value._uses = {}
+    value.doc_string = None
+    value._graph = None
+    value._is_graph_input = False
+    value._is_graph_output = False
+    value._is_initializer = False
+    return value  # type: ignore[no-any-return]
+
+
+def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> None:
+    """Put a node made by `make_node` before one of the graph."""
+    if not SHORT:
+        graph.insert_before(anchor, node)
+        return
+    names: Any = graph._name_authority
+    names._node_names.add(node._name)
+    for value in node._outputs:
+        names._value_names.add(value._name)
+    node._graph = graph
+    nodes: Any = graph._nodes
+    boxes = nodes._value_ids_to_boxes
+    behind = boxes[id(anchor)]
+    box = _new(_Box)
+    box.prev = before = behind.prev
+    box.next = behind
+    box.value = node
+    box.owning_list = nodes
+    before.next = behind.prev = box
+    nodes._length += 1
+    boxes[id(node)] = box
+
+
+def take_out(graph: ir.Graph, node: Any) -> None:
+    """Let a node that nothing reads read nothing any more, and remove it."""
+    if not SHORT or node.device_configurations:
+        node.resize_inputs(0)
+        graph.remove(node)
+        return
+    for index, value in enumerate(node._inputs):
+        if value is not None:
+            del value._uses[node, index]
+    node._inputs = ()
+    node._graph = None
+    nodes: Any = graph._nodes
+    box = nodes._value_ids_to_boxes.pop(id(node))
+    before, behind = box.prev, box.next
+    before.next, behind.prev = behind, before
+    box.value = None
+    nodes._length -= 1
