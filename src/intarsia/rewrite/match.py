@@ -2,55 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from intarsia.network import Tensor
-from intarsia.network.raw import attributes_of, inputs_of, kind_of, outputs_of, producer_of
-from intarsia.network.schema import schema_of
-from intarsia.network.uses import readers, use_count
-from intarsia.rewrite.term import (
-    COMMUTATIVE,
-    Any_,
-    Call,
-    Either,
-    Maybe,
-    Number,
-    Output,
-    Root,
-    Term,
-    Var,
-    kinds,
-    parts,
-)
+from intarsia.network.raw import kind_of
+from intarsia.network.uses import use_count
+from intarsia.rewrite.alike import holds, is_transparent, odd_attribute, see_through
+from intarsia.rewrite.found import Found, leaks
+from intarsia.rewrite.plain import even_calls
+from intarsia.rewrite.term import COMMUTATIVE, Call, Either, Maybe, Number, Output, Root, Term, Var, kinds
 
 _SOLUTIONS = 16  # ways to match one layer that are tried before giving up
 _READERS = 64  # readers of a tensor among which a further output of a pattern is looked for
 
 Goal = tuple[Term | None, ir.Value | None]
-
-
-class Found:
-    """One way a pattern matches: variables, named layers, and the layers of the match."""
-
-    __slots__ = ("layers", "nodes", "roots", "variables")
-
-    def __init__(self, *roots: ir.Value) -> None:
-        self.variables: dict[str, ir.Value | None] = {}
-        self.nodes: dict[Call, ir.Node] = {}
-        self.layers: dict[ir.Node, bool] = {}  # whether others may read it
-        self.roots = list(roots)
-
-    def copy(self) -> Found:
-        other = Found()
-        other.variables, other.nodes = dict(self.variables), dict(self.nodes)
-        other.layers, other.roots = dict(self.layers), list(self.roots)
-        return other
 
 
 class Matcher:
@@ -62,50 +29,9 @@ class Matcher:
     def __init__(self, roots: Sequence[Root], *, explain: bool = False) -> None:
         self._roots = roots
         self._explain = explain
-        self._even = _even_calls(roots)
-        self._plain = _is_plain(roots, self._even) and not explain
+        self._even = even_calls(roots)
         self._all = True
         self.miss: tuple[int, str] = (-1, "")
-
-    def first(self, node: ir.Node) -> Found | None:
-        """The first way in which the pattern matches, or None."""
-        if not self._plain:
-            return next(self.at(node), None)
-        root = self._roots[0]
-        assert type(root) is Call
-        state = Found(node.outputs[0])
-        if not self._straight(root, node, state) or (len(state.layers) > 1 and not self._closed(state)):
-            return None
-        return state
-
-    def _straight(self, term: Call, node: ir.Node, state: Found) -> bool:
-        """Match a pattern in which nothing is to be chosen: plainly downwards."""
-        state.nodes[term] = node
-        state.layers[node] = term.shared
-        if (term.attributes or attributes_of(node)) and not self._attributes(term, node, state):
-            return False
-        values = inputs_of(node)
-        if len(values) != len(term.inputs):
-            return False
-        for inner, value in zip(term.inputs, values, strict=True):
-            if type(inner) is Var:
-                if not self._bind(inner, value, state):
-                    return False
-            elif type(inner) is Call:
-                below = None if value is None else producer_of(value)
-                while below is not None and kind_of(below) != inner.kind:
-                    if not is_transparent(below):
-                        return False
-                    state.layers[below] = inner.shared
-                    value = below.inputs[0]
-                    below = None if value is None else producer_of(value)
-                if below is None or value is None or value.index() != 0:
-                    return False
-                if not self._straight(inner, below, state):
-                    return False
-            elif not self._step(inner, value, state, [], []):
-                return False
-        return True
 
     def at(self, node: ir.Node) -> Iterator[Found]:
         """Every way in which the pattern matches."""
@@ -219,26 +145,8 @@ class Matcher:
         return self._inputs(term, node, state, goals, choices)
 
     def _attributes(self, term: Call, node: ir.Node, state: Found) -> bool:
-        wanted, attributes = term.attributes, node.attributes
-        if not wanted and not attributes:
-            return True
-        defaults = _defaults(node.domain, node.op_type)
-        rank = _rank(node)
-        for name, value in wanted.items():
-            attr = attributes.get(name)
-            has = defaults.get(name) if attr is None else attr.value
-            if not _agrees(name, value, has, rank):
-                asked = "what it should be" if callable(value) else repr(value)
-                return self._fail(state, "{} of {} is {}, not {}", name, node, _plain(has), asked)
-        if term.any_attributes:
-            return True
-        for name, attr in attributes.items():
-            if name not in wanted and not _agrees(name, defaults.get(name), attr.value, rank):
-                has = _plain(attr.value)
-                return self._fail(
-                    state, "{} has {}={!r}, which the pattern does not mention", node, name, has
-                )
-        return True
+        odd = odd_attribute(term, node)
+        return odd is None or self._fail(state, *odd)
 
     def _inputs(
         self,
@@ -310,127 +218,13 @@ class Matcher:
 
     def _closed(self, state: Found) -> bool:
         """Whether layers outside the match read nothing of it but its outputs."""
-        layers, roots = state.layers, state.roots
-        for node, shared in layers.items():
-            made = outputs_of(node)
-            if shared or (len(made) == 1 and made[0] in roots):
-                continue
-            for value in made:
-                if value in roots:
-                    continue
-                if value.is_graph_output():
-                    return self._fail(state, "{} is an output of the network", value)
-                count = use_count(value)
-                if count == 0 or (count == 1 and len(made) == 1):
-                    continue  # the one reader is the layer of the match it was reached from
-                if count > sum([len(other.inputs) for other in layers]):
-                    return self._fail(state, "{} is read by {} layers", value, count)
-                for user in readers(value):
-                    if user not in layers:
-                        return self._fail(state, "{} is also read by {}", value, user)
-        return True
+        leak = leaks(state)
+        return leak is None or self._fail(state, *leak)
 
     def _fail(self, state: Found, message: str, *parts: Any) -> bool:
         if self._explain and len(state.layers) > self.miss[0]:
             self.miss = (len(state.layers), message.format(*(_shown(part) for part in parts)))
         return False
-
-
-def _even_calls(roots: Sequence[Root]) -> frozenset[Call]:
-    """The commutative operators of two variables that stand nowhere else in the pattern."""
-    seen = Counter(term.name for term in parts(roots) if isinstance(term, Var))
-    return frozenset(
-        term
-        for term in parts(roots)
-        if isinstance(term, Call)
-        and term.kind in COMMUTATIVE
-        and all(isinstance(item, Var) and not item.constant and seen[item.name] == 1 for item in term.inputs)
-    )
-
-
-def _is_plain(roots: Sequence[Root], even: frozenset[Call]) -> bool:
-    """Whether there is nothing to choose: one root, no alternatives, no operator that stands twice."""
-    terms = parts(roots)
-    inner = [
-        item for term in terms if isinstance(term, Call) for item in term.inputs if isinstance(item, Call)
-    ]
-    return (
-        len(roots) == 1
-        and isinstance(roots[0], Call)
-        and all(isinstance(term, Call | Var | Number) for term in terms)
-        and all(t.kind not in COMMUTATIVE or t in even for t in terms if isinstance(t, Call))
-        and not any(term.any_inputs for term in terms if isinstance(term, Call))
-        and len(inner) == len(set(inner))
-    )
-
-
-def holds(value: ir.Value, number: float) -> bool:
-    """Whether a tensor is a constant of one element, equal to `number` as far as its dtype tells."""
-    array = value.const_value
-    if array is None or array.size != 1:
-        return False
-    has = float(np.asarray(array.numpy()).astype(np.float64).ravel()[0])
-    if array.dtype.is_integer() or number in (0.0, 1.0, 2.0, 0.5):
-        return has == number
-    tolerance = {ir.DataType.FLOAT16: 1e-3, ir.DataType.BFLOAT16: 8e-3}.get(array.dtype, 1e-6)
-    return abs(has - number) <= tolerance * abs(number)
-
-
-def is_transparent(node: ir.Node) -> bool:
-    """Whether a layer hands on its first input unchanged."""
-    op_type = node.op_type
-    if node.domain or not node.inputs or node.inputs[0] is None:
-        return False
-    if op_type == "Identity":
-        return True
-    source, made = node.inputs[0], node.outputs[0]
-    if op_type == "Cast":
-        return source.dtype == made.dtype
-    if op_type in ("Reshape", "Expand", "Flatten"):
-        if source.shape is None or made.shape is None:
-            return False
-        a, b = Tensor.of(source).shape, Tensor.of(made).shape
-        # With one size unknown the others fix it for Reshape; it is then the same on both sides.
-        return a == b and (None not in a or (op_type == "Reshape" and a.count(None) == 1 and 0 not in a))
-    if op_type == "Transpose":
-        order = node.attributes.get("perm")
-        return order is not None and list(order.value) == list(range(len(order.value)))
-    return False
-
-
-def see_through(value: ir.Value | None) -> ir.Value | None:
-    """The tensor behind layers that change nothing."""
-    while value is not None and (node := value.producer()) is not None and is_transparent(node):
-        value = node.inputs[0]
-    return value
-
-
-@functools.cache
-def _defaults(domain: str, op_type: str) -> dict[str, Any]:
-    schema = schema_of(domain, op_type)
-    return {} if schema is None else schema.defaults
-
-
-def _agrees(name: str, wanted: Any, has: Any, rank: int) -> bool:
-    if isinstance(wanted, Any_):
-        return True
-    has = _plain(has)
-    if callable(wanted):
-        return bool(wanted(has))
-    if name == "axis" and isinstance(wanted, int) and isinstance(has, int) and rank:
-        return wanted % rank == has % rank
-    if isinstance(wanted, float) and isinstance(has, float):
-        return abs(wanted - has) <= 1e-6 * abs(wanted)
-    return bool(_plain(wanted) == has)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _rank(node: ir.Node) -> int:
-    first = node.inputs[0] if node.inputs else None
-    return 0 if first is None or first.shape is None else len(first.shape)
 
 
 def _shown(part: Any) -> Any:

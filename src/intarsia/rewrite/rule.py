@@ -8,8 +8,10 @@ from typing import Any
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
-from intarsia.rewrite.match import Found, Matcher
+from intarsia.rewrite.found import Found
+from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
+from intarsia.rewrite.plain import first_match, is_plain
 from intarsia.rewrite.term import Call, build, depth, kinds, parts
 
 Function = Callable[..., Any]
@@ -25,6 +27,8 @@ class Rule(PatternRewriter):
         self.variables = variables
         self.reach = max(depth(root) for root in self.roots)
         self._matcher = Matcher(self.roots)
+        root = self.roots[0]
+        self._plain = root if isinstance(root, Call) and is_plain(self.roots) else None
         self._named = {
             term.name: term for term in parts(self.roots) if isinstance(term, Call) and term.name is not None
         }
@@ -38,7 +42,10 @@ class Rule(PatternRewriter):
         return self.function(*args, **kwargs)
 
     def find(self, layer: Layer) -> Any:
-        first = self._matcher.first(layer.node)
+        if self._plain is not None:
+            first = first_match(self._plain, layer.node)
+        else:
+            first = next(self._matcher.at(layer.node), None)
         return None if first is None else (first,)
 
     def perform(self, layer: Layer, found: Any) -> bool | Refusal:

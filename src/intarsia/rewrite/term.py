@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +62,14 @@ class Call(Term):
     any_attributes: bool = False
     any_inputs: bool = False
     shared: bool = False
+
+    @functools.cached_property
+    def op_type(self) -> str:
+        return self.kind.rpartition("::")[2]
+
+    @functools.cached_property
+    def domain(self) -> str:
+        return self.kind.rpartition("::")[0]
 
     def __getitem__(self, index: int) -> Output:
         return Output(self, index)

@@ -10,8 +10,8 @@ from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
 from intarsia.network.network import OPSET
 from intarsia.network.uses import readers, use_count
+from intarsia.rewrite.alike import is_transparent
 from intarsia.rewrite.fusions.fusion import Fusion, given
-from intarsia.rewrite.match import is_transparent
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
 from intarsia.rewrite.rule import rule
 
