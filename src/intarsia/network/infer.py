@@ -146,7 +146,10 @@ def _broadcast(inputs: Sequence[Tensor | None]) -> Shape:
     "BitShift",
 )
 def _elementwise(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    return [(first(inputs).dtype, _broadcast(inputs))]
+    x = first(inputs)
+    if len(inputs) == 2 and (y := inputs[1]) is not None and (shape := x.shape) == y.shape:
+        return [(x.dtype, shape)]
+    return [(x.dtype, _broadcast(inputs))]
 
 
 @infers("And", "Or", "Xor", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ OPSET = 23
 MICROSOFT = "com.microsoft"
 
 _guards = threading.local()
+_lower = functools.cache(str.lower)
 _tuple = tuple.__new__  # a named tuple without the call of its own constructor
 
 
@@ -399,7 +401,7 @@ class Network:
         inferred: bool = False,
     ) -> ir.Node:
         """`add_layer` of raw values."""
-        layer_name = self.unique_name(name or self.scope or op_type.lower())
+        layer_name = self.unique_name(name or self.scope or _lower(op_type))
         origin = self.origin
         made: list[Made] = []
         for dtype, shape in outputs:
@@ -435,12 +437,12 @@ class Network:
             graph.append(node)
             order.appended(node)
             return
-        limit, late = order.of(anchor), None
-        for value in inputs:
-            if value is None or (maker := producer_of(value)) is None or graph_of(maker) is not graph:
-                continue
-            if (label := order.of(maker)) >= limit:
-                limit, late = label, maker
+        makers = [
+            maker
+            for value in inputs
+            if value is not None and (maker := producer_of(value)) is not None and graph_of(maker) is graph
+        ]
+        late = order.place(anchor, makers)
         if late is None:
             insert_before(graph, anchor, node)
             order.inserted_before(anchor, node)
@@ -480,6 +482,7 @@ class Network:
     def remove_dead(self, nodes: list[ir.Node], *, feeders: bool = True) -> None:
         """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
         graph, journal, memo, order = self.graph, self.journal, self.memo, self.order
+        layers = self._layers
         while nodes:
             node = nodes.pop()
             if graph_of(node) is not graph or not is_dead(node):
@@ -487,10 +490,11 @@ class Network:
             inputs, name = inputs_of(node), name_of(node)
             info = None if memo is None else memo.taken(name)
             if journal is not None:
-                journal.append(_tuple(Removed, (node, inputs, order.of(node), info)))
+                journal.append(_tuple(Removed, (node, inputs, order.taken(node), info)))
+            else:
+                order.removed(node)
             take_out(graph, node)
-            self._layers.pop(name, None)
-            order.removed(node)
+            layers.pop(name, None)
             if feeders:
                 for value in inputs:
                     if value is not None and (maker := producer_of(value)) is not None and is_dead(maker):
@@ -582,9 +586,8 @@ class Network:
         self, old: ir.Value, new: ir.Value, maker: ir.Node, uses: Collection[tuple[ir.Node, int]]
     ) -> None:
         """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
-        limit = self.order.of(maker)
-        early = []
         graph, order = self.graph, self.order
+        limit, early = order.of(maker), []
         for node, _ in uses:
             reader = node if graph_of(node) is graph else self._owner(node)
             if order.of(reader) <= limit:

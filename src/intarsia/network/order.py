@@ -42,6 +42,30 @@ class Order:
         label = low + min((high - low) >> 1, _STEP)
         self._label[node], self._low[node], self._low[anchor] = label, low, label
 
+    def taken(self, node: ir.Node) -> int:
+        """The label of a layer that is about to leave the graph, which is then forgotten."""
+        label = self._label.pop(node, None)
+        if label is None:
+            self.relabel()
+            label = self._label.pop(node)
+        self._low.pop(node, None)
+        return label
+
+    def place(self, anchor: ir.Node, makers: list[ir.Node]) -> ir.Node | None:
+        """The last of these makers that stands behind the anchor or is it; None if all stand before it."""
+        labels = self._label
+        limit, late = labels.get(anchor), None
+        if limit is None:
+            limit = self.of(anchor)
+        for maker in makers:
+            label = labels.get(maker)
+            if label is None:
+                self.relabel()
+                return self.place(anchor, makers)
+            if label >= limit:
+                limit, late = label, maker
+        return late
+
     def removed(self, node: ir.Node) -> None:
         self._label.pop(node, None)
         self._low.pop(node, None)

@@ -100,7 +100,12 @@ class Driver:
                 self._push_all()
                 before = len(self.log)
                 top = self.levels[0] if self.levels else None
-                while (level := self._busy()) is not None and not self.log.exhausted:
+                while not self.log.exhausted:
+                    for level in self.levels:  # the highest with layers to try
+                        if level.waiting:
+                            break
+                    else:
+                        break
                     sweeping = level is top and level.left > 0
                     node, entries = level.waiting.popleft()
                     level.left -= 1
@@ -111,13 +116,6 @@ class Driver:
                 self.net.drop_unused_constants()
                 verify(self.net, types=False)
         return self.log
-
-    def _busy(self) -> _Level | None:
-        """The highest level with layers to try."""
-        for level in self.levels:
-            if level.waiting:
-                return level
-        return None
 
     def _push_all(self) -> None:
         for node in self.net.graph:

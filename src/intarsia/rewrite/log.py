@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from intarsia.network.raw import name_of
+from intarsia.network.raw import name_of, write_props
 
 
 class Fired:
@@ -55,11 +55,7 @@ class Fired:
             origin = next((node.metadata_props for node in self._from() if node.metadata_props), origin)
         replaced = ", ".join(map(name_of, self._gone))
         for node in self._made:
-            props = node.metadata_props
-            if origin:
-                props.update(origin)
-            props["pattern"] = self.pattern
-            props["replaced"] = replaced
+            write_props(node, {**origin, "pattern": self.pattern, "replaced": replaced})
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
