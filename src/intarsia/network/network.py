@@ -1,252 +1,41 @@
-"""Network, Layer and Tensor: thin views over an `onnx_ir` graph, its nodes and its values."""
+"""A network: a thin view over an `onnx_ir` graph, with the layers and tensors views of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
-from intarsia.network.attributes import from_attr, to_attr
-from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Moved, Redirected, Removed
+from intarsia.network.attributes import to_attr
+from intarsia.network.guard import calls as calls
+from intarsia.network.guard import default_net as default_net
+from intarsia.network.guard import net_guard as net_guard
+from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Removed
+from intarsia.network.layer import Layer as Layer
 from intarsia.network.make import Made, insert_before, make_node, take_out
 from intarsia.network.order import Order
-from intarsia.network.raw import graph_of, inputs_of, is_output, name_of, producer_of, shape_of, type_of
-from intarsia.network.uses import is_dead, move_uses, uses_of
+from intarsia.network.raw import graph_of, inputs_of, name_of, producer_of
+from intarsia.network.redirect import replace_read, replace_value
+from intarsia.network.tensor import Tensor as Tensor
+from intarsia.network.types import MICROSOFT as MICROSOFT
+from intarsia.network.types import OPSET as OPSET
+from intarsia.network.types import Dim as Dim
+from intarsia.network.types import Shape as Shape
+from intarsia.network.types import raw_shape as raw_shape
+from intarsia.network.uses import is_dead
 
 if TYPE_CHECKING:
     from intarsia.network.signature import FLayerInfo, FLayerInfoMemo
 
-Dim = int | str | None  # a size, a symbol such as "s0" or "2*s0", or unknown
-Shape = tuple[Dim, ...]
-OPSET = 23
-MICROSOFT = "com.microsoft"
-
-_guards = threading.local()
 _lower = functools.cache(str.lower)
 _tuple = tuple.__new__  # a named tuple without the call of its own constructor
-
-
-class _Calls(threading.local):
-    made: list[ir.Node] | None = None
-    net: Network | None = None
-
-
-calls = _Calls()  # the layers made by the functional that runs now in this thread, and their network
-
-# Equal shapes are one frozen object; its dimensions as plain values are found by identity.
-_shapes: dict[Shape, ir.Shape] = {}
-_dims: dict[int, Shape] = {}
-
-
-def raw_shape(dims: Shape) -> ir.Shape:
-    """The shared, frozen `onnx_ir` shape of these sizes."""
-    found = _shapes.get(dims)
-    if found is None:
-        dims = tuple(dim if dim is None or isinstance(dim, str) else int(dim) for dim in dims)
-        found = _shapes[dims] = ir.Shape(dims, frozen=True)
-        _dims[id(found)] = dims
-    return found
-
-
-class Tensor:
-    """A value of a network: what a layer makes or a network is given.
-
-    `Tensor(name=..., dtype=..., shape=...)` adds an input to the network under guard.
-
-    >>> from intarsia.network import Network, Tensor, net_guard
-    >>> net = Network()
-    >>> with net_guard(net):
-    ...     a = Tensor("a", torch.float32, (2, "n"))
-    ...     (a + 1.0).mark_output("b")
-    >>> print(net)
-    network(a: f32[2, n]) -> (b: f32[2, n])
-      b = Add(a, 1.0)
-    """
-
-    __slots__ = ("value",)
-    value: ir.Value
-
-    def __init__(self, name: str, dtype: torch.dtype | ir.DataType, shape: Sequence[Dim]) -> None:
-        self.value = default_net().add_input(name, dtype, shape).value
-
-    @staticmethod
-    def of(value: ir.Value) -> Tensor:
-        """The view of a raw value."""
-        view = object.__new__(Tensor)
-        view.value = value
-        return view
-
-    # A view has no identity of its own: two views of one value are one tensor.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tensor) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        from intarsia.network.text import type_text
-
-        return f"Tensor({self.name}: {type_text(self.value)})"
-
-    @property
-    def name(self) -> str:
-        return self.value.name or ""
-
-    @property
-    def dtype(self) -> ir.DataType:
-        kind = type_of(self.value)
-        if kind is None:
-            raise NetworkError(f"tensor {self.name} has no dtype")
-        return kind.dtype  # type: ignore[no-any-return]
-
-    @property
-    def shape(self) -> Shape:
-        shape = shape_of(self.value)
-        known = _dims.get(id(shape))
-        if known is not None:
-            return known
-        if shape is None:
-            raise NetworkError(f"tensor {self.name} has no shape")
-        return tuple(d if isinstance(d, int) else d.value for d in shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.value.shape) if self.value.shape is not None else len(self.shape)
-
-    @property
-    def network(self) -> Network:
-        graph = self.value.graph
-        if graph is None:
-            raise NetworkError(f"tensor {self.name} belongs to no network")
-        return Network.of(graph)
-
-    @property
-    def constant(self) -> np.ndarray[Any, Any] | None:
-        """The value, where it is known when the network is made."""
-        found = self.value.const_value
-        return None if found is None else found.numpy()
-
-    def get_parent(self) -> Layer | None:
-        """The layer that makes this tensor; None for inputs and constants."""
-        producer = self.value.producer()
-        return None if producer is None else Layer(producer)
-
-    def get_users(self) -> list[Layer]:
-        """The layers that read this tensor, each once, in order of use."""
-        return [Layer(node) for node in dict.fromkeys(use.node for use in self.value.uses())]
-
-    def is_output(self) -> bool:
-        return self.value.is_graph_output()
-
-    def is_input(self) -> bool:
-        return self.value.is_graph_input()
-
-    def mark_output(self, name: str | None = None) -> None:
-        """Make this tensor an output of its network."""
-        default_net(self).mark_output(self, name)
-
-    def replace_all_uses_with(self, new: Tensor) -> None:
-        """Let every reader of this tensor, and the network's outputs, read `new` instead."""
-        self.network.replace_all_uses(self, new)
-
-    # Operators are filled in by functional.py, which knows the operations.
-    if TYPE_CHECKING:
-
-        def __add__(self, other: Any) -> Tensor: ...
-        def __radd__(self, other: Any) -> Tensor: ...
-        def __sub__(self, other: Any) -> Tensor: ...
-        def __rsub__(self, other: Any) -> Tensor: ...
-        def __mul__(self, other: Any) -> Tensor: ...
-        def __rmul__(self, other: Any) -> Tensor: ...
-        def __truediv__(self, other: Any) -> Tensor: ...
-        def __rtruediv__(self, other: Any) -> Tensor: ...
-        def __pow__(self, other: Any) -> Tensor: ...
-        def __matmul__(self, other: Any) -> Tensor: ...
-        def __neg__(self) -> Tensor: ...
-        def __lt__(self, other: Any) -> Tensor: ...
-        def __gt__(self, other: Any) -> Tensor: ...
-        def __le__(self, other: Any) -> Tensor: ...
-        def __ge__(self, other: Any) -> Tensor: ...
-        def __and__(self, other: Any) -> Tensor: ...
-        def __or__(self, other: Any) -> Tensor: ...
-        def __invert__(self) -> Tensor: ...
-
-
-class Layer:
-    """One operation of a network."""
-
-    __slots__ = ("node",)
-
-    def __init__(self, node: ir.Node) -> None:
-        self.node = node
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layer) and self.node is other.node
-
-    def __hash__(self) -> int:
-        return id(self.node)
-
-    def __repr__(self) -> str:
-        from intarsia.network.text import layer_text
-
-        return f"Layer({layer_text(self.node)})"
-
-    @property
-    def name(self) -> str:
-        return self.node.name or ""
-
-    @property
-    def kind(self) -> str:
-        """The operator: `Add`, or `com.microsoft::BiasGelu` outside ONNX's own domain."""
-        node = self.node
-        return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-
-    @property
-    def network(self) -> Network:
-        graph = graph_of(self.node)
-        if graph is None:
-            raise NetworkError(f"layer {self.name} was removed from its network")
-        return Network.of(graph)
-
-    def as_layer(self) -> ir.Node:
-        """The raw `onnx_ir` node."""
-        return self.node
-
-    def attribute(self, name: str, default: Any = None) -> Any:
-        """An attribute as a Python value."""
-        attr = self.node.attributes.get(name)
-        return default if attr is None else from_attr(attr)
-
-    def get_inputs(self, *indices: int) -> list[Tensor | None]:
-        """The inputs at these positions, or all; an input left out is None."""
-        values = self.node.inputs if not indices else [self.node.inputs[i] for i in indices]
-        return [None if value is None else Tensor.of(value) for value in values]
-
-    def get_outputs(self, *indices: int) -> list[Tensor]:
-        """The outputs at these positions, or all."""
-        values = self.node.outputs if not indices else [self.node.outputs[i] for i in indices]
-        return [Tensor.of(value) for value in values]
-
-    def replace_input(self, index: int, new: Tensor) -> None:
-        """Let this layer alone read `new` at this position."""
-        self.network.replace_use(self, index, new)
-
-    def mark_as_removed(self) -> None:
-        """Take this layer out of its network; nothing may read it any more."""
-        if self.node.graph is not None:
-            self.network.remove(self)
-
-    def is_removed(self) -> bool:
-        return self.node.graph is None
 
 
 class Network:
@@ -279,9 +68,6 @@ class Network:
     @staticmethod
     def of(graph: ir.Graph) -> Network:
         """The network a raw graph belongs to, made on first sight for a graph made elsewhere."""
-        guarded: list[Network] | None = _guards.__dict__.get("stack")
-        if guarded and guarded[-1].graph is graph:  # by far the most often asked for
-            return guarded[-1]
         found = graph.meta.get("intarsia.network")
         if isinstance(found, Network):
             return found
@@ -533,93 +319,11 @@ class Network:
         A network's outputs keep their names: `new` takes the name over, or an Identity does
         where `new` is an input, a constant or an output already.
         """
-        self.replace_value(old.value, new.value)
-
-    def replace_value(self, before: ir.Value, after: ir.Value) -> None:
-        """`replace_all_uses` of raw values."""
-        if before is after:
-            return
-        made, graph = producer_of(after), self.graph
-        if (after.graph if made is None else graph_of(made)) is not graph:
-            raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
-        uses = uses_of(before)
-        if made is not None:
-            self._order_uses(before, after, made, uses)
-        move_uses(before, after, uses)
-        positions: tuple[int, ...] = ()
-        swapped = False
-        shown = after
-        if is_output(before):
-            positions = tuple(i for i, value in enumerate(graph.outputs) if value is before)
-            if made is None or is_output(after):
-                shown = self._identity(after)
-            for position in positions:
-                graph.outputs[position] = shown
-            before.name, shown.name = shown.name, before.name
-            swapped = True
-        if self.journal is not None:
-            self.journal.append(_tuple(Moved, (before, shown, uses, positions, swapped)))
-        if self.memo is not None:
-            self.memo.uses_moved(before, after)
+        replace_value(self, old.value, new.value)
 
     def replace_use(self, layer: Layer, index: int, new: Tensor) -> None:
         """Redirect one use; refused if that would close a cycle."""
-        old = layer.node.inputs[index]
-        if new.value.graph is not self.graph:
-            raise NetworkError(f"{new.name} does not belong to the network of {layer.name}")
-        uses = ((layer.node, index),)
-        if (maker := producer_of(new.value)) is not None:
-            self._order_uses(new.value if old is None else old, new.value, maker, uses)
-        layer.node.replace_input_with(index, new.value)
-        if self.journal is not None:
-            self.journal.append(Redirected(layer.node, index, old, new.value))
-
-    def _identity(self, value: ir.Value) -> ir.Value:
-        outer, self.anchor = self.anchor, None
-        made = self.add_layer(
-            "Identity", [Tensor.of(value)], outputs=[(Tensor.of(value).dtype, Tensor.of(value).shape)]
-        )
-        self.anchor = outer
-        return made.node.outputs[0]
-
-    def _order_uses(
-        self, old: ir.Value, new: ir.Value, maker: ir.Node, uses: Collection[tuple[ir.Node, int]]
-    ) -> None:
-        """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
-        graph, order = self.graph, self.order
-        limit, early = order.of(maker), []
-        for node, _ in uses:
-            reader = node if graph_of(node) is graph else self._owner(node)
-            if order.of(reader) <= limit:
-                early.append(reader)
-        if not early:
-            return
-        # Everything made from an early reader and standing before the maker moves behind it.
-        region = dict.fromkeys(early)
-        stack = list(early)
-        while stack:
-            node = stack.pop()
-            if node is maker:
-                raise NetworkError(f"replacing {old.name} with {new.name} would close a cycle")
-            for value in node.outputs:
-                for user, _ in value.uses():
-                    reader = user if user.graph is self.graph else self._owner(user)
-                    if reader not in region and self.order.of(reader) <= limit:
-                        region[reader] = None
-                        stack.append(reader)
-        moving = sorted(region, key=self.order.of)
-        self.graph.remove(moving)
-        self.graph.insert_after(maker, moving)
-        self.order.relabel()
-
-    def _owner(self, inner: ir.Node) -> ir.Node:
-        """The layer of this network in whose body `inner` stands."""
-        for node in self.graph:
-            for attr in node.attributes.values():
-                bodies = [attr.value] if isinstance(attr.value, ir.Graph) else []
-                if any(inner in body.all_nodes() for body in bodies):
-                    return node
-        raise NetworkError(f"layer {inner.name} belongs to another network")
+        replace_read(self, layer.node, index, new.value)
 
     def to_dot(self, path: str | os.PathLike[str] | None = None) -> str:
         """The network as a Graphviz drawing, written to `path` if one is given."""
@@ -647,25 +351,3 @@ class Network:
 
 def _onnx_dtype(dtype: torch.dtype | ir.DataType) -> ir.DataType:
     return dtypes.to_onnx(dtype) if isinstance(dtype, torch.dtype) else dtype
-
-
-@contextlib.contextmanager
-def net_guard(net: Network) -> Iterator[Network]:
-    """While open, functionals of this thread add their layers to `net`."""
-    stack: list[Network] = _guards.__dict__.setdefault("stack", [])
-    stack.append(net)
-    try:
-        yield net
-    finally:
-        stack.pop()
-
-
-def default_net(*tensors: Any) -> Network:
-    """The network under guard; without a guard, the one the given tensors belong to."""
-    stack: list[Network] = _guards.__dict__.get("stack", [])
-    if stack:
-        return stack[-1]
-    for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            return tensor.network
-    raise NetworkError("no network is under guard; open one with `with net_guard(net):`")

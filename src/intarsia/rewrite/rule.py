@@ -8,6 +8,7 @@ from typing import Any
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
+from intarsia.network.redirect import replace_value
 from intarsia.rewrite.found import Found
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
@@ -94,7 +95,7 @@ class Rule(PatternRewriter):
 
     def _replace(self, net: Network, found: Found, said: Any) -> None:
         if type(said) is Tensor and len(found.roots) == 1:
-            net.replace_value(found.roots[0], said.value)
+            replace_value(net, found.roots[0], said.value)
             return
         made = said if isinstance(said, tuple | list) else (said,)
         if len(made) != len(found.roots) or not all(isinstance(tensor, Tensor) for tensor in made):

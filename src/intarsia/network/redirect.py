@@ -1,0 +1,109 @@
+"""Redirecting reads from one tensor to another, with cycles refused and the order of layers kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from intarsia.errors import NetworkError
+from intarsia.network.journal import Moved, Redirected
+from intarsia.network.raw import graph_of, is_output, producer_of
+from intarsia.network.tensor import Tensor
+from intarsia.network.uses import move_uses, uses_of
+
+if TYPE_CHECKING:
+    from intarsia.network.network import Network
+
+_tuple = tuple.__new__  # a named tuple without the call of its own constructor
+
+
+def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
+    """Let all that read one tensor, network outputs included, read another."""
+    if before is after:
+        return
+    made, graph = producer_of(after), net.graph
+    if (after.graph if made is None else graph_of(made)) is not graph:
+        raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
+    uses = uses_of(before)
+    if made is not None:
+        _order_uses(net, before, after, made, uses)
+    move_uses(before, after, uses)
+    positions: tuple[int, ...] = ()
+    swapped = False
+    shown = after
+    if is_output(before):
+        positions = tuple(i for i, value in enumerate(graph.outputs) if value is before)
+        if made is None or is_output(after):
+            shown = _identity(net, after)
+        for position in positions:
+            graph.outputs[position] = shown
+        before.name, shown.name = shown.name, before.name
+        swapped = True
+    if net.journal is not None:
+        net.journal.append(_tuple(Moved, (before, shown, uses, positions, swapped)))
+    if net.memo is not None:
+        net.memo.uses_moved(before, after)
+
+
+def replace_read(net: Network, reader: ir.Node, index: int, new: ir.Value) -> None:
+    """Let one layer read another tensor at one position."""
+    old = reader.inputs[index]
+    if new.graph is not net.graph:
+        raise NetworkError(f"{new.name} does not belong to the network of {reader.name}")
+    if (maker := producer_of(new)) is not None:
+        _order_uses(net, new if old is None else old, new, maker, ((reader, index),))
+    reader.replace_input_with(index, new)
+    if net.journal is not None:
+        net.journal.append(Redirected(reader, index, old, new))
+
+
+def _identity(net: Network, value: ir.Value) -> ir.Value:
+    outer, net.anchor = net.anchor, None
+    made = net.add_layer(
+        "Identity", [Tensor.of(value)], outputs=[(Tensor.of(value).dtype, Tensor.of(value).shape)]
+    )
+    net.anchor = outer
+    return made.node.outputs[0]
+
+
+def _order_uses(
+    net: Network, old: ir.Value, new: ir.Value, maker: ir.Node, uses: Collection[tuple[ir.Node, int]]
+) -> None:
+    """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
+    graph, order = net.graph, net.order
+    limit, early = order.of(maker), []
+    for node, _ in uses:
+        reader = node if graph_of(node) is graph else _owner(net, node)
+        if order.of(reader) <= limit:
+            early.append(reader)
+    if not early:
+        return
+    # Everything made from an early reader and standing before the maker moves behind it.
+    region = dict.fromkeys(early)
+    stack = list(early)
+    while stack:
+        node = stack.pop()
+        if node is maker:
+            raise NetworkError(f"replacing {old.name} with {new.name} would close a cycle")
+        for value in node.outputs:
+            for user, _ in value.uses():
+                reader = user if user.graph is net.graph else _owner(net, user)
+                if reader not in region and net.order.of(reader) <= limit:
+                    region[reader] = None
+                    stack.append(reader)
+    moving = sorted(region, key=net.order.of)
+    net.graph.remove(moving)
+    net.graph.insert_after(maker, moving)
+    net.order.relabel()
+
+
+def _owner(net: Network, inner: ir.Node) -> ir.Node:
+    """The layer of this network in whose body `inner` stands."""
+    for node in net.graph:
+        for attr in node.attributes.values():
+            bodies = [attr.value] if isinstance(attr.value, ir.Graph) else []
+            if any(inner in body.all_nodes() for body in bodies):
+                return node
+    raise NetworkError(f"layer {inner.name} belongs to another network")

@@ -1,0 +1,24 @@
+"""Sizes and shapes as networks speak of them, and the domains and opset they are written in."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+Dim = int | str | None  # a size, a symbol such as "s0" or "2*s0", or unknown
+Shape = tuple[Dim, ...]
+OPSET = 23
+MICROSOFT = "com.microsoft"
+
+# Equal shapes are one frozen object; its dimensions as plain values are found by identity.
+_shapes: dict[Shape, ir.Shape] = {}
+known_dims: dict[int, Shape] = {}
+
+
+def raw_shape(dims: Shape) -> ir.Shape:
+    """The shared, frozen `onnx_ir` shape of these sizes."""
+    found = _shapes.get(dims)
+    if found is None:
+        dims = tuple(dim if dim is None or isinstance(dim, str) else int(dim) for dim in dims)
+        found = _shapes[dims] = ir.Shape(dims, frozen=True)
+        known_dims[id(found)] = dims
+    return found
