@@ -19,7 +19,7 @@ cpu = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("INTARSIA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache"))
 
 
 class Delay(nn.Module):

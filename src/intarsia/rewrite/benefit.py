@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from intarsia.cachedir import cache_directory
 from intarsia.network import Network
 from intarsia.rewrite.check import Build, random_inputs
 from intarsia.rewrite.fusions import Fusion
@@ -22,10 +23,8 @@ PAYS = 0.97  # time with over time without, below which a pattern is applied
 
 
 def cache_file() -> Path:
-    """Where measurements are kept: under $INTARSIA_CACHE, or the user's cache directory."""
-    root = os.environ.get("INTARSIA_CACHE")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(root) if root else home / "intarsia") / "rewrite.json"
+    """Where measurements are kept: `rewrite.json` in the cache directory."""
+    return cache_directory() / "rewrite.json"
 
 
 def engine_key(engine: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from intarsia.cachedir import cache_directory
 from intarsia.pipeline.balance.probe import LayerProbe
 
 # More than this many costs are never kept; the oldest go.
@@ -24,12 +25,8 @@ MAX_ENTRIES = 20_000
 
 
 def cache_path() -> Path:
-    """Where the costs are kept: `profiles.json` in $INTARSIA_CACHE_DIR, or in the user's cache directory."""
-    own = os.environ.get("INTARSIA_CACHE_DIR")
-    if own:
-        return Path(own) / "profiles.json"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "intarsia" / "profiles.json"
+    """Where the costs are kept: `profiles.json` in the cache directory."""
+    return cache_directory() / "profiles.json"
 
 
 class CostCache:

@@ -1,0 +1,26 @@
+"""One directory for all that is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from intarsia.cachedir import cache_directory
+from intarsia.pipeline.balance.cache import cache_path
+from intarsia.rewrite.benefit import cache_file
+
+
+def test_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    assert cache_directory() == tmp_path
+    assert cache_path() == tmp_path / "profiles.json"
+    assert cache_file() == tmp_path / "rewrite.json"
+
+
+def test_the_users_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INTARSIA_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "intarsia"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "intarsia"
