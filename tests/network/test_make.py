@@ -47,7 +47,11 @@ def _steps(domain: str, attributes: list[ir.Attr], origin: dict[str, str] | None
     make.insert_before(graph, last, node)
     other = make.make_node(domain, "Op", (node.outputs[0],), [], made[1:], 3, "b", None)
     make.insert_before(graph, last, other)
-    steps += [_shown(node), _shown(other), {"list": [n.name for n in graph], "back": len(graph)}]
+    steps += [
+        _shown(node),
+        _shown(other),
+        {"list": [n.name for n in make.nodes_of(graph)], "back": len(graph)},
+    ]
     walked = iter(graph)
     next(walked)
     make.take_out(graph, other)

@@ -21,7 +21,7 @@ from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Remov
 from intarsia.network.layer import Layer as Layer
 from intarsia.network.make import Made, insert_before, make_node, take_out
 from intarsia.network.order import Order
-from intarsia.network.raw import graph_of, inputs_of, name_of, producer_of
+from intarsia.network.raw import graph_of, inputs_of, name_of, producer_of, reads_of
 from intarsia.network.redirect import replace_read, replace_value
 from intarsia.network.tensor import Tensor as Tensor
 from intarsia.network.types import MICROSOFT as MICROSOFT
@@ -283,7 +283,11 @@ class Network:
             layers.pop(name, None)
             if feeders:
                 for value in inputs:
-                    if value is not None and (maker := producer_of(value)) is not None and is_dead(maker):
+                    if (
+                        value is not None
+                        and not reads_of(value)
+                        and (maker := producer_of(value)) is not None
+                    ):
                         nodes.append(maker)
 
     def forget_layer(self, node: ir.Node) -> None:

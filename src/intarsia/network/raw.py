@@ -6,7 +6,7 @@ Python call each time. Where `onnx_ir` keeps these under other names than we kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -49,6 +49,7 @@ type_of: Callable[[ir.Value], Any] = _get("_type", "type")
 producer_of: Callable[[ir.Value], ir.Node | None] = (
     attrgetter("_producer") if FAST else methodcaller("producer")
 )
+reads_of: Callable[[ir.Value], Collection[Any]] = attrgetter("_uses") if FAST else methodcaller("uses")
 is_output: Callable[[ir.Value], bool] = (
     attrgetter("_is_graph_output") if FAST else methodcaller("is_graph_output")
 )

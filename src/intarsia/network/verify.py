@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.raw import attributes_of, graph_of, inputs_of, name_of, outputs_of
+from intarsia.network.make import nodes_of
+from intarsia.network.raw import (
+    attributes_of,
+    graph_of,
+    inputs_of,
+    name_of,
+    outputs_of,
+    reads_of,
+    shape_of,
+    type_of,
+)
 
 if TYPE_CHECKING:
     from intarsia.network.network import Dim, Network, Shape
@@ -26,22 +35,24 @@ def verify(net: Network, *, types: bool = True) -> None:
 def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
     names: set[str] = set()
 
-    def define(values: Iterable[ir.Value], maker: str) -> None:
-        for value in values:
-            name = value.name
-            if not name:
-                raise NetworkError(f"{maker} makes a tensor without a name")
-            if name in names:
-                raise NetworkError(f"{maker} makes {name}, a name already taken")
-            if value.type is None or value.shape is None:
-                raise NetworkError(f"{maker} makes {name} without dtype or shape")
-            names.add(name)
-            known.add(value)
+    def define(value: ir.Value, maker: str) -> None:
+        name = value.name
+        if not name:
+            raise NetworkError(f"{maker} makes a tensor without a name")
+        if name in names:
+            raise NetworkError(f"{maker} makes {name}, a name already taken")
+        if type_of(value) is None or shape_of(value) is None:
+            raise NetworkError(f"{maker} makes {name} without dtype or shape")
+        names.add(name)
+        known.add(value)
 
-    define(graph.inputs, "the network")
-    define([value for value in graph.initializers.values() if value not in known], "the network")
+    for value in graph.inputs:
+        define(value, "the network")
+    for value in graph.initializers.values():
+        if value not in known:
+            define(value, "the network")
     reads = 0
-    for node in graph:
+    for node in nodes_of(graph):
         for read in inputs_of(node):
             if read is None:
                 continue
@@ -52,7 +63,8 @@ def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
             for attr in attributes.values():
                 if isinstance(attr.value, ir.Graph):
                     _verify_graph(attr.value, set(known))
-        define(outputs_of(node), name_of(node) or "a layer without a name")
+        for made in outputs_of(node):
+            define(made, name_of(node) or "a layer without a name")
     _verify_uses(graph, known, reads)
     for value in graph.outputs:
         if value not in known:
@@ -63,7 +75,7 @@ def _verify_uses(graph: ir.Graph, known: set[ir.Value], reads: int) -> None:
     """Every use a tensor knows of is a read, and there are as many of one as of the other."""
     uses = 0
     for value in known:
-        for node, index in value.uses():
+        for node, index in reads_of(value):
             inputs = inputs_of(node)
             if index >= len(inputs) or inputs[index] is not value:
                 raise NetworkError(f"{value.name} believes that layer {node.name} reads it")

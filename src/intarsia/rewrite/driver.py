@@ -14,7 +14,17 @@ import onnx_ir as ir
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
 from intarsia.network.journal import Added, Edit, Moved, Removed
-from intarsia.network.raw import attributes_of, constant_of, graph_of, inputs_of, kind_of, op_type_of
+from intarsia.network.make import nodes_of
+from intarsia.network.raw import (
+    attributes_of,
+    constant_of,
+    domain_of,
+    graph_of,
+    inputs_of,
+    kind_of,
+    op_type_of,
+    reads_of,
+)
 from intarsia.network.uses import readers, use_count
 from intarsia.network.verify import verify
 from intarsia.rewrite.log import Fired, RewriteLog
@@ -118,8 +128,12 @@ class Driver:
         return self.log
 
     def _push_all(self) -> None:
-        for node in self.net.graph:
-            self._push(node)
+        # Most layers are of a kind at which no pattern starts; this is asked of every layer twice or more.
+        free = any(level.anywhere for level in self.levels)
+        wanted = {kind for level in self.levels for kind in level.by_kind}
+        for node in nodes_of(self.net.graph):
+            if free or domain_of(node) or op_type_of(node) in wanted:
+                self._push(node)
         for level in self.levels:
             level.left = len(level.waiting)
 
@@ -186,7 +200,7 @@ class Driver:
                 gone.append(edit.node)  # type: ignore[union-attr]
                 for value in edit.inputs:  # type: ignore[union-attr]
                     # One reader less may be what a pattern waits for.
-                    if value is not None and use_count(value) == 1 and constant_of(value) is None:
+                    if value is not None and len(reads_of(value)) == 1 and constant_of(value) is None:
                         reader = readers(value)[0]
                         if reader not in made:
                             near[reader] = None

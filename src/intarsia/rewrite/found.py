@@ -6,8 +6,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intarsia.network.raw import is_output, outputs_of
-from intarsia.network.uses import readers, use_count
+from intarsia.network.raw import is_output, outputs_of, reads_of
+from intarsia.network.uses import readers
 from intarsia.rewrite.term import Call
 
 
@@ -41,7 +41,7 @@ def leaks(state: Found) -> tuple[Any, ...] | None:
                 continue
             if is_output(value):
                 return ("{} is an output of the network", value)
-            count = use_count(value)
+            count = len(reads_of(value))
             if count == 0 or (count == 1 and len(made) == 1):
                 continue  # the one reader is the layer of the match it was reached from
             if count > sum([len(other.inputs) for other in layers]):

@@ -12,8 +12,8 @@ from intarsia.network.attributes import from_attr
 from intarsia.network.infer import has_rule, infer
 from intarsia.network.journal import Added, Edit, Marked, Moved, Removed, Typed, undo
 from intarsia.network.network import raw_shape
-from intarsia.network.raw import graph_of, producer_of, shape_of, type_of
-from intarsia.network.uses import is_dead, use_count
+from intarsia.network.raw import graph_of, producer_of, reads_of, shape_of, type_of
+from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
@@ -57,7 +57,7 @@ def _sweep(net: Network, edits: list[Edit]) -> None:
                 dead.append(edit.node)
         elif type(edit) is Removed:
             for value in edit.inputs:
-                if value is not None and not use_count(value) and (maker := producer_of(value)) is not None:
+                if value is not None and not reads_of(value) and (maker := producer_of(value)) is not None:
                     dead.append(maker)
         elif type(edit) is Moved and (maker := producer_of(edit.old)) is not None:
             dead.append(maker)
@@ -69,7 +69,10 @@ def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:
     """Arity, types, uses and outputs of what the edits touched; the network itself refuses cycles."""
     retyped: list[ir.Value] = []
     for edit in edits[:]:
-        if type(edit) is Added:
+        if type(edit) is Removed:
+            if not is_dead(edit.node):
+                raise NetworkError(f"layer {edit.node.name} was removed and is still read")
+        elif type(edit) is Added:
             if not edit.inferred and graph_of(edit.node) is not None:
                 verify_layer(edit.node)
         elif type(edit) is Moved:
@@ -79,9 +82,6 @@ def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:
                 continue
             if not _same_type(net, old, new, keep_types):
                 retyped.append(new)
-        elif type(edit) is Removed:
-            if not is_dead(edit.node):
-                raise NetworkError(f"layer {edit.node.name} was removed and is still read")
         elif type(edit) is Marked:
             raise NetworkError(f"it made {edit.value.name} an output of the network")
     if retyped:
