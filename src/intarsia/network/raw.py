@@ -6,7 +6,7 @@ Python call each time. Where `onnx_ir` keeps these under other names than we kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -29,6 +29,7 @@ FAST = (
     all(hasattr(ir.Node, name) for name in _NODE)
     and all(hasattr(ir.Value, name) for name in _VALUE)
     and hasattr(ir.Graph([], [], nodes=[]), "_nodes")
+    and isinstance(getattr(ir.Node("", "Relu", []).attributes, "data", None), dict)
 )
 
 
@@ -43,6 +44,8 @@ name_of: Callable[[ir.Node], str] = _get("_name", "name")
 op_type_of: Callable[[ir.Node], str] = _get("_op_type", "op_type")
 domain_of: Callable[[ir.Node], str] = _get("_domain", "domain")
 attributes_of: Callable[[ir.Node], Any] = _get("_attributes", "attributes")
+# The same without the calls that a UserDict makes.
+attribute_data: Callable[[ir.Node], Mapping[str, ir.Attr]] = _get("_attributes.data", "attributes")
 shape_of: Callable[[ir.Value], ir.Shape | None] = _get("_shape", "shape")
 constant_of: Callable[[ir.Value], ir.TensorProtocol | None] = _get("_const_value", "const_value")
 type_of: Callable[[ir.Value], Any] = _get("_type", "type")

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from intarsia.errors import NetworkError
 from intarsia.network.make import nodes_of
 from intarsia.network.raw import (
-    attributes_of,
+    attribute_data,
     graph_of,
     inputs_of,
     name_of,
@@ -59,7 +59,7 @@ def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
             if read not in known:
                 raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
             reads += 1
-        if attributes := attributes_of(node):
+        if attributes := attribute_data(node):
             for attr in attributes.values():
                 if isinstance(attr.value, ir.Graph):
                     _verify_graph(attr.value, set(known))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from intarsia.network.raw import (
-    attributes_of,
+    attribute_data,
     constant_of,
     domain_of,
     inputs_of,
@@ -32,7 +32,7 @@ def first_match(root: Call, node: ir.Node) -> Found | None:
 def _straight(term: Call, node: ir.Node, state: Found) -> bool:
     state.nodes[term] = node
     state.layers[node] = term.shared
-    if (attributes_of(node) or term.attributes) and odd_attribute(term, node) is not None:
+    if (attribute_data(node) or term.attributes) and odd_attribute(term, node) is not None:
         return False
     values, inputs = inputs_of(node), term.inputs
     if len(values) != len(inputs):
