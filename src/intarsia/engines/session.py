@@ -31,18 +31,30 @@ class ArraySession:
 
     def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
         self._session = session
-        self._run = session.run
+        # The session's own `run` checks names that cannot be wrong here, at a price a small model feels.
+        self._run = _bare_run(session)
         self._weights = weights
-        self._inputs = [(t.name, dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
+        self._names = [t.name for t in net.get_inputs()]
+        self._dtypes = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
         self._outputs = [t.name for t in net.get_outputs()]
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        feed = {}
-        for (name, dtype), tensor in zip(self._inputs, tensors, strict=True):
-            if not isinstance(tensor, torch.Tensor):
-                tensor = torch.tensor(tensor, dtype=dtype)
-            feed[name] = (tensor if tensor.is_contiguous() else tensor.contiguous()).numpy(force=True)
-        return tuple([torch.from_numpy(array) for array in self._run(self._outputs, feed)])
+        try:
+            feed = {name: tensor.numpy() for name, tensor in zip(self._names, tensors)}  # noqa: B905
+        except (AttributeError, RuntimeError):  # a size, or a tensor that asks for gradients
+            feed = dict(zip(self._names, map(_array, tensors, self._dtypes), strict=True))
+        made = self._run(self._outputs, feed, None)
+        return (torch.from_numpy(made[0]),) if len(made) == 1 else tuple(map(torch.from_numpy, made))
+
+
+def _bare_run(session: Any) -> Any:
+    inner = getattr(session, "_sess", None)
+    return session.run if inner is None else inner.run
+
+
+def _array(value: Any, dtype: torch.dtype) -> Any:
+    tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+    return tensor.numpy(force=True)
 
 
 class BoundSession:
