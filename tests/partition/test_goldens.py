@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from intarsia import zoo
+from intarsia.capture import capture
+from intarsia.convert import registry
+from intarsia.lower import lower
 from intarsia.partition import STRATEGIES, PartitionOptions, dependency
 
-from .graphs import lower, refuse
+from .graphs import refuse
 
 transformers = pytest.importorskip("transformers", reason="the architectures come from Hugging Face")
 
@@ -25,10 +28,11 @@ REFUSED = ("gelu", "softmax", "layer_norm", "hardtanh", "mean", "roll", "silu", 
 
 
 @pytest.mark.skipif(not PINNED, reason="other versions of torch and transformers export other graphs")
-@pytest.mark.parametrize("name", ["bert", "llama", "mobilenet_v2", "swin"])
+@pytest.mark.parametrize("name", zoo.names())
 def test_the_plan_reads_as_it_did(name: str) -> None:
     thing = zoo.specimen(name)
-    gm = lower(thing.model, thing.args, kwargs=thing.kwargs)
+    program = capture(thing.model, thing.args, thing.kwargs)
+    gm = lower(program, has_converter=registry.__contains__).module
     table = refuse(gm, *REFUSED)
     counts = [len(STRATEGIES[name](gm, table, ONE).verify(gm)) for name in ("dependency", "greedy")]
     assert counts[0] <= counts[1]
