@@ -53,7 +53,7 @@ def fold_constants(module: fx.GraphModule) -> None:
         name = f"_folded_{node.name}"
         module.__dict__[name] = value
         with module.graph.inserting_before(node):
-            constant = module.graph.get_attr(name)
+            constant = module.graph.create_node("get_attr", name)
         constant.meta = {key: item for key, item in node.meta.items() if key != "from_node"}
         node.replace_all_uses_with(constant)
 
