@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from intarsia.capture import capture
@@ -67,7 +68,7 @@ def compile(
         or _options(min_block_size, torch_executed_ops, torch_executed_modules, require_full_compilation),
         _strategy(partition),
         rewrite=None if rewrite is False else _rewriter(rewrite),
-        examples=_examples(lowered, args, kwargs) if verify else (),
+        examples=_examples(lowered, args, kwargs, notes) if verify else (),
     )
     plan, pieces, programs = builder.run(support_table(lowered.module, usable))
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
@@ -75,14 +76,20 @@ def compile(
     return Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
 
 
-def _examples(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+def _examples(
+    lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any], notes: list[str]
+) -> list[list[Any]]:
     """The user's call, and the same at the least and largest sizes it may have."""
     example = example_inputs(lowered, args, kwargs)
     found = [example]
     for corner in corners(lowered, example):
         try:
             run_in_pytorch(lowered.module, corner)
-        except Exception:  # PyTorch itself cannot run the model at this size: there is no answer to compare
+        except Exception as error:  # PyTorch itself cannot run the model so: there is no answer to compare
+            sizes = ", ".join(str(tuple(x.shape)) for x in corner if isinstance(x, torch.Tensor))
+            notes.append(
+                f"not verified at {sizes}, where PyTorch itself fails: {type(error).__name__}: {error}"
+            )
             continue
         found.append(corner)
     return found

@@ -65,3 +65,16 @@ def test_every_corner_is_tried() -> None:
     x = torch.randn(8, 4)
     torch.testing.assert_close(fast(x), model(x).detach())
     assert "answers wrongly" in str(fast.plan)
+
+
+class NeedsTwo(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x).reshape(-1, 4).max(0).values
+
+
+def test_a_size_pytorch_cannot_run_is_told() -> None:
+    rows = intarsia.Input(min_shape=(0, 4), opt_shape=(3, 4), max_shape=(6, 4))
+    fast = intarsia.compile(NeedsTwo(), (rows,), engines=["onnxruntime"], min_block_size=1)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(fast(x), NeedsTwo()(x))
+    assert any("not verified at (0, 4), where PyTorch itself fails" in note for note in fast.notes)
