@@ -231,3 +231,12 @@ def test_reading_by_strides(kept: tuple[str, ...]) -> None:
     torch.testing.assert_close(fast(x), ByStrides()(x))
     with pytest.raises(InputError, match="the model reads it by its strides"):
         fast(x.contiguous())
+
+
+def test_hooks_are_called() -> None:
+    fast, seen = compiled(Mlp(), torch.randn(3, 8)), []
+    handle = fast.register_forward_hook(lambda module, args, result: seen.append(result.shape))
+    fast(torch.randn(3, 8))
+    handle.remove()
+    fast(torch.randn(3, 8))
+    assert seen == [(3, 4)]
