@@ -117,3 +117,17 @@ def test_random_pipelines(pipeline, chunks, samples, checkpoint, concurrent, nee
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5)
         for p, q in zip(plain.buffers(), piped.buffers(), strict=True):
             assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_running_mean_that_first_stays_put(seed):
+    # The mean of two samples is often exactly zero, so that nothing seems to change at first.
+    torch.manual_seed(seed)
+    plain = nn.Sequential(nn.BatchNorm1d(4), nn.Tanh(), nn.Tanh(), nn.BatchNorm1d(4))
+    piped = GPipe(copy.deepcopy(plain), [4], devices=["cpu"], chunks=1, checkpoint="always")
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        plain(x.clone()).square().mean().backward()
+        piped(x.clone()).square().mean().backward()
+        for p, q in zip(plain.buffers(), piped.buffers(), strict=True):
+            assert torch.equal(p, q)

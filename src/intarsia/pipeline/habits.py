@@ -71,10 +71,14 @@ class BufferSnapshot:
         return BufferSnapshot(owners, [_buffer(owner).clone() for owner in owners])
 
     def changed(self) -> BufferSnapshot:
-        """The part of it that has another value now; a NaN equals itself here."""
-        pairs = zip(self.owners, self.values, strict=True)
-        different = [(owner, value) for owner, value in pairs if not _same(_buffer(owner), value)]
-        return BufferSnapshot([owner for owner, _ in different], [value for _, value in different])
+        """The part held by modules of which some buffer has another value now; a NaN equals itself here.
+
+        Whole modules, since a running mean may stay what it was by chance and move the next time.
+        """
+        pairs = list(zip(self.owners, self.values, strict=True))
+        touched = {id(owner[0]) for owner, value in pairs if not _same(_buffer(owner), value)}
+        kept = [(owner, value) for owner, value in pairs if id(owner[0]) in touched]
+        return BufferSnapshot([owner for owner, _ in kept], [value for _, value in kept])
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
