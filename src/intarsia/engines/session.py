@@ -26,7 +26,7 @@ class ArraySession:
     """On the CPU: inputs are arrays over torch's memory, results tensors over memory fresh from ONNX Runtime.
 
     Its arena hands memory out again without faulting the pages in, which binding to fresh torch tensors
-    pays for at every call: a relu over 80 MB takes a quarter of the time this way.
+    pays for at every call.
     """
 
     def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
