@@ -13,7 +13,7 @@ from intarsia.convert import registry
 from intarsia.lower import lower
 
 
-class _Module(nn.Module):
+class Function(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
@@ -26,7 +26,7 @@ def lowered_program(
     function: Callable[..., Any], *inputs: torch.Tensor, dynamic: tuple[dict[int, Dim], ...]
 ) -> fx.GraphModule:
     """The graph as compiling sees it: decomposed where it must be, passes run."""
-    exported = export(_Module(function), inputs, dynamic_shapes=(dynamic,), strict=False)
+    exported = export(Function(function), inputs, dynamic_shapes=(dynamic,), strict=False)
     return lower(exported, registry.__contains__).module
 
 
@@ -35,7 +35,7 @@ def program_of(
 ) -> fx.GraphModule:
     """The graph of a function of tensors; tensors it closes over are frozen."""
     shapes = None if dynamic is None else (tuple(d or None for d in dynamic),)
-    exported = export(_Module(function), inputs, dynamic_shapes=shapes, strict=False)
+    exported = export(Function(function), inputs, dynamic_shapes=shapes, strict=False)
     module = exported.module()
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}

@@ -49,12 +49,9 @@ REASONS = {
 
 # Core ATen operators without a converter.
 _MEMORY = "says how memory lies, which a tensor inside an engine does not have"
-_COMPLEX = "a transform to or from complex numbers, which engines do not have: it stays in PyTorch"
 CORE_REASONS = {
     "aten.sym_stride.int": _MEMORY,
     "aten.sym_storage_offset.default": _MEMORY,
-    "aten._fft_r2c.default": _COMPLEX,
-    "aten._fft_c2r.default": _COMPLEX,
 }
 
 

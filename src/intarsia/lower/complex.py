@@ -6,7 +6,7 @@ mul, mul, sub, mul, mul, add, stack         the same over [..., 2]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +22,17 @@ def is_complex(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.is_complex
 
 
+# Composite operators that are complex inside, whatever they are given and make.
+_INSIDE = ("fft_", "_fft_", "stft", "istft")
+
+
 def has_complex(graph: fx.Graph) -> bool:
-    """Whether any value of the graph is complex."""
-    return any(is_complex(node.meta.get("val")) for node in graph.nodes)
+    """Whether any value of the graph is complex, or will be inside an operator."""
+    return any(is_complex(node.meta.get("val")) or _is_inside(node.target) for node in graph.nodes)
+
+
+def _is_inside(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._opname.startswith(_INSIDE)
 
 
 def cancel_views(graph: fx.Graph) -> None:
@@ -43,7 +51,7 @@ def cancel_views(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _spells(*overloads: Any) -> Callable[[Rule], Rule]:
+def spells(*overloads: Any) -> Callable[[Rule], Rule]:
     """Register a rule for calls that take a complex tensor (or make one); others stay as they are."""
 
     def decorate(function: Rule) -> Rule:
@@ -60,7 +68,7 @@ def _spells(*overloads: Any) -> Callable[[Rule], Rule]:
     return decorate
 
 
-def _parts(x: Any) -> tuple[Any, Any]:
+def parts(x: Any) -> tuple[Any, Any]:
     """Real and imaginary part; of a real tensor or number, itself and zero."""
     if is_complex(x):
         pair = torch.view_as_real(x)
@@ -70,183 +78,136 @@ def _parts(x: Any) -> tuple[Any, Any]:
     return x, 0.0
 
 
-def _join(real: Tensor, imaginary: Tensor) -> Tensor:
+def join(real: Tensor, imaginary: Tensor) -> Tensor:
+    """The complex tensor of two parts that are broadcast together."""
     real, imaginary = torch.broadcast_tensors(real, imaginary)  # type: ignore[no-untyped-call]
+    return paired(real, imaginary)
+
+
+def paired(real: Tensor, imaginary: Tensor) -> Tensor:
+    """The complex tensor of two parts of one shape."""
     return torch.view_as_complex(torch.stack((real, imaginary), -1))
 
 
-def _structural(function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """An operation that only moves elements, done to both parts."""
-    real, imaginary = _parts(x)
-    return _join(function(real, *args), function(imaginary, *args))
-
-
-@_spells(aten.mul.Tensor, aten.mul.Scalar)
+@spells(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(a: Any, b: Any) -> Tensor:
     if not is_complex(a):
         a, b = b, a
-    real, imaginary = _parts(a)
+    real, imaginary = parts(a)
     if not is_complex(b) and not isinstance(b, complex):
-        return _join(real * b, imaginary * b)
-    c, d = _parts(b)
-    return _join(real * c - imaginary * d, real * d + imaginary * c)
+        return join(real * b, imaginary * b)
+    c, d = parts(b)
+    return join(real * c - imaginary * d, real * d + imaginary * c)
 
 
-@_spells(aten.add.Tensor, aten.add.Scalar)
+@spells(aten.add.Tensor, aten.add.Scalar)
 def _add(a: Any, b: Any, *, alpha: Any = 1) -> Tensor:
-    (ar, ai), (br, bi) = _parts(a), _parts(b if alpha == 1 else b * alpha)
-    return _join(ar + br, ai + bi)
+    (ar, ai), (br, bi) = parts(a), parts(b if alpha == 1 else b * alpha)
+    return join(ar + br, ai + bi)
 
 
-@_spells(aten.sub.Tensor, aten.sub.Scalar)
+@spells(aten.sub.Tensor, aten.sub.Scalar)
 def _sub(a: Any, b: Any, *, alpha: Any = 1) -> Tensor:
-    (ar, ai), (br, bi) = _parts(a), _parts(b if alpha == 1 else b * alpha)
-    return _join(ar - br, ai - bi)
+    (ar, ai), (br, bi) = parts(a), parts(b if alpha == 1 else b * alpha)
+    return join(ar - br, ai - bi)
 
 
-@_spells(aten.rsub.Scalar, aten.rsub.Tensor)
+@spells(aten.rsub.Scalar, aten.rsub.Tensor)
 def _rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     return _sub(b, a, alpha=alpha)
 
 
-@_spells(aten.div.Tensor, aten.div.Scalar)
+@spells(aten.div.Tensor, aten.div.Scalar)
 def _div(a: Any, b: Any) -> Tensor:
     if isinstance(b, complex):
         return _mul(a, 1 / b)
     if is_complex(b):
         return _mul(_reciprocal(b), a)
-    real, imaginary = _parts(a)
-    return _join(real / b, imaginary / b)
+    real, imaginary = parts(a)
+    return join(real / b, imaginary / b)
 
 
-@_spells(aten.reciprocal.default)
+@spells(aten.reciprocal.default)
 def _reciprocal(x: Tensor) -> Tensor:
-    real, imaginary = _parts(x)
+    real, imaginary = parts(x)
     # Scaled first, as torch does: the square of a large number would be infinite.
     scale = torch.maximum(real.abs(), imaginary.abs())
     real, imaginary = real / scale, imaginary / scale
     norm = (real * real + imaginary * imaginary) * scale
-    return _join(real / norm, -imaginary / norm)
+    return join(real / norm, -imaginary / norm)
 
 
-@_spells(aten.neg.default)
+@spells(aten.neg.default)
 def _neg(x: Tensor) -> Tensor:
     return torch.view_as_complex(-torch.view_as_real(x))
 
 
-@_spells(aten._conj.default, aten.conj.default, aten.conj_physical.default, aten._conj_copy.default)
+@spells(
+    aten._conj.default,
+    aten.conj.default,
+    aten.conj_physical.default,
+    aten._conj_physical.default,
+    aten._conj_copy.default,
+)
 def _conj(x: Tensor) -> Tensor:
-    real, imaginary = _parts(x)
-    return _join(real, -imaginary)
+    real, imaginary = parts(x)
+    return join(real, -imaginary)
 
 
-@_spells(aten.resolve_conj.default, aten.clone.default, aten.alias.default, aten.detach.default)
+@spells(aten.resolve_conj.default, aten.clone.default, aten.alias.default, aten.detach.default)
 def _same(x: Tensor, *, memory_format: Any = None) -> Tensor:
     return torch.view_as_complex(torch.view_as_real(x))
 
 
-@_spells(aten.real.default)
+@spells(aten.real.default)
 def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x).select(-1, 0)
 
 
-@_spells(aten.imag.default)
+@spells(aten.imag.default)
 def _imag(x: Tensor) -> Tensor:
     return torch.view_as_real(x).select(-1, 1)
 
 
-@_spells(aten.abs.default)
+@spells(aten.abs.default)
 def _abs(x: Tensor) -> Tensor:
-    real, imaginary = _parts(x)
+    real, imaginary = parts(x)
     return torch.hypot(real, imaginary)
 
 
-@_spells(aten.angle.default)
+@spells(aten.angle.default)
 def _angle(x: Tensor) -> Tensor:
-    real, imaginary = _parts(x)
+    real, imaginary = parts(x)
     return torch.atan2(imaginary, real)
 
 
-@_spells(aten.exp.default)
+@spells(aten.exp.default)
 def _exp(x: Tensor) -> Tensor:
-    real, imaginary = _parts(x)
+    real, imaginary = parts(x)
     size = torch.exp(real)
-    return _join(size * torch.cos(imaginary), size * torch.sin(imaginary))
+    return join(size * torch.cos(imaginary), size * torch.sin(imaginary))
 
 
 def _complex(real: Tensor, imag: Tensor) -> Tensor:
-    return _join(real, imag)
+    return join(real, imag)
 
 
 def _polar(abs: Tensor, angle: Tensor) -> Tensor:
-    return _join(abs * torch.cos(angle), abs * torch.sin(angle))
+    return join(abs * torch.cos(angle), abs * torch.sin(angle))
 
 
 COMPLEX_DECOMPOSITIONS[aten.complex.default] = _complex
 COMPLEX_DECOMPOSITIONS[aten.polar.default] = _polar
 
 
-@_spells(aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-def _reshape(x: Tensor, shape: Sequence[Any]) -> Tensor:
-    return _structural(torch.reshape, x, shape)
-
-
-@_spells(aten.transpose.int)
-def _transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
-    return _structural(torch.transpose, x, dim0, dim1)
-
-
-@_spells(aten.permute.default)
-def _permute(x: Tensor, dims: Sequence[int]) -> Tensor:
-    return _structural(torch.permute, x, dims)
-
-
-@_spells(aten.expand.default)
-def _expand(x: Tensor, size: Sequence[Any], *, implicit: bool = False) -> Tensor:
-    return _structural(lambda part: part.expand(*size), x)
-
-
-@_spells(aten.unsqueeze.default)
-def _unsqueeze(x: Tensor, dim: int) -> Tensor:
-    return _structural(torch.unsqueeze, x, dim)
-
-
-@_spells(aten.squeeze.dim)
-def _squeeze(x: Tensor, dim: int) -> Tensor:
-    return _structural(torch.squeeze, x, dim)
-
-
-@_spells(aten.select.int)
-def _select(x: Tensor, dim: int, index: Any) -> Tensor:
-    return _structural(torch.select, x, dim, index)
-
-
-@_spells(aten.slice.Tensor)
-def _slice(x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Tensor:
-    return _structural(lambda part: aten.slice.Tensor(part, dim, start, end, step), x)
-
-
-@_spells(aten.cat.default)
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    parts = [_parts(t) if is_complex(t) else (t, torch.zeros_like(t)) for t in tensors]
-    return _join(torch.cat([r for r, _ in parts], dim), torch.cat([i for _, i in parts], dim))
-
-
-@_spells(aten.sum.dim_IntList)
-def _sum(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    if dtype is not None:
-        return NotImplemented  # type: ignore[no-any-return]
-    return _structural(lambda part: torch.sum(part, dim, keepdim), x)
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    (ar, ai), (br, bi) = _parts(a), _parts(b)
+    (ar, ai), (br, bi) = parts(a), parts(b)
     if not is_complex(a):
-        return _join(ar @ br, ar @ bi)
+        return join(ar @ br, ar @ bi)
     if not is_complex(b):
-        return _join(ar @ br, ai @ br)
-    return _join(ar @ br - ai @ bi, ar @ bi + ai @ br)
+        return join(ar @ br, ai @ br)
+    return join(ar @ br - ai @ bi, ar @ bi + ai @ br)
 
 
 for _overload in (aten.mm.default, aten.bmm.default, aten.matmul.default):
-    _spells(_overload)(_product)
+    spells(_overload)(_product)

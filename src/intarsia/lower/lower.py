@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from intarsia.lower import complex_moves, fourier  # noqa: F401  (their rules are found in the table)
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
 from intarsia.lower.decompositions import decomposition_table
 from intarsia.lower.lowered import Lowered
