@@ -28,7 +28,7 @@ def test_edges(target: Any, engine: str) -> None:
 @pytest.mark.parametrize("target", [aten.lgamma.default, aten.digamma.default])
 def test_everywhere(target: Any, engine: str) -> None:
     have, _ = answers(target, GRID, engine=engine)
-    torch.testing.assert_close(have.double(), target(GRID.double()), rtol=1.3e-6, atol=1e-5)
+    torch.testing.assert_close(have.double(), target(GRID.double()), rtol=1.3e-6, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("engine", drivers.ENGINES)
@@ -40,5 +40,5 @@ def test_the_tail_of_erfc_has_digits(engine: str) -> None:
 
 @pytest.mark.parametrize("target", [aten.erfc.default, aten.lgamma.default, aten.digamma.default])
 def test_double_is_refused(target: Any) -> None:
-    with pytest.raises(NodeError, match=r"in DOUBLE is not handled: its formula has float32's digits"):
+    with pytest.raises(NodeError, match=r"DOUBLE is not handled: the formula has float32's digits"):
         network_of(target, torch.ones(2, dtype=torch.float64))
