@@ -57,9 +57,7 @@ def _single(ctx: ConversionContext, self: Tensor) -> Tensor:
     """The operand in float32, whose digits the formulas have."""
     (x,) = promoted_wide(ctx, self)
     if x.dtype != ir.DataType.FLOAT:
-        raise ConversionError(
-            f"{ctx.name} in {x.dtype.name} is not handled: its formula has float32's digits"
-        )
+        raise ConversionError(f"{x.dtype.name} is not handled: the formula has float32's digits")
     return x
 
 
