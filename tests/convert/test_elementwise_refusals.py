@@ -18,7 +18,6 @@ CASES: list[tuple[Any, tuple[Any, ...], str]] = [
     (aten.native_dropout.default, (FLOATS, 0.25, True), "p=0.25 in training"),
     (aten.rrelu.default, (FLOATS, 0.1, 0.3, True), "training=True"),
     (aten.clamp.default, (FLOATS, float("nan")), "a bound that is NaN"),
-    (aten.pow.Tensor_Tensor, (INTEGERS, INTEGERS), "a power of INT64 by a tensor"),
     (aten.abs.default, (torch.ones(2, dtype=torch.complex64),), "complex64 has no ONNX type"),
 ]
 

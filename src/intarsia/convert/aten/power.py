@@ -42,9 +42,11 @@ def pow_scalar(ctx: ConversionContext, self: Tensor, exponent: Any) -> Tensor:
 
 @converter(aten.pow.Tensor_Tensor)
 def power(ctx: ConversionContext, self: Any, exponent: Any) -> Tensor:
+    if ctx.dtype == ir.DataType.BOOL:
+        raise ConversionError("a power of booleans is not handled")
     if ctx.dtype not in dtypes.FLOATS:
-        # ONNX's engines take a power of integers through floats, which loses digits and wraps otherwise.
-        raise ConversionError(f"a power of {ctx.dtype.name} by a tensor is not handled")
+        a, b = (F.cast(x, ir.DataType.INT64) for x in promoted(ctx, self, exponent))
+        return narrowed(ctx, _power_of_integers(a, b, ctx.dtype))
     a, b = promoted_wide(ctx, self, exponent)
     return narrowed(ctx, F.pow(a, b))
 
@@ -78,3 +80,32 @@ def _integer_power(x: Tensor, exponent: int) -> Tensor:
             x = F.mul(x, x)
     assert result is not None
     return result
+
+
+def _power_of_integers(base: Tensor, exponent: Tensor, dtype: ir.DataType) -> Tensor:
+    """One square for every bit of the exponent: exact, and wraps where torch wraps.
+
+    Engines take a power of integers through floats, which loses digits. All is done in int64: an engine
+    without one would lose digits here too, and says so at the first constant. Of a negative exponent
+    torch makes zero, unless the base is one or minus one.
+    """
+    bits = dtypes.to_numpy(dtype).itemsize * 8
+    result = _factor(base, exponent, 1)
+    odd, square = result, base
+    for bit in range(1, bits if dtype in dtypes.UNSIGNED else bits - 1):
+        square = F.mul(square, square)
+        result = F.mul(result, _factor(square, exponent, 1 << bit))
+    if dtype in dtypes.UNSIGNED:
+        return result
+    unit = F.logical_or(F.equal(base, 1), F.equal(base, -1))
+    negative = _has(exponent, -(2**63))
+    return F.where(negative, F.where(unit, odd, 0), result)
+
+
+def _factor(power: Tensor, exponent: Tensor, bit: int) -> Tensor:
+    """`power` where the exponent has this bit, else one."""
+    return F.where(_has(exponent, bit), power, 1)
+
+
+def _has(exponent: Tensor, bit: int) -> Tensor:
+    return F.cast(F.bitwise_and(exponent, bit), ir.DataType.BOOL)
