@@ -10,6 +10,7 @@ import torch
 
 from intarsia.convert.aten.precision import filled, is_empty, is_float, static, wide
 from intarsia.convert.aten.reduce import holds_somewhere
+from intarsia.convert.aten.sizes import END
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor, dtypes
@@ -93,10 +94,55 @@ def best(x: Tensor, k: Any, axis: int, largest: bool) -> tuple[Tensor, Tensor]:
         # OpenVINO cannot cast what TopK makes to bool.
         truth = x.dtype == ir.DataType.BOOL
         return F.logical_not(F.equal(values, 0)) if truth else F.cast(values, x.dtype), indices
-    top = torch.finfo(dtypes.to_torch(key.dtype)).max
-    key = F.where(F.isnan(key), math.inf, F.minimum(key, top))
-    indices = F.topk(key, k, axis, largest=largest)[1]
+    if x.dtype == key.dtype and not _is_share(x):
+        indices = _beyond_numbers(key, k, axis, largest)
+    else:  # no half is as large as the largest of floats, which is free for infinity then
+        top = torch.finfo(dtypes.to_torch(key.dtype)).max
+        key = F.where(F.isnan(key), math.inf, F.minimum(key, top))
+        indices = F.topk(key, k, axis, largest=largest)[1]
     return pick(x, indices, axis), indices
+
+
+def _is_share(x: Tensor) -> bool:
+    """Whether a tensor holds shares of one, as scores do that are made to be ranked."""
+    parent = x.get_parent()
+    return parent is not None and parent.kind in ("Softmax", "Sigmoid")
+
+
+def _beyond_numbers(key: Tensor, k: Any, axis: int, largest: bool) -> Tensor:
+    """Where the k best are, with infinity and NaN in their places: floats have no value for a NaN to take.
+
+    Numbers are ordered with both at infinity, then both among themselves: they are in the same places.
+    """
+    nan = F.isnan(key)
+    rank = F.where(nan, 2.0, F.where(F.equal(key, math.inf), F.constant(1.0, torch.float32), 0.0))
+    found = F.topk(F.where(nan, math.inf, key), k, axis, largest=largest)[1]
+    ranked = F.topk(rank, k, axis, largest=largest)[1]
+    return F.where(F.greater(F.gather_elements(rank, found, axis), 0.0), ranked, found)
+
+
+def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor, Tensor]:
+    """What was sorted, equal ones by place: not every engine keeps their order.
+
+    Every run of equal values is numbered, and (run, place) are sorted as one number.
+    """
+    count = x.shape[axis]
+    if count == 1:
+        return found
+    values, indices = found
+    size = count if isinstance(count, int) else F.size(x, axis)
+    key = _comparable(values)
+    before, after = F.slice(key, 0, -1, axis=axis), F.slice(key, 1, END, axis=axis)
+    same = F.equal(before, after)
+    if is_float(key):
+        same = F.logical_or(same, F.logical_and(F.isnan(before), F.isnan(after)))
+    runs = F.cumsum(F.cast(F.logical_not(same), ir.DataType.INT64), axis)
+    first = F.mul(F.slice(indices, 0, 1, axis=axis), 0)
+    places = F.add(F.mul(F.concat([first, runs], axis), size), indices)
+    if isinstance(count, int) and count * count > 2**31:
+        places = F.minimum(places, count * count)  # an engine without 64-bit integers must see that
+    order = F.topk(places, size, axis, largest=False)[1]
+    return values, F.gather_elements(indices, order, axis)
 
 
 def _ordered(ctx: ConversionContext, self: Tensor, k: Any, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
@@ -132,27 +178,30 @@ def sort(
 def sort_stable(
     ctx: ConversionContext, self: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[Tensor, Tensor]:
-    return _ordered(ctx, self, _count(self, dim), dim, descending)
+    found = _ordered(ctx, self, _count(self, dim), dim, descending)
+    return in_order(self, found, dim % self.ndim) if stable and self.ndim and not is_empty(self) else found
 
 
-def _argsort(ctx: ConversionContext, self: Tensor, dim: int, descending: bool) -> Tensor:
+def _argsort(ctx: ConversionContext, self: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
     if is_empty(self):
         return filled(ctx)
     if self.ndim == 0:
         return F.constant(0, ir.DataType.INT64)
-    return best(self, _count(self, dim), dim % self.ndim, descending)[1]
+    axis = dim % self.ndim
+    found = best(self, _count(self, dim), axis, descending)
+    return in_order(self, found, axis)[1] if stable else found[1]
 
 
 @converter(aten.argsort.default)
 def argsort(ctx: ConversionContext, self: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
-    return _argsort(ctx, self, dim, descending)
+    return _argsort(ctx, self, dim, descending, False)
 
 
 @converter(aten.argsort.stable)
 def argsort_stable(
     ctx: ConversionContext, self: Tensor, *, stable: bool, dim: int = -1, descending: bool = False
 ) -> Tensor:
-    return _argsort(ctx, self, dim, descending)
+    return _argsort(ctx, self, dim, descending, stable)
 
 
 @converter(aten.msort.default)

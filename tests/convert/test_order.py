@@ -1,0 +1,53 @@
+"""Sorting: infinity, NaN and the largest number in their places, equal elements by place where asked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.convert import drivers
+from tests.convert.equal import assert_equal, kinds
+from tests.convert.one_node import answers, network_of
+from torch.export import Dim
+
+aten = torch.ops.aten
+G = torch.Generator().manual_seed(0)
+LARGEST = torch.finfo(torch.float32).max
+EXTREMES = torch.tensor([math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 0.0, -0.0, 1.0, 2.0])
+
+
+def _drawn(*sizes: int) -> torch.Tensor:
+    return EXTREMES[torch.randint(0, len(EXTREMES), sizes, generator=G)]
+
+
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("count", [7, 40, 200])
+def test_extremes_in_their_places(count: int, largest: bool, engine: str) -> None:
+    x = _drawn(20, count)
+    for k in (1, 3, count):
+        have, want = answers(aten.topk.default, x, k, -1, largest, engine=engine)
+        torch.testing.assert_close(have, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("descending", [True, False])
+@pytest.mark.parametrize("count", [1, 9, 40, 700])
+def test_stable(count: int, descending: bool) -> None:
+    def ordered(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.sort(x, dim=0, descending=descending, stable=True)
+
+    assert_equal(ordered, (torch.randint(0, 4, (count, 3), generator=G),))
+    assert_equal(ordered, (torch.randint(0, 4, (count, 3), generator=G).bool(),))
+    assert_equal(ordered, (_drawn(count, 3),))
+
+
+def test_stable_at_any_size() -> None:
+    calls = [(_drawn(2, n),) for n in (40, 1, 65)]
+    assert_equal(lambda x: torch.argsort(x, dim=-1, stable=True), *calls, dynamic=({1: Dim("n", max=128)},))
+
+
+def test_scores_are_ranked_by_one_layer() -> None:
+    net = assert_equal(lambda x: torch.topk(x.softmax(-1), 2)[0], (torch.randn(3, 8, generator=G),))
+    assert kinds(net).count("TopK") == 1
+    assert kinds(network_of(aten.topk.default, torch.arange(5), 2)) == ["TopK"]
