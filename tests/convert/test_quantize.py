@@ -38,6 +38,22 @@ def test_per_tensor_round_trip(dtype: torch.dtype, low: int, high: int, zero: in
     check(lambda i: q.dequantize_per_tensor(i, 0.0217, zero, low, high, dtype), integers)
 
 
+@pytest.mark.parametrize("scale", [0.0217, 0.1, 0.3, 1 / 3, 0.007812501])
+def test_halves_fall_as_in_torch(scale: float) -> None:
+    q = torch.ops.quantized_decomposed
+    halves = ((torch.arange(-140, 140) + 0.5).double() * scale).float()
+    near = [halves]
+    for _ in range(3):
+        near += [torch.nextafter(near[-1], torch.tensor(9e9))]
+        near = [torch.nextafter(near[0], torch.tensor(-9e9)), *near]
+    x = torch.stack(near)
+    check(lambda x: q.quantize_per_tensor(x, scale, 3, -128, 127, torch.int8), x)
+    check(lambda x: torch.fake_quantize_per_tensor_affine(x, scale, 3, -128, 127), x)
+    scales = torch.full((280,), scale)
+    zeros = torch.arange(280) % 7
+    check(lambda x: q.quantize_per_channel(x, scales, zeros, 1, -128, 127, torch.int8), x)
+
+
 def test_scale_as_tensor() -> None:
     q = torch.ops.quantized_decomposed
     scale, zero = torch.tensor(0.0217), torch.tensor(5)

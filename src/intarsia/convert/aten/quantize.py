@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -58,21 +59,30 @@ def _zero_point(value: Any, dtype: ir.DataType) -> Tensor:
     return F.cast(value, dtype) if isinstance(value, Tensor) else F.constant(value, dtype)
 
 
-def quantized(
-    ctx: ConversionContext,
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Any,
-    limits: tuple[int, int],
-    axis: int | None,
-) -> Tensor:
-    """Round half to even as torch does; a quotient that is a tie may fall on the other side.
+def _inverse(scale: Any) -> Tensor:
+    """One over the scale, rounded once to float32; a constant where it can be.
 
-    torch multiplies by the reciprocal of the scale where engines divide: where the two products
-    straddle a half, the integers differ by one. Integer kernels are chosen by this very layer.
+    ONNX Runtime would make `x / s` of a product with a quotient that it sees.
     """
-    made = F.quantize_linear(F.cast(x, torch.float32), scale, _zero_point(zero_point, ctx.dtype), axis=axis)
-    return made if limits == _RANGES[ctx.dtype] else F.clip(made, *limits)
+    known = scale.constant if isinstance(scale, Tensor) else scale
+    if known is None:
+        return F.cast(F.reciprocal(scale), ir.DataType.FLOAT)
+    return F.constant(1.0 / np.asarray(known).astype(np.float64), ir.DataType.FLOAT)
+
+
+def _steps(x: Tensor, inverse: Tensor, zero_point: Tensor, limits: tuple[int, int]) -> Tensor:
+    """How many steps of the scale, in float32: exactly torch's arithmetic.
+
+    Quantising layers divide where torch multiplies by the reciprocal: where quotient and product straddle
+    a half, the integers would differ by one.
+    """
+    steps = F.add(F.round(F.mul(x, inverse)), zero_point)
+    return F.clip(steps, float(limits[0]), float(limits[1]))
+
+
+def _along(values: Tensor, axis: int, rank: int) -> Tensor:
+    """One number for every channel, shaped to meet a tensor of channels."""
+    return F.reshape(values, [-1 if i == axis % rank else 1 for i in range(rank)])
 
 
 def dequantized(x: Tensor, scale: Tensor, zero_point: Any, axis: int | None, out_dtype: Any) -> Tensor:
@@ -99,8 +109,9 @@ if HAS_QUANTIZED:
         dtype: Any,
     ) -> Tensor:
         limits = _limits(ctx, quant_min, quant_max)
-        zero = _zero_point(zero_point, ctx.dtype)
-        return quantized(ctx, input, _flat(_scale(scale)), _flat(zero), limits, None)
+        zero = _flat(_zero_point(zero_point, ir.DataType.FLOAT))
+        x = F.cast(input, ir.DataType.FLOAT)
+        return F.cast(_steps(x, _flat(_inverse(scale)), zero, limits), ctx.dtype)
 
     @converter(
         q.dequantize_per_tensor.default, q.dequantize_per_tensor.tensor, q.dequantize_per_tensor.tensor2
@@ -131,7 +142,11 @@ if HAS_QUANTIZED:
         dtype: Any,
     ) -> Tensor:
         limits = _limits(ctx, quant_min, quant_max)
-        return quantized(ctx, input, _scale(scales), zero_points, limits, axis)
+        if scales.dtype == ir.DataType.DOUBLE:
+            raise ConversionError("scales in float64 are not handled: torch then multiplies in float64")
+        inverse, zero = _inverse(scales), F.cast(zero_points, ir.DataType.FLOAT)
+        inverse, zero = (_along(values, axis, input.ndim) for values in (inverse, zero))
+        return F.cast(_steps(F.cast(input, ir.DataType.FLOAT), inverse, zero, limits), ctx.dtype)
 
     @converter(q.dequantize_per_channel.default)
     def dequantize_per_channel(
@@ -149,10 +164,9 @@ if HAS_QUANTIZED:
         return dequantized(input, _scale(scales), zero_points, axis, out_dtype)
 
 
-def _fake(x: Tensor, scale: Tensor, zero_point: Tensor, low: int, high: int) -> Tensor:
-    """Round to the grid and stay in float32: exactly torch's arithmetic, no integer type needed."""
-    steps = F.add(F.round(F.mul(x, F.div(1.0, scale))), zero_point)
-    return F.mul(F.sub(F.clip(steps, float(low), float(high)), zero_point), scale)
+def _fake(x: Tensor, scale: Tensor, zero_point: Tensor, inverse: Tensor, limits: tuple[int, int]) -> Tensor:
+    """Round to the grid and stay in float32, no integer type needed."""
+    return F.mul(F.sub(_steps(x, inverse, zero_point, limits), zero_point), scale)
 
 
 @converter(aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams)
@@ -161,7 +175,8 @@ def fake_quantize_per_tensor(
 ) -> Tensor:
     _float_only(self)
     zero = _flat(_zero_point(zero_point, ir.DataType.FLOAT))
-    return _fake(self, _flat(_scale(scale)), zero, quant_min, quant_max)
+    scale = _flat(_scale(scale))
+    return _fake(self, scale, zero, _inverse(scale), (quant_min, quant_max))
 
 
 @converter(aten.fake_quantize_per_channel_affine.default)
@@ -175,9 +190,10 @@ def fake_quantize_per_channel(
     quant_max: int,
 ) -> Tensor:
     _float_only(self)
-    sizes = [-1 if i == axis % self.ndim else 1 for i in range(self.ndim)]
-    zero = F.cast(zero_point, torch.float32)
-    return _fake(self, F.reshape(_scale(scale), sizes), F.reshape(zero, sizes), quant_min, quant_max)
+    scale, zero = _scale(scale), F.cast(zero_point, torch.float32)
+    inverse = _inverse(scale)
+    scale, zero, inverse = (_along(values, axis, self.ndim) for values in (scale, zero, inverse))
+    return _fake(self, scale, zero, inverse, (quant_min, quant_max))
 
 
 def _float_only(x: Tensor) -> None:
