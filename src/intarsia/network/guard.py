@@ -14,33 +14,31 @@ from intarsia.errors import NetworkError
 if TYPE_CHECKING:
     from intarsia.network.network import Network
 
-_guards = threading.local()
+
+class _Here(threading.local):
+    net: Network | None = None  # under guard
+    made: list[ir.Node] | None = None  # the layers made by the functional that runs now
+    maker: Network | None = None  # the network of the last of them
 
 
-class _Calls(threading.local):
-    made: list[ir.Node] | None = None
-    net: Network | None = None
-
-
-calls = _Calls()  # the layers made by the functional that runs now in this thread, and their network
+here = _Here()  # of this thread
 
 
 @contextlib.contextmanager
 def net_guard(net: Network) -> Iterator[Network]:
     """While open, functionals of this thread add their layers to `net`."""
-    stack: list[Network] = _guards.__dict__.setdefault("stack", [])
-    stack.append(net)
+    outer, here.net = here.net, net
     try:
         yield net
     finally:
-        stack.pop()
+        here.net = outer
 
 
 def default_net(*tensors: Any) -> Network:
     """The network under guard; without a guard, the one the given tensors belong to."""
-    stack: list[Network] = _guards.__dict__.get("stack", [])
-    if stack:
-        return stack[-1]
+    net = here.net
+    if net is not None:
+        return net
     from intarsia.network.tensor import Tensor
 
     for tensor in tensors:
@@ -51,9 +49,9 @@ def default_net(*tensors: Any) -> Network:
 
 def network_of(graph: ir.Graph) -> Network:
     """The network a raw graph belongs to: most often the one under guard."""
-    stack: list[Network] | None = _guards.__dict__.get("stack")
-    if stack and stack[-1].graph is graph:
-        return stack[-1]
+    net = here.net
+    if net is not None and net.graph is graph:
+        return net
     from intarsia.network.network import Network
 
     return Network.of(graph)

@@ -14,14 +14,14 @@ import torch
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.attributes import to_attr
-from intarsia.network.guard import calls as calls
 from intarsia.network.guard import default_net as default_net
+from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
 from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Removed
 from intarsia.network.layer import Layer as Layer
-from intarsia.network.make import Made, insert_before, make_node, take_out
+from intarsia.network.make import make_node, take_out
 from intarsia.network.order import Order
-from intarsia.network.raw import graph_of, inputs_of, name_of, producer_of, reads_of
+from intarsia.network.raw import name_of
 from intarsia.network.redirect import replace_read, replace_value
 from intarsia.network.tensor import Tensor as Tensor
 from intarsia.network.types import MICROSOFT as MICROSOFT
@@ -188,53 +188,33 @@ class Network:
     ) -> ir.Node:
         """`add_layer` of raw values."""
         layer_name = self.unique_name(name or self.scope or _lower(op_type))
+        dtype, shape = outputs[0]
+        made = [(layer_name, dtype, raw_shape(shape))]
+        if len(outputs) > 1:
+            for dtype, shape in outputs[1:]:
+                made.append((f"{layer_name}.{len(made)}", dtype, raw_shape(shape)))
+        given: Sequence[ir.Attr] = ()
+        if attributes:
+            given = [to_attr(key, item) for key, item in attributes.items() if item is not None]
         origin = self.origin
-        made: list[Made] = []
-        for dtype, shape in outputs:
-            made.append((f"{layer_name}.{len(made)}" if made else layer_name, dtype, raw_shape(shape)))
-        node = make_node(
-            domain,
-            op_type,
-            inputs,
-            [to_attr(key, item) for key, item in attributes.items() if item is not None]
-            if attributes
-            else (),
-            made,
-            version,
-            layer_name,
-            None if origin is None else dict(origin),
-        )
+        if origin is not None:
+            origin, self.traced = dict(origin), True
+        node = make_node(domain, op_type, inputs, given, made, version, layer_name, origin)
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1
-        self._place(node, inputs)
+        anchor = self.anchor
+        if anchor is None or anchor._graph is not self.graph:
+            self.graph.append(node)
+            self.order.appended(node)
+        else:
+            self.order.put(node, anchor)
         self._layers[layer_name] = node
-        if origin is not None:
-            self.traced = True
-        if (recorded := calls.made) is not None:
+        if (recorded := here.made) is not None:
             recorded.append(node)
-            calls.net = self
+            here.maker = self
         if self.journal is not None:
             self.journal.append(_tuple(Added, (node, inferred)))
         return node
-
-    def _place(self, node: ir.Node, inputs: tuple[ir.Value | None, ...]) -> None:
-        anchor, graph, order = self.anchor, self.graph, self.order
-        if anchor is None or graph_of(anchor) is not graph:
-            graph.append(node)
-            order.appended(node)
-            return
-        makers = [
-            maker
-            for value in inputs
-            if value is not None and (maker := producer_of(value)) is not None and graph_of(maker) is graph
-        ]
-        late = order.place(anchor, makers)
-        if late is None:
-            insert_before(graph, anchor, node)
-            order.inserted_before(anchor, node)
-        else:  # it reads what is made behind the anchor
-            graph.insert_after(late, node)
-            order.relabel()
 
     @contextlib.contextmanager
     def before(self, layer: Layer) -> Iterator[None]:
@@ -267,28 +247,31 @@ class Network:
 
     def remove_dead(self, nodes: list[ir.Node], *, feeders: bool = True) -> None:
         """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
-        graph, journal, memo, order = self.graph, self.journal, self.memo, self.order
-        layers = self._layers
+        graph, journal = self.graph, self.journal
+        layers: dict[Any, ir.Node] = self._layers
+        infos: dict[Any, FLayerInfo] = {} if self.memo is None else self.memo.infos
+        order, places = self.order, self.order.places
         while nodes:
             node = nodes.pop()
-            if graph_of(node) is not graph or not is_dead(node):
+            if node._graph is not graph:
                 continue
-            inputs, name = inputs_of(node), name_of(node)
-            info = None if memo is None else memo.taken(name)
-            if journal is not None:
-                journal.append(_tuple(Removed, (node, inputs, order.taken(node), info)))
+            for value in node._outputs:
+                if value._uses or value._is_graph_output:
+                    break
             else:
-                order.removed(node)
-            take_out(graph, node)
-            layers.pop(name, None)
-            if feeders:
-                for value in inputs:
-                    if (
-                        value is not None
-                        and not reads_of(value)
-                        and (maker := producer_of(value)) is not None
-                    ):
-                        nodes.append(maker)
+                name, inputs = node._name, node._inputs
+                if node not in places:
+                    order.relabel()
+                place = places.pop(node)
+                info = infos.pop(name, None)
+                if journal is not None:
+                    journal.append(_tuple(Removed, (node, inputs, place[0], info)))
+                layers.pop(name, None)
+                take_out(graph, node)
+                if feeders:
+                    for read in inputs:
+                        if read is not None and not read._uses and read._producer is not None:
+                            nodes.append(read._producer)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""

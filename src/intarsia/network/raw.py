@@ -1,7 +1,8 @@
 """Reading what `onnx_ir` keeps at the speed of a slot, not of a property.
 
 Rewriting asks a node for its inputs, graph and kind hundreds of thousands of times; a property is a
-Python call each time. Where `onnx_ir` keeps these under other names than we know, the properties serve.
+Python call each time. The innermost loops read the slots by name, the others through the functions below.
+Where `onnx_ir` keeps these under other names than we know, the names read the properties.
 """
 
 from __future__ import annotations
@@ -31,6 +32,25 @@ FAST = (
     and hasattr(ir.Graph([], [], nodes=[]), "_nodes")
     and isinstance(getattr(ir.Node("", "Relu", []).attributes, "data", None), dict)
 )
+
+
+def _name_slots() -> None:
+    """Let the names that the innermost loops read be there, whatever `onnx_ir` calls them."""
+    for name in _NODE:
+        if not hasattr(ir.Node, name):
+            setattr(ir.Node, name, property(attrgetter(name.removeprefix("_"))))
+    for name in ("_const_value", "_shape", "_type"):
+        if not hasattr(ir.Value, name):
+            setattr(ir.Value, name, property(attrgetter(name.removeprefix("_"))))
+    for name in ("_uses", "_producer", "_is_graph_output"):
+        if not hasattr(ir.Value, name):
+            setattr(ir.Value, name, property(methodcaller(name.removeprefix("_"))))
+    attributes: Any = type(ir.Node("", "Relu", []).attributes)
+    if not hasattr(ir.Node("", "Relu", []).attributes, "data"):
+        attributes.data = property(lambda self: self)
+
+
+_name_slots()
 
 
 def _get(private: str, public: str) -> Callable[[Any], Any]:

@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.journal import Moved, Redirected
-from intarsia.network.raw import graph_of, is_output, producer_of
+from intarsia.network.raw import graph_of, producer_of
 from intarsia.network.tensor import Tensor
-from intarsia.network.uses import move_uses, uses_of
+from intarsia.network.uses import move_uses
 
 if TYPE_CHECKING:
     from intarsia.network.network import Network
@@ -23,28 +23,38 @@ def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
     """Let all that read one tensor, network outputs included, read another."""
     if before is after:
         return
-    made, graph = producer_of(after), net.graph
-    if (after.graph if made is None else graph_of(made)) is not graph:
+    made, graph = after._producer, net.graph
+    if (after.graph if made is None else made._graph) is not graph:
         raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
-    uses = uses_of(before)
+    uses = tuple(before._uses)
     if made is not None:
-        _order_uses(net, before, after, made, uses)
+        places, maker = net.order.places, before._producer
+        # What is made before `before` is made stands before all that reads it.
+        if made not in places or maker not in places or places[made][0] >= places[maker][0]:
+            _order_uses(net, before, after, made, uses)
     move_uses(before, after, uses)
-    positions: tuple[int, ...] = ()
-    swapped = False
-    shown = after
-    if is_output(before):
-        positions = tuple(i for i, value in enumerate(graph.outputs) if value is before)
-        if made is None or is_output(after):
-            shown = _identity(net, after)
-        for position in positions:
-            graph.outputs[position] = shown
-        before.name, shown.name = shown.name, before.name
-        swapped = True
+    if before._is_graph_output:
+        shown, positions = _take_over(net, before, after, made)
+        moved = (before, shown, uses, positions, True)
+    else:
+        moved = (before, after, uses, (), False)
     if net.journal is not None:
-        net.journal.append(_tuple(Moved, (before, shown, uses, positions, swapped)))
+        net.journal.append(_tuple(Moved, moved))
     if net.memo is not None:
         net.memo.uses_moved(before, after)
+
+
+def _take_over(
+    net: Network, before: ir.Value, after: ir.Value, made: ir.Node | None
+) -> tuple[ir.Value, tuple[int, ...]]:
+    """Let a tensor, or a copy of it, stand among the network's outputs under the name that stood there."""
+    outputs = net.graph.outputs
+    positions = tuple(i for i, value in enumerate(outputs) if value is before)
+    shown = _identity(net, after) if made is None or after._is_graph_output else after
+    for position in positions:
+        outputs[position] = shown
+    before.name, shown.name = shown.name, before.name
+    return shown, positions
 
 
 def replace_read(net: Network, reader: ir.Node, index: int, new: ir.Value) -> None:

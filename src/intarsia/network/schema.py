@@ -1,4 +1,4 @@
-"""What ONNX says of an operator: how many inputs, which attributes by default."""
+"""What ONNX says of an operator: how many inputs and outputs, which attributes by default."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Schema:
 
     min_inputs: int
     max_inputs: int
+    max_outputs: int
     defaults: dict[str, Any]
 
 
@@ -37,4 +38,4 @@ def schema_of(domain: str, op_type: str) -> Schema | None:
         if attr.default_value.type
     }
     plain = {name: v.decode() if isinstance(v, bytes) else v for name, v in defaults.items()}
-    return Schema(found.min_input, found.max_input, plain)
+    return Schema(found.min_input, found.max_input, found.max_output, plain)

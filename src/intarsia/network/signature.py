@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.network import Layer, Network, Tensor, calls, default_net
+from intarsia.network.network import Layer, Network, Tensor, default_net, here
 from intarsia.network.raw import name_of, producer_of
 
 P = ParamSpec("P")
@@ -36,14 +36,15 @@ class FLayerInfo:
         self,
         kind: str,
         signature: inspect.Signature,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         outputs: Any,
         made: list[ir.Node],
         memo: FLayerInfoMemo,
     ) -> None:
         self.layer_kind = kind
         self.signature = signature
-        self._call = call
+        self._call = (args, kwargs)
         self._outputs = outputs
         self._made = made
         self._memo = memo
@@ -119,7 +120,7 @@ class FLayerInfoMemo:
     """The calls of one network, by layer name."""
 
     def __init__(self) -> None:
-        self._infos: dict[str, FLayerInfo] = {}
+        self.infos: dict[str, FLayerInfo] = {}
         self._moves: dict[ir.Value, list[tuple[int, ir.Value]]] = {}
         self.clock = 0  # counts moves, so that a call sees those made after it and no others
 
@@ -135,23 +136,19 @@ class FLayerInfoMemo:
         return net.memo
 
     def add(self, layer_name: str, info: FLayerInfo) -> None:
-        self._infos[layer_name] = info
+        self.infos[layer_name] = info
 
     def get(self, layer: str | Layer) -> FLayerInfo | None:
         """The call that made this layer's result; None if none was recorded or it is true no more."""
         name = layer if isinstance(layer, str) else layer.name
-        info = self._infos.get(name)
+        info = self.infos.get(name)
         return info if info is not None and info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:
-        self._infos.pop(layer if isinstance(layer, str) else layer.name, None)
-
-    def taken(self, name: str) -> FLayerInfo | None:
-        """What was recorded under this name, which is then forgotten."""
-        return self._infos.pop(name, None)
+        self.infos.pop(layer if isinstance(layer, str) else layer.name, None)
 
     def restore(self, name: str, info: FLayerInfo) -> None:
-        self._infos[name] = info
+        self.infos[name] = info
 
     def uses_moved(self, old: ir.Value, new: ir.Value) -> None:
         """Called by the network when readers of `old` read `new` from now on."""
@@ -187,27 +184,33 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
         made: list[ir.Node] = []
-        outer, calls.made = calls.made, made
+        outer, here.made = here.made, made
         try:
             result = function(*args, **kwargs)
         finally:
-            calls.made = outer
+            here.made = outer
             if outer is not None:
                 outer.extend(made)
         if not made:
             return result
-        info: FLayerInfo | None = None
-        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            node = producer_of(tensor.value)
+        net = here.maker
+        assert net is not None
+        memo = net.memo or FLayerInfoMemo.of(net)
+        if type(result) is Tensor:
             # A functional may hand back a tensor that was there before: that one keeps its own call.
+            tensor: Any = result
+            node: Any = tensor.value._producer
+            if node is made[-1] or node in made:
+                memo.infos[node._name] = FLayerInfo(kind, signature, args, kwargs, result, made, memo)
+            return result
+        info: FLayerInfo | None = None
+        for tensor in tensors_in(result):
+            node = producer_of(tensor.value)
             if node is None or node not in made:
                 continue
-            net = calls.net
-            assert net is not None
-            memo = net.memo or FLayerInfoMemo.of(net)
             if info is None:
-                info = FLayerInfo(kind, signature, (args, kwargs), result, made, memo)
-            memo.add(name_of(node), info)
+                info = FLayerInfo(kind, signature, args, kwargs, result, made, memo)
+            memo.infos[name_of(node)] = info
         return result
 
     return recorded

@@ -17,27 +17,20 @@ Uses = tuple[tuple[ir.Node, int], ...]
 
 def use_count(value: ir.Value) -> int:
     """The number of reads by layers."""
-    return len(value._uses) if FAST else len(value.uses())
+    return len(value._uses)
 
 
 def readers(value: ir.Value) -> list[ir.Node]:
     """The layers that read a tensor, one for each read."""
-    return [use[0] for use in (value._uses if FAST else value.uses())]
+    return [use[0] for use in value._uses]
 
 
 def is_dead(node: ir.Node) -> bool:
     """Whether nothing reads what a layer makes."""
-    if FAST:
-        for value in node._outputs:  # noqa: SIM110  (a generator costs more than the rest)
-            if value._uses or value._is_graph_output:
-                return False
-        return True
-    return not any(value.uses() or value.is_graph_output() for value in node.outputs)
-
-
-def uses_of(value: ir.Value) -> Uses:
-    """Every read of a tensor: the layer and the position."""
-    return tuple(value._uses) if FAST else tuple(value.uses())
+    for value in node._outputs:  # noqa: SIM110  (a generator costs more than the rest)
+        if value._uses or value._is_graph_output:
+            return False
+    return True
 
 
 def move_uses(old: ir.Value, new: ir.Value, uses: Uses) -> None:
@@ -55,5 +48,5 @@ def move_uses(old: ir.Value, new: ir.Value, uses: Uses) -> None:
             continue
         inputs = node._inputs
         node._inputs = (*inputs[:index], new, *inputs[index + 1 :])
-        del left[use]
         moved[use] = None
+        del left[use]

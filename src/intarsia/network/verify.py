@@ -8,16 +8,7 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.make import nodes_of
-from intarsia.network.raw import (
-    attribute_data,
-    graph_of,
-    inputs_of,
-    name_of,
-    outputs_of,
-    reads_of,
-    shape_of,
-    type_of,
-)
+from intarsia.network.raw import shape_of, type_of
 
 if TYPE_CHECKING:
     from intarsia.network.network import Dim, Network, Shape
@@ -53,18 +44,21 @@ def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
             define(value, "the network")
     reads = 0
     for node in nodes_of(graph):
-        for read in inputs_of(node):
-            if read is None:
-                continue
-            if read not in known:
-                raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
-            reads += 1
-        if attributes := attribute_data(node):
-            for attr in attributes.values():
+        for read in node._inputs:
+            if read is not None:
+                if read not in known:
+                    raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
+                reads += 1
+        if node._attributes.data:
+            for attr in node.attributes.values():
                 if isinstance(attr.value, ir.Graph):
                     _verify_graph(attr.value, set(known))
-        for made in outputs_of(node):
-            define(made, name_of(node) or "a layer without a name")
+        for made in node._outputs:
+            name = made._name
+            if not name or name in names or made._type is None or made._shape is None:
+                define(made, node.name or "a layer without a name")  # says what is wrong
+            names.add(name)  # type: ignore[arg-type]
+            known.add(made)
     _verify_uses(graph, known, reads)
     for value in graph.outputs:
         if value not in known:
@@ -75,11 +69,11 @@ def _verify_uses(graph: ir.Graph, known: set[ir.Value], reads: int) -> None:
     """Every use a tensor knows of is a read, and there are as many of one as of the other."""
     uses = 0
     for value in known:
-        for node, index in reads_of(value):
-            inputs = inputs_of(node)
+        for node, index in value._uses:
+            inputs = node._inputs
             if index >= len(inputs) or inputs[index] is not value:
                 raise NetworkError(f"{value.name} believes that layer {node.name} reads it")
-            if graph_of(node) is graph:
+            if node._graph is graph:
                 uses += 1
     if uses != reads:
         raise NetworkError(f"layers read {reads} tensors and tensors know of {uses} reads")

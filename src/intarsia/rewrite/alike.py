@@ -12,6 +12,8 @@ from intarsia.network import Tensor
 from intarsia.network.schema import schema_of
 from intarsia.rewrite.term import Any_, Call
 
+TRANSPARENT = frozenset({"Identity", "Cast", "Reshape", "Expand", "Flatten", "Transpose"})
+
 
 def holds(value: ir.Value, number: float) -> bool:
     """Whether a tensor is a constant of one element, equal to `number` as far as its dtype tells."""
@@ -28,7 +30,7 @@ def holds(value: ir.Value, number: float) -> bool:
 def is_transparent(node: ir.Node) -> bool:
     """Whether a layer hands on its first input unchanged."""
     op_type = node.op_type
-    if node.domain or not node.inputs or node.inputs[0] is None:
+    if op_type not in TRANSPARENT or node.domain or not node.inputs or node.inputs[0] is None:
         return False
     if op_type == "Identity":
         return True
@@ -41,10 +43,8 @@ def is_transparent(node: ir.Node) -> bool:
         a, b = Tensor.of(source).shape, Tensor.of(made).shape
         # With one size unknown the others fix it for Reshape; it is then the same on both sides.
         return a == b and (None not in a or (op_type == "Reshape" and a.count(None) == 1 and 0 not in a))
-    if op_type == "Transpose":
-        order = node.attributes.get("perm")
-        return order is not None and list(order.value) == list(range(len(order.value)))
-    return False
+    order = node.attributes.get("perm")  # of a Transpose
+    return order is not None and list(order.value) == list(range(len(order.value)))
 
 
 def see_through(value: ir.Value | None) -> ir.Value | None:

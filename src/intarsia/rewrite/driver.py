@@ -12,24 +12,15 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from intarsia.errors import RewriteError
-from intarsia.network import Layer, Network, net_guard
-from intarsia.network.journal import Added, Edit, Moved, Removed
+from intarsia.network import Network, net_guard
+from intarsia.network.journal import Moved
 from intarsia.network.make import nodes_of
-from intarsia.network.raw import (
-    attributes_of,
-    constant_of,
-    domain_of,
-    graph_of,
-    inputs_of,
-    kind_of,
-    op_type_of,
-    reads_of,
-)
+from intarsia.network.raw import kind_of
 from intarsia.network.uses import readers, use_count
 from intarsia.network.verify import verify
 from intarsia.rewrite.log import Fired, RewriteLog
-from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.transaction import attempt
+from intarsia.rewrite.pattern import PatternRewriter
+from intarsia.rewrite.transaction import Change, attempt
 
 _NEAR = 32  # layers looked at again after one rewrite; a last scan finds what this misses
 
@@ -94,6 +85,8 @@ class Driver:
         self.net = net
         benefits = sorted({entry.benefit for entry in entries}, reverse=True)
         self.levels = [_Level([e for e in entries if e.benefit == benefit]) for benefit in benefits]
+        kinds = {kind for level in self.levels for kind in level.by_kind}
+        self.wanted = None if any(level.anywhere for level in self.levels) else kinds
         self.reach = max((entry.pattern.reach for entry in entries), default=0)
         self.limit = limit
         self.budget = 1000 + 20 * len(net) if budget is None else budget
@@ -128,54 +121,50 @@ class Driver:
         return self.log
 
     def _push_all(self) -> None:
-        # Most layers are of a kind at which no pattern starts; this is asked of every layer twice or more.
-        free = any(level.anywhere for level in self.levels)
-        wanted = {kind for level in self.levels for kind in level.by_kind}
+        wanted = self.wanted
         for node in nodes_of(self.net.graph):
-            if free or domain_of(node) or op_type_of(node) in wanted:
+            if wanted is None or node._op_type in wanted or node._domain:
                 self._push(node)
         for level in self.levels:
             level.left = len(level.waiting)
 
     def _visit(self, node: ir.Node, entries: list[Entry], sweeping: bool) -> None:
+        net = self.net
         for entry in entries:
-            if graph_of(node) is not self.net.graph:
+            if node._graph is not net.graph:
                 return  # gone since it was queued
-            found = entry.pattern.find(Layer(node))
+            found = entry.pattern.find_at(node)
             if not found or (self.banned and (entry.label, node) in self.banned):
                 continue
             if self.limit is not None and len(self.log) >= self.limit:
                 self.log.exhausted = True
                 return
-            past = self._past(entry.label, node)
+            if self.pasts:
+                self._check_past(entry.label, node)
+            inputs = node._inputs
             try:
-                edits = attempt(self.net, entry.pattern, node, found)
+                change = attempt(net, entry.pattern, node, found)
             except RewriteError as error:
                 if self.strict:
                     raise
                 self.log.broken.append(str(error))
                 self.banned.add((entry.label, node))
                 continue
-            if isinstance(edits, Refusal):
-                continue
-            self._settle(entry.label, node, edits, past, sweeping)
-            return
+            if type(change) is Change:
+                self._settle(entry.label, node, inputs, change, sweeping)
+                return
 
-    def _past(self, label: str, node: ir.Node) -> _Past:
-        """The history of a layer about to be replaced; an error if it was replaced before just as it is."""
-        before = self.pasts.get(node)
-        now = tuple.__new__(_Past, (label, op_type_of(node), inputs_of(node), attributes_of(node), before))
-        if before is None:
-            return now
-        step: _Past | None = before
+    def _check_past(self, label: str, node: ir.Node) -> None:
+        """An error if a layer about to be replaced was replaced before just as it is."""
+        step = self.pasts.get(node)
         labels = [label]
         while step is not None and len(labels) < 64:
             labels.append(step.label)
             if (
                 step.label == label
-                and step.op_type == now.op_type
-                and step.inputs == now.inputs
-                and _plain(step.attributes) == _plain(now.attributes)
+                and step.op_type == node.op_type
+                and step.inputs == node._inputs
+                and _plain(step.attributes) == _plain(node.attributes)
             ):
                 names = " and ".join(repr(name) for name in dict.fromkeys(reversed(labels)))
                 raise RewriteError(
@@ -183,50 +172,52 @@ class Driver:
                     " as it was; make one of them refuse what the other makes"
                 )
             step = step.before
-        return now
 
-    def _settle(self, label: str, root: ir.Node, edits: list[Edit], past: _Past, sweeping: bool) -> None:
+    def _settle(
+        self, label: str, root: ir.Node, inputs: Sequence[ir.Value | None], change: Change, sweeping: bool
+    ) -> None:
         """Write down a rewrite that stands, and queue what it may have made matchable."""
-        made: list[ir.Node] = []
-        gone: list[ir.Node] = []
-        near: dict[ir.Node, None] = {}
-        for edit in edits:
-            kind = type(edit)
-            if kind is Added:
-                node = edit.node  # type: ignore[union-attr]
-                if graph_of(node) is not None:
-                    made.append(node)
-            elif kind is Removed:
-                gone.append(edit.node)  # type: ignore[union-attr]
-                for value in edit.inputs:  # type: ignore[union-attr]
-                    # One reader less may be what a pattern waits for.
-                    if value is not None and len(reads_of(value)) == 1 and constant_of(value) is None:
-                        reader = readers(value)[0]
-                        if reader not in made:
-                            near[reader] = None
-            elif kind is Moved and not sweeping:
-                near.update(dict.fromkeys([use[0] for use in edit.uses[:_NEAR]]))  # type: ignore[union-attr]
-        fired = Fired(label, root, gone, made)
-        fired.stamp(self.net.traced)
-        self.log.fired.append(fired)
-        if len(self.log.fired) > self.budget:
-            recent = Counter(entry.pattern for entry in self.log.fired[-200:])
+        made, fired = change.made, self.log.fired
+        entry = Fired(label, root, [edit[0] for edit in change.removed], made)
+        entry.stamp(self.net.traced)
+        fired.append(entry)
+        if len(fired) > self.budget:
+            recent = Counter(one.pattern for one in fired[-200:])
             labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
             raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
+        wanted = self.wanted
         for node in made:
-            if self._push(node):
-                self.pasts[node] = past
-        # In the first sweep of the highest level all that stands below is still to be visited.
-        if near or not sweeping:
+            # Most layers are of a kind at which no pattern starts.
+            if (wanted is None or node._op_type in wanted or node._domain) and self._push(node):
+                before = self.pasts.get(root)
+                self.pasts[node] = _Past(label, root.op_type, inputs, root.attributes, before)
+        near = self._less_read(change, sweeping)
+        if not sweeping:
+            for edit in change.edits:
+                if isinstance(edit, Moved):
+                    near.update(dict.fromkeys([use[0] for use in edit.uses[:_NEAR]]))
             near.update(dict.fromkeys(made))
+        if near:
             self._push_near(near)
+
+    def _less_read(self, change: Change, sweeping: bool) -> dict[ir.Node, None]:
+        """The only readers left of what the removed layers read: a pattern may have waited for that."""
+        near: dict[ir.Node, None] = {}
+        for _, inputs, label, _ in change.removed:
+            for value in inputs:
+                if value is not None and len(value._uses) == 1 and value._const_value is None:
+                    ((reader, _),) = value._uses
+                    # In the first sweep of the highest level all that stands below is still to be visited.
+                    if reader not in change.made and not (sweeping and self.net.order.of(reader) > label):
+                        near[reader] = None
+        return near
 
     def _push(self, node: ir.Node) -> bool:
         """Queue a layer wherever a pattern starts at its kind; whether one does."""
-        kind, wanted = kind_of(node), False
+        kind, found = kind_of(node), False
         for level in self.levels:
-            wanted |= level.push(node, kind)
-        return wanted
+            found |= level.push(node, kind)
+        return found
 
     def _push_near(self, near: dict[ir.Node, None]) -> None:
         """Queue these layers and those below them, as far down as a pattern reaches."""

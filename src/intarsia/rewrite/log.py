@@ -48,14 +48,14 @@ class Fired:
 
     def stamp(self, traced: bool) -> None:
         """Write on every new layer where it comes from; `traced` says that old layers know it."""
-        if not self._made:
-            return
-        origin: dict[str, str] = {}
+        props = {"pattern": self.pattern, "replaced": ", ".join(map(name_of, self._gone))}
         if traced:
-            origin = next((node.metadata_props for node in self._from() if node.metadata_props), origin)
-        replaced = ", ".join(map(name_of, self._gone))
+            origin = next((node.metadata_props for node in self._from() if node.metadata_props), {})
+            props = {**origin, **props}
         for node in self._made:
-            write_props(node, {**origin, "pattern": self.pattern, "replaced": replaced})
+            write_props(node, props)
+            if node is not self._made[-1]:
+                props = dict(props)
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""

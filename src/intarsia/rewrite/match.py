@@ -11,7 +11,7 @@ from intarsia.network.raw import kind_of
 from intarsia.network.uses import use_count
 from intarsia.rewrite.alike import holds, is_transparent, odd_attribute, see_through
 from intarsia.rewrite.found import Found, leaks
-from intarsia.rewrite.plain import even_calls
+from intarsia.rewrite.straight import even_calls
 from intarsia.rewrite.term import COMMUTATIVE, Call, Either, Maybe, Number, Output, Root, Term, Var, kinds
 
 _SOLUTIONS = 16  # ways to match one layer that are tried before giving up

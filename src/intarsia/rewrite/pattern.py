@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import onnx_ir as ir
+
 from intarsia.errors import RewriteError
-from intarsia.network import Layer
+from intarsia.network import Layer, Network
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,13 @@ class PatternRewriter:
             return self.match_and_rewrite(layer)
         self.rewrite(layer)
         return True
+
+    # The same of raw nodes: what the worklist calls, and `@rule` answers without views of them.
+    def find_at(self, node: ir.Node) -> Any:
+        return self.find(Layer(node))
+
+    def act(self, net: Network, node: ir.Node, found: Any) -> bool | Refusal:
+        return self.perform(Layer(node), found)
 
     def why_not(self, layer: Layer) -> str:
         """Why `find` said no."""

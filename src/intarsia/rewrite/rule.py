@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
@@ -12,7 +14,7 @@ from intarsia.network.redirect import replace_value
 from intarsia.rewrite.found import Found
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.plain import first_match, is_plain
+from intarsia.rewrite.straight import UNSURE, straight
 from intarsia.rewrite.term import Call, build, depth, kinds, parts
 
 Function = Callable[..., Any]
@@ -28,47 +30,56 @@ class Rule(PatternRewriter):
         self.variables = variables
         self.reach = max(depth(root) for root in self.roots)
         self._matcher = Matcher(self.roots)
-        root = self.roots[0]
-        self._plain = root if isinstance(root, Call) and is_plain(self.roots) else None
         self._named = {
             term.name: term for term in parts(self.roots) if isinstance(term, Call) and term.name is not None
         }
-        self._wanted = list(inspect.signature(function).parameters)[1:]
-        self._only_tensors = not any(name in self._named for name in self._wanted)
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        self._wanted = [parameter.name for parameter in parameters]
         known = {*variables, *self._named}
         if unknown := [wanted for wanted in self._wanted if wanted not in known]:
             raise RewriteError(f"rule {name!r} asks for {unknown}; its pattern has {sorted(known)}")
+        by_place = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+        self._straight = straight(self.roots, self._wanted) if by_place else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     def find(self, layer: Layer) -> Any:
-        if self._plain is not None:
-            first = first_match(self._plain, layer.node)
-        else:
-            first = next(self._matcher.at(layer.node), None)
-        return None if first is None else (first,)
+        return self.find_at(layer.node)
+
+    def find_at(self, node: ir.Node) -> Any:
+        if self._straight is not None:
+            found = self._straight(node)
+            if found is not UNSURE:
+                return found
+        return next(self._matcher.at(node), None)
 
     def perform(self, layer: Layer, found: Any) -> bool | Refusal:
+        return self.act(layer.network, layer.node, found)
+
+    def act(self, net: Network, node: ir.Node, found: Any) -> bool | Refusal:
         """Let the function act on the first match it does not refuse."""
-        net = layer.network
-        journal = net.journal
-        solution: Found | None = found[0]
-        others: Iterator[Found] | None = None
-        refusal: Refusal | None = None
-        while solution is not None:
+        if type(found) is tuple:  # found straight: the layer, then what the function wants
+            said = self.function(net, *found[1:])
+            if type(said) is Tensor:
+                replace_value(net, node._outputs[0], said.value)
+                return True
+            roots = [node._outputs[0]]
+        else:
+            said, roots = self.function(net, **self._bindings(found)), found.roots
+        if type(said) is not Refusal:
+            self._replace(net, roots, said)
+            return True
+        refusal = said
+        others = self._matcher.at(node)
+        next(others, None)
+        # What it built before it refused is undone, and with it the chance of another match.
+        while not net.journal and (solution := next(others, None)) is not None:
             said = self.function(net, **self._bindings(solution))
             if type(said) is not Refusal:
-                self._replace(net, solution, said)
+                self._replace(net, solution.roots, said)
                 return True
-            refusal = said if refusal is None else refusal
-            if journal:
-                return refusal  # it built something before it refused: all is undone
-            if others is None:  # the first match was refused: see whether there are others
-                others = self._matcher.at(layer.node)
-                next(others, None)
-            solution = next(others, None)
-        return Refusal("nothing matched") if refusal is None else refusal
+        return refusal
 
     def why_not(self, layer: Layer) -> str:
         matcher = Matcher(self.roots, explain=True)
@@ -78,12 +89,6 @@ class Rule(PatternRewriter):
 
     def _bindings(self, found: Found) -> dict[str, Any]:
         bound: dict[str, Any] = {}
-        if self._only_tensors:
-            variables = found.variables
-            for name in self._wanted:
-                value = variables.get(name)
-                bound[name] = None if value is None else Tensor.of(value)
-            return bound
         for name in self._wanted:
             if name in self._named:
                 node = found.nodes.get(self._named[name])
@@ -93,15 +98,12 @@ class Rule(PatternRewriter):
                 bound[name] = None if value is None else Tensor.of(value)
         return bound
 
-    def _replace(self, net: Network, found: Found, said: Any) -> None:
-        if type(said) is Tensor and len(found.roots) == 1:
-            replace_value(net, found.roots[0], said.value)
-            return
+    def _replace(self, net: Network, roots: list[ir.Value], said: Any) -> None:
         made = said if isinstance(said, tuple | list) else (said,)
-        if len(made) != len(found.roots) or not all(isinstance(tensor, Tensor) for tensor in made):
-            raise RewriteError(f"the rule gave {said!r} where {len(found.roots)} tensor(s) should be")
-        for old, new in zip(found.roots, made, strict=True):
-            net.replace_all_uses(Tensor.of(old), new)
+        if len(made) != len(roots) or not all(isinstance(tensor, Tensor) for tensor in made):
+            raise RewriteError(f"the rule gave {said!r} where {len(roots)} tensor(s) should be")
+        for old, new in zip(roots, made, strict=True):
+            replace_value(net, old, new.value)
 
 
 def rule(

@@ -7,20 +7,28 @@ from typing import Any
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError, RewriteError
-from intarsia.network import Layer, Network, Tensor
+from intarsia.network import Network, Tensor
 from intarsia.network.attributes import from_attr
 from intarsia.network.infer import has_rule, infer
 from intarsia.network.journal import Added, Edit, Marked, Moved, Removed, Typed, undo
 from intarsia.network.network import raw_shape
-from intarsia.network.raw import graph_of, producer_of, reads_of, shape_of, type_of
 from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
 
+class Change:
+    """A rewrite that stands: all it did, the layers it made and those it took out."""
+
+    __slots__ = ("edits", "made", "removed")
+
+    def __init__(self, edits: list[Edit], made: list[ir.Node], removed: list[Removed]) -> None:
+        self.edits, self.made, self.removed = edits, made, removed
+
+
 def attempt(
     net: Network, pattern: PatternRewriter, node: ir.Node, found: Any, *, keep: bool = True
-) -> list[Edit] | Refusal:
+) -> Change | Refusal:
     """Let a pattern act on a layer; what it did, or why it did not. The network is under guard.
 
     Whatever it did is undone if it says no, breaks the network (RewriteError), or `keep` is false.
@@ -30,15 +38,14 @@ def attempt(
     net.anchor = node
     done = False
     try:
-        said = pattern.perform(Layer(node), found)
+        said = pattern.act(net, node, found)
         if not said:
             return said if isinstance(said, Refusal) else Refusal("match_and_rewrite() said no")
         if not edits:
             raise RewriteError("it said that it rewrote the layer and changed nothing")
-        _sweep(net, edits)
-        _check(net, edits, pattern.keep_types)
+        change = _settle(net, edits, pattern.keep_types)
         done = keep
-        return edits
+        return change
     except Exception as error:
         where = f"pattern {pattern.name!r} at layer {node.name} ({node.op_type})"
         raise RewriteError(f"{where} was taken back: {error}") from error
@@ -48,44 +55,50 @@ def attempt(
             undo(net, edits)
 
 
-def _sweep(net: Network, edits: list[Edit]) -> None:
-    """Take out what nothing reads of the new layers and of those whose readers were moved or removed."""
+def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
+    """Check what the edits touched, and take out what nothing reads any more.
+
+    Arity, types, uses and outputs are checked here; the network itself refuses cycles.
+    """
+    made: list[ir.Node] = []
+    removed: list[Removed] = []
     dead: list[ir.Node] = []
-    for edit in edits:
-        if type(edit) is Added:
-            if graph_of(edit.node) is not None and is_dead(edit.node):
-                dead.append(edit.node)
-        elif type(edit) is Removed:
-            for value in edit.inputs:
-                if value is not None and not reads_of(value) and (maker := producer_of(value)) is not None:
-                    dead.append(maker)
-        elif type(edit) is Moved and (maker := producer_of(edit.old)) is not None:
-            dead.append(maker)
-    if dead:
-        net.remove_dead(dead)
-
-
-def _check(net: Network, edits: list[Edit], keep_types: bool) -> None:
-    """Arity, types, uses and outputs of what the edits touched; the network itself refuses cycles."""
     retyped: list[ir.Value] = []
-    for edit in edits[:]:
-        if type(edit) is Removed:
+    done: list[Any] = edits
+    for edit in done:
+        kind = type(edit)
+        if kind is Added:
+            node, inferred = edit
+            if node._graph is None:
+                continue
+            if is_dead(node):
+                dead.append(node)
+                continue
+            made.append(node)
+            if not inferred:
+                verify_layer(node)
+        elif kind is Moved:
+            old, new = edit[0], edit[1]
+            was, now = old._type, new._type
+            alike = old._shape is new._shape is not None and was and now and was._dtype is now._dtype
+            if not alike and not _same_type(net, old, new, keep_types):
+                retyped.append(new)
+            if old._producer is not None:
+                dead.append(old._producer)
+        elif kind is Removed:
             if not is_dead(edit.node):
                 raise NetworkError(f"layer {edit.node.name} was removed and is still read")
-        elif type(edit) is Added:
-            if not edit.inferred and graph_of(edit.node) is not None:
-                verify_layer(edit.node)
-        elif type(edit) is Moved:
-            old, new = edit.old, edit.new
-            was, now = type_of(old), type_of(new)
-            if shape_of(old) is shape_of(new) is not None and was and now and was.dtype is now.dtype:
-                continue
-            if not _same_type(net, old, new, keep_types):
-                retyped.append(new)
-        elif type(edit) is Marked:
+            removed.append(edit)
+            dead += [value._producer for value in edit.inputs if value is not None and value._producer]
+        elif kind is Marked:
             raise NetworkError(f"it made {edit.value.name} an output of the network")
     if retyped:
         _infer_below(net, retyped)
+    if dead:
+        count = len(done)
+        net.remove_dead(dead)
+        removed += done[count:]
+    return Change(edits, made, removed)
 
 
 def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> bool:

@@ -13,8 +13,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes, infer_nn  # noqa: F401  (registers the rules)
 from intarsia.network.infer import infer
-from intarsia.network.network import Network, Shape, Tensor, default_net
-from intarsia.network.raw import outputs_of
+from intarsia.network.network import Network, Shape, Tensor, default_net, here
 
 Scalar = bool | int | float
 Operand = Tensor | Scalar | np.ndarray[Any, Any] | torch.Tensor
@@ -46,7 +45,7 @@ def constant(value: Operand, dtype: DTypeLike | None = None, *, name: str | None
     return net.add_constant(ir.Tensor(np.ascontiguousarray(array)), name)
 
 
-_TENSOR = {Tensor}
+_new = object.__new__
 _NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -79,7 +78,9 @@ def op(op_type: str, *inputs: Operand | None, domain: str = "", **attributes: An
     ...     F.op("Softmax", x, axis=-1)
     Tensor(softmax: f32[2, 3])
     """
-    return Tensor.of(outputs_of(_add(op_type, inputs, 1, domain, attributes))[0])
+    view = _new(Tensor)
+    view.value = _add(op_type, inputs, 1, domain, attributes)._outputs[0]
+    return view
 
 
 def ops(
@@ -93,18 +94,21 @@ def ops(
 def _add(
     op_type: str, inputs: Sequence[Operand | None], outputs: int, domain: str, attributes: dict[str, Any]
 ) -> ir.Node:
-    net = default_net(*inputs)
-    tensors: Sequence[Tensor | None]
-    if {*map(type, inputs)} == _TENSOR:
-        tensors = inputs  # type: ignore[assignment]
-    else:
-        tensors = operands(*inputs)
-        while tensors and tensors[-1] is None:
-            tensors.pop()
-    given = attributes and {name: value for name, value in attributes.items() if value is not None}
-    made = infer(domain, op_type, tensors, given, outputs)
-    values = tuple([None if tensor is None else tensor.value for tensor in tensors])
-    return net.add_node(op_type, values, given, made, domain, inferred=True)
+    net = default_net(*inputs) if here.net is None else here.net
+    tensors: Sequence[Tensor | None] = inputs  # type: ignore[assignment]
+    values: list[ir.Value | None] = []
+    for item in inputs:
+        if type(item) is not Tensor:
+            tensors = operands(*inputs)
+            while tensors and tensors[-1] is None:
+                tensors.pop()
+            values = [None if tensor is None else tensor.value for tensor in tensors]
+            break
+        values.append(item.value)
+    if attributes:
+        attributes = {name: value for name, value in attributes.items() if value is not None}
+    made = infer(domain, op_type, tensors, attributes, outputs)
+    return net.add_node(op_type, tuple(values), attributes, made, domain, None, None, True)
 
 
 def opaque(
