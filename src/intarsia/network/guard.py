@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 class _Here(threading.local):
     net: Network | None = None  # under guard
-    made: list[ir.Node] | None = None  # the layers made by the functional that runs now
-    maker: Network | None = None  # the network of the last of them
 
 
 here = _Here()  # of this thread

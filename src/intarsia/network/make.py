@@ -123,39 +123,28 @@ def make_node(
         empty.data = {}
     node._overload = ""
     node._version = version
-    node._metadata = None
     node._metadata_props = origin
     node.device_configurations = ()
-    node._graph = None
-    node.doc_string = None
-    if len(outputs) == 1:
-        node._outputs = (_make_value(node, 0, outputs[0]),)
-    else:
-        node._outputs = tuple([_make_value(node, index, made) for index, made in enumerate(outputs)])
+    node._metadata = node._graph = node.doc_string = None
+    values = []
+    for made in outputs:
+        value: Any = _new(ir.Value)
+        value._producer = node
+        value._index = len(values)
+        value._metadata = value._metadata_props = value._const_value = value.doc_string = None
+        value._name, dtype, value._shape = made
+        value._type = kind = _new(ir.TensorType)
+        kind._dtype = dtype
+        kind.denotation = None
+        value._uses = {}
+        value._graph = None
+        value._is_graph_input = value._is_graph_output = value._is_initializer = False
+        values.append(value)
+    node._outputs = tuple(values)
     for index, value in enumerate(inputs):
         if value is not None:
             value._uses[_tuple(_Usage, (node, index))] = None
     return node  # type: ignore[no-any-return]
-
-
-def _make_value(node: ir.Node, index: int, made: Made) -> ir.Value:
-    value: Any = _new(ir.Value)
-    value._producer = node
-    value._index = index
-    value._metadata = None
-    value._metadata_props = None
-    value._name, dtype, value._shape = made
-    value._type = kind = _new(ir.TensorType)
-    kind._dtype = dtype
-    kind.denotation = None
-    value._const_value = None
-    value._uses = {}
-    value.doc_string = None
-    value._graph = None
-    value._is_graph_input = False
-    value._is_graph_output = False
-    value._is_initializer = False
-    return value  # type: ignore[no-any-return]
 
 
 def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> None:
@@ -170,15 +159,12 @@ def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> None:
     node._graph = graph
     nodes: Any = graph._nodes
     boxes = nodes._value_ids_to_boxes
+    boxes[id(node)] = box = _new(_Box)
     behind = boxes[id(anchor)]
-    box = _new(_Box)
     box.prev = before = behind.prev
-    box.next = behind
-    box.value = node
-    box.owning_list = nodes
     before.next = behind.prev = box
+    box.next, box.value, box.owning_list = behind, node, nodes
     nodes._length += 1
-    boxes[id(node)] = box
 
 
 def take_out(graph: ir.Graph, node: Any) -> None:

@@ -57,6 +57,7 @@ class Network:
         self.memo: FLayerInfoMemo | None = None
         self.order = Order(graph)
         self.journal: list[Edit] | None = None  # kept while a rewrite is tried
+        self.made: list[ir.Node] | None = None  # by the functional that runs now
         self._layers: dict[str, ir.Node] = {}
         self._names: dict[str, int] = {}
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
@@ -209,9 +210,8 @@ class Network:
         else:
             self.order.put(node, anchor)
         self._layers[layer_name] = node
-        if (recorded := here.made) is not None:
-            recorded.append(node)
-            here.maker = self
+        if self.made is not None:
+            self.made.append(node)
         if self.journal is not None:
             self.journal.append(_tuple(Added, (node, inferred)))
         return node
@@ -245,8 +245,13 @@ class Network:
             raise NetworkError(f"layer {layer.name} cannot be removed: {value.name} is read by {who}")
         self.remove_dead([node], feeders=False)
 
-    def remove_dead(self, nodes: list[ir.Node], *, feeders: bool = True) -> None:
-        """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
+    def remove_dead(
+        self, nodes: list[ir.Node], *, feeders: bool = True, lone: list[ir.Value] | None = None
+    ) -> None:
+        """Take out these layers, the last first, where nothing reads them, and what fed them alone.
+
+        `lone` is given the tensors they read that have one reader left.
+        """
         graph, journal = self.graph, self.journal
         layers: dict[Any, ir.Node] = self._layers
         infos: dict[Any, FLayerInfo] = {} if self.memo is None else self.memo.infos
@@ -262,16 +267,19 @@ class Network:
                 name, inputs = node._name, node._inputs
                 if node not in places:
                     order.relabel()
-                place = places.pop(node)
-                info = infos.pop(name, None)
+                label, info = places.pop(node)[0], infos.pop(name, None)
                 if journal is not None:
-                    journal.append(_tuple(Removed, (node, inputs, place[0], info)))
+                    journal.append(_tuple(Removed, (node, inputs, label, info)))
                 layers.pop(name, None)
                 take_out(graph, node)
                 if feeders:
                     for read in inputs:
-                        if read is not None and not read._uses and read._producer is not None:
+                        if read is None or read._producer is None:
+                            continue
+                        if not read._uses:
                             nodes.append(read._producer)
+                        elif lone is not None and len(read._uses) == 1:
+                            lone.append(read)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""

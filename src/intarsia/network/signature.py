@@ -183,18 +183,22 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        net = here.net
+        if net is None:
+            given = next(tensors_in((args, kwargs)), None)
+            if given is None:
+                return function(*args, **kwargs)  # which has no network to add to either
+            net = given.network
         made: list[ir.Node] = []
-        outer, here.made = here.made, made
+        outer, net.made = net.made, made
         try:
             result = function(*args, **kwargs)
         finally:
-            here.made = outer
-            if outer is not None:
-                outer.extend(made)
+            net.made = outer
         if not made:
             return result
-        net = here.maker
-        assert net is not None
+        if outer is not None:
+            outer += made
         memo = net.memo or FLayerInfoMemo.of(net)
         if type(result) is Tensor:
             # A functional may hand back a tensor that was there before: that one keeps its own call.

@@ -52,18 +52,32 @@ class _Level:
         self.by_kind: dict[str, list[Entry]] = {}
         for kind in dict.fromkeys(kind for entry in entries for kind in entry.pattern.root_layer or ()):
             self.by_kind[kind] = [e for e in entries if kind in (e.pattern.root_layer or (kind,))]
-        self.waiting: deque[tuple[ir.Node, list[Entry]]] = deque()
+        self.waiting: deque[ir.Node] = deque()
         self.queued: set[ir.Node] = set()
         self.left = 0  # of the layers waiting, how many of the sweep over the whole network
 
-    def push(self, node: ir.Node, kind: str) -> bool:
-        entries = self.by_kind.get(kind, self.anywhere)
-        if not entries:
+    def fill(self, nodes: list[ir.Node]) -> None:
+        """Queue all these layers, where a pattern starts at their kind; nothing is queued yet."""
+        kinds = self.by_kind
+        if not self.anywhere:
+            nodes = [n for n in nodes if (kind_of(n) if n._domain else n._op_type) in kinds]
+        self.waiting, self.queued, self.left = deque(nodes), set(nodes), len(nodes)
+
+    def push(self, node: ir.Node) -> bool:
+        """Queue a layer; false if no pattern starts at its kind."""
+        if not self.anywhere and (kind_of(node) if node._domain else node._op_type) not in self.by_kind:
             return False
         if node not in self.queued:
             self.queued.add(node)
-            self.waiting.append((node, entries))
+            self.waiting.append(node)
         return True
+
+    def pop(self) -> tuple[ir.Node, list[Entry]]:
+        """The next layer, and the patterns to be tried at it."""
+        node = self.waiting.popleft()
+        self.queued.discard(node)
+        self.left -= 1
+        return node, self.by_kind.get(kind_of(node) if node._domain else node._op_type, self.anywhere)
 
 
 def _plain(attributes: Mapping[str, ir.Attr]) -> dict[str, object]:
@@ -85,8 +99,6 @@ class Driver:
         self.net = net
         benefits = sorted({entry.benefit for entry in entries}, reverse=True)
         self.levels = [_Level([e for e in entries if e.benefit == benefit]) for benefit in benefits]
-        kinds = {kind for level in self.levels for kind in level.by_kind}
-        self.wanted = None if any(level.anywhere for level in self.levels) else kinds
         self.reach = max((entry.pattern.reach for entry in entries), default=0)
         self.limit = limit
         self.budget = 1000 + 20 * len(net) if budget is None else budget
@@ -100,7 +112,9 @@ class Driver:
         with net_guard(self.net), _no_collection():
             changed = True
             while changed and not self.log.exhausted:
-                self._push_all()
+                nodes = nodes_of(self.net.graph)
+                for level in self.levels:
+                    level.fill(nodes)
                 before = len(self.log)
                 top = self.levels[0] if self.levels else None
                 while not self.log.exhausted:
@@ -110,23 +124,12 @@ class Driver:
                     else:
                         break
                     sweeping = level is top and level.left > 0
-                    node, entries = level.waiting.popleft()
-                    level.left -= 1
-                    level.queued.discard(node)
-                    self._visit(node, entries, sweeping)
+                    self._visit(*level.pop(), sweeping)
                 changed = len(self.log) > before
             if self.log.fired:
                 self.net.drop_unused_constants()
                 verify(self.net, types=False)
         return self.log
-
-    def _push_all(self) -> None:
-        wanted = self.wanted
-        for node in nodes_of(self.net.graph):
-            if wanted is None or node._op_type in wanted or node._domain:
-                self._push(node)
-        for level in self.levels:
-            level.left = len(level.waiting)
 
     def _visit(self, node: ir.Node, entries: list[Entry], sweeping: bool) -> None:
         net = self.net
@@ -185,13 +188,17 @@ class Driver:
             recent = Counter(one.pattern for one in fired[-200:])
             labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
             raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
-        wanted = self.wanted
         for node in made:
-            # Most layers are of a kind at which no pattern starts.
-            if (wanted is None or node._op_type in wanted or node._domain) and self._push(node):
+            if self._push(node):
                 before = self.pasts.get(root)
                 self.pasts[node] = _Past(label, root.op_type, inputs, root.attributes, before)
-        near = self._less_read(change, sweeping)
+        # One reader less may be what a pattern waited for.
+        near: dict[ir.Node, None] = {}
+        for value in change.lone:
+            # In the first sweep of the highest level all that stands below is still to be visited.
+            for reader, _ in value._uses:
+                if reader not in made and not (sweeping and self._is_below(reader, change)):
+                    near[reader] = None
         if not sweeping:
             for edit in change.edits:
                 if isinstance(edit, Moved):
@@ -200,23 +207,16 @@ class Driver:
         if near:
             self._push_near(near)
 
-    def _less_read(self, change: Change, sweeping: bool) -> dict[ir.Node, None]:
-        """The only readers left of what the removed layers read: a pattern may have waited for that."""
-        near: dict[ir.Node, None] = {}
-        for _, inputs, label, _ in change.removed:
-            for value in inputs:
-                if value is not None and len(value._uses) == 1 and value._const_value is None:
-                    ((reader, _),) = value._uses
-                    # In the first sweep of the highest level all that stands below is still to be visited.
-                    if reader not in change.made and not (sweeping and self.net.order.of(reader) > label):
-                        near[reader] = None
-        return near
+    def _is_below(self, node: ir.Node, change: Change) -> bool:
+        label = self.net.order.of(node)
+        return all(edit.label < label for edit in change.removed)
 
     def _push(self, node: ir.Node) -> bool:
         """Queue a layer wherever a pattern starts at its kind; whether one does."""
-        kind, found = kind_of(node), False
+        found = False
         for level in self.levels:
-            found |= level.push(node, kind)
+            if level.push(node):
+                found = True
         return found
 
     def _push_near(self, near: dict[ir.Node, None]) -> None:

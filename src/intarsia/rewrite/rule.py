@@ -14,7 +14,7 @@ from intarsia.network.redirect import replace_value
 from intarsia.rewrite.found import Found
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.straight import UNSURE, straight
+from intarsia.rewrite.straight import straight
 from intarsia.rewrite.term import Call, build, depth, kinds, parts
 
 Function = Callable[..., Any]
@@ -39,7 +39,8 @@ class Rule(PatternRewriter):
         if unknown := [wanted for wanted in self._wanted if wanted not in known]:
             raise RewriteError(f"rule {name!r} asks for {unknown}; its pattern has {sorted(known)}")
         by_place = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-        self._straight = straight(self.roots, self._wanted) if by_place else None
+        found = straight(self.roots, self._wanted, self._first) if by_place else None
+        self.find_at: Callable[[ir.Node], Any] = found or self._first  # type: ignore[assignment]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -47,11 +48,7 @@ class Rule(PatternRewriter):
     def find(self, layer: Layer) -> Any:
         return self.find_at(layer.node)
 
-    def find_at(self, node: ir.Node) -> Any:
-        if self._straight is not None:
-            found = self._straight(node)
-            if found is not UNSURE:
-                return found
+    def _first(self, node: ir.Node) -> Any:
         return next(self._matcher.at(node), None)
 
     def perform(self, layer: Layer, found: Any) -> bool | Refusal:

@@ -18,20 +18,19 @@ from intarsia.network.schema import schema_of
 from intarsia.rewrite.alike import TRANSPARENT, holds, odd_attribute
 from intarsia.rewrite.term import COMMUTATIVE, Call, Number, Root, Var, parts
 
-UNSURE = object()  # "ask the matcher"
 Straight = Callable[[ir.Node], Any]
 
 
-def straight(roots: Sequence[Root], wanted: Sequence[str]) -> Straight | None:
+def straight(roots: Sequence[Root], wanted: Sequence[str], slow: Straight) -> Straight | None:
     """A function of a layer of the pattern's kind; None if the pattern leaves something to choose.
 
-    It gives the layer, then what is wanted by name: tensors of variables and named layers; or None, or
-    UNSURE.
+    It gives the layer, then what is wanted by name: tensors of variables and named layers; None where
+    the pattern does not match; and what `slow` gives where that is not plain to see.
     """
     root = roots[0]
     if not isinstance(root, Call) or not _is_plain(roots):
         return None
-    writer = _Writer()
+    writer = _Writer(slow)
     writer.call(root, "node")
     known = writer.known
     if any(name not in known for name in wanted):
@@ -48,10 +47,10 @@ def straight(roots: Sequence[Root], wanted: Sequence[str]) -> Straight | None:
 class _Writer:
     """The lines of the function, and the objects they name."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow: Straight) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {
-            "UNSURE": UNSURE,
+            "slow": slow,
             "TRANSPARENT": TRANSPARENT,
             "holds": holds,
             "odd_attribute": odd_attribute,
@@ -68,7 +67,7 @@ class _Writer:
         say = self.lines.append
         schema = schema_of(term.domain, term.op_type)
         if schema is None or schema.max_outputs != 1:
-            say(f"if len({node}._outputs) != 1: return UNSURE")
+            say(f"if len({node}._outputs) != 1: return slow(node)")
         asked = "" if term.attributes else f"{node}._attributes.data and "
         say(f"if {asked}odd_attribute({self._object(term)}, {node}) is not None: return None")
         values = [self._local("v") for _ in term.inputs]
@@ -92,16 +91,16 @@ class _Writer:
             self.lines.append(f"if {value}._const_value is None: return None")
         before = self.known.setdefault(term.name, value)
         if before != value:
-            self.lines.append(f"if {before} is not {value}: return UNSURE")
+            self.lines.append(f"if {before} is not {value}: return slow(node)")
 
     def _inner(self, term: Call, value: str) -> None:
         below, say = self._local("n"), self.lines.append
         say(f"{below} = {value}._producer")
         say(f"if {below} is None: return None")
         say(f"if {below}._op_type != {term.op_type!r} or {below}._domain != {term.domain!r}:")
-        say(f"    return UNSURE if {below}._op_type in TRANSPARENT else None")
+        say(f"    return slow(node) if {below}._op_type in TRANSPARENT else None")
         if not term.shared:
-            say(f"if len({value}._uses) != 1 or {value}._is_graph_output: return UNSURE")
+            say(f"if len({value}._uses) != 1 or {value}._is_graph_output: return slow(node)")
         self.call(term, below)
 
     def _local(self, kind: str) -> str:

@@ -18,12 +18,15 @@ from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
 
 class Change:
-    """A rewrite that stands: all it did, the layers it made and those it took out."""
+    """A rewrite that stands: all it did, the layers it made, those it took out, and what has one reader
+    left."""
 
-    __slots__ = ("edits", "made", "removed")
+    __slots__ = ("edits", "lone", "made", "removed")
 
-    def __init__(self, edits: list[Edit], made: list[ir.Node], removed: list[Removed]) -> None:
-        self.edits, self.made, self.removed = edits, made, removed
+    def __init__(
+        self, edits: list[Edit], made: list[ir.Node], removed: list[Removed], lone: list[ir.Value]
+    ) -> None:
+        self.edits, self.made, self.removed, self.lone = edits, made, removed, lone
 
 
 def attempt(
@@ -71,10 +74,13 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
             node, inferred = edit
             if node._graph is None:
                 continue
-            if is_dead(node):
+            for value in node._outputs:
+                if value._uses or value._is_graph_output:
+                    made.append(node)
+                    break
+            else:
                 dead.append(node)
                 continue
-            made.append(node)
             if not inferred:
                 verify_layer(node)
         elif kind is Moved:
@@ -94,11 +100,12 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
             raise NetworkError(f"it made {edit.value.name} an output of the network")
     if retyped:
         _infer_below(net, retyped)
+    lone: list[ir.Value] = []
     if dead:
         count = len(done)
-        net.remove_dead(dead)
+        net.remove_dead(dead, lone=lone)
         removed += done[count:]
-    return Change(edits, made, removed)
+    return Change(edits, made, removed, lone)
 
 
 def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> bool:
