@@ -131,7 +131,7 @@ def cases(
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if any(t.layout != torch.strided or t.is_quantized for t in inputs):
             continue
-        call = _Call(op, leaves, spec)
+        call = Call(op, leaves, spec)
         composite = trace(call, inputs, decompose=False)
         tested: set[Any] = set()
         if composite is not None:
@@ -163,7 +163,7 @@ def samples(op: OpInfo, dtype: torch.dtype, limit: int) -> list[Any]:
     return [found[i * len(found) // limit] for i in range(limit)]
 
 
-class _Call:
+class Call:
     """The op as a function of its tensors alone."""
 
     def __init__(self, op: OpInfo, leaves: list[Any], spec: Any) -> None:
@@ -177,7 +177,7 @@ class _Call:
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def trace(call: _Call, inputs: tuple[torch.Tensor, ...], decompose: bool) -> fx.GraphModule | None:
+def trace(call: Call, inputs: tuple[torch.Tensor, ...], decompose: bool) -> fx.GraphModule | None:
     """The call as a graph over fake tensors, sizes that depend on data left open; None if it has none."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(t) for t in inputs]

@@ -156,7 +156,7 @@ def _real_to_complex(x: Tensor, *, dtype: torch.dtype | None = None, **rest: Any
         return NotImplemented  # type: ignore[no-any-return]
     if not dtype.is_complex:
         return parts(x)[0].to(dtype)  # type: ignore[no-any-return]
-    real = x.to(torch.float64 if dtype == torch.complex128 else torch.float32)
+    real = x.to(dtype.to_real())
     return paired(real, torch.zeros_like(real))
 
 
