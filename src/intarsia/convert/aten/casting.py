@@ -55,3 +55,23 @@ def item(ctx: ConversionContext, self: Tensor) -> Tensor:
         raise ConversionError("the truth of a tensor as a Python bool is not handled")
     scalar = F.reshape(self, ()) if self.ndim else self
     return F.cast(scalar, ir.DataType.DOUBLE if self.dtype in dtypes.FLOATS else ir.DataType.INT64)
+
+
+_BYTES = frozenset({ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8})
+
+
+@converter(aten.view.dtype, aten.view_copy.dtype)
+def view_dtype(ctx: ConversionContext, self: Tensor, dtype: Any) -> Tensor:
+    """The same bits read as another dtype: bytes can be computed, anything else needs a layer of its own."""
+    if self.dtype == ctx.dtype:
+        return self
+    if self.dtype not in _BYTES or ctx.dtype not in _BYTES - {ir.DataType.BOOL}:
+        raise ConversionError(
+            f"the bits of {self.dtype.name} as {ctx.dtype.name} are not handled: opset 23 has no BitCast"
+        )
+    number = F.cast(self, ir.DataType.INT32)
+    if self.dtype == ir.DataType.INT8:
+        number = F.where(F.less(number, 0), F.add(number, 256), number)
+    elif self.dtype == ir.DataType.UINT8:
+        number = F.where(F.less(number, 128), number, F.sub(number, 256))
+    return F.cast(number, ctx.dtype)
