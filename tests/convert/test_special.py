@@ -13,7 +13,7 @@ from tests.convert.one_node import answers, network_of
 from intarsia.convert.interpreter import NodeError
 
 aten = torch.ops.aten
-EDGES = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, -2.0, 1.0, 2.0, 3.0, 1e30, -1e30, 3e38])
+EDGES = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, -2.0, 1.0, 2.0, 3.0, 1e30, -1e30, 3e38, -3e38])
 GRID = torch.cat([torch.linspace(-11, 11, 20001), torch.logspace(-20, 20, 401), -torch.logspace(-20, 0, 201)])
 
 

@@ -93,6 +93,11 @@ def _turn(x: Tensor) -> Tensor:
     return F.mul(F.sub(x, F.round(x)), math.pi)
 
 
+def _is_pole(x: Tensor) -> Tensor:
+    """Zero and the negative integers, which far out all numbers are."""
+    return F.logical_and(F.equal(F.round(x), x), F.less(x, 0.5))
+
+
 @converter(aten.lgamma.default, aten.special_gammaln.default)
 def lgamma(ctx: ConversionContext, self: Tensor) -> Tensor:
     """The logarithm of the gamma function's size.
@@ -113,7 +118,7 @@ def lgamma(ctx: ConversionContext, self: Tensor) -> Tensor:
     value = F.where(small, F.sub(value, F.log(mirrored)), value)
     reflected = F.sub(F.sub(math.log(math.pi), F.log(F.abs(F.sin(_turn(x))))), value)
     result = F.where(below, reflected, value)
-    return narrowed(ctx, F.where(F.equal(x, -math.inf), math.inf, result))
+    return narrowed(ctx, F.where(_is_pole(x), math.inf, result))
 
 
 @converter(aten.digamma.default, aten.special_digamma.default, aten.special_psi.default)
@@ -133,6 +138,5 @@ def digamma(ctx: ConversionContext, self: Tensor) -> Tensor:
     reflected = F.sub(value, F.div(math.pi, F.tan(_turn(x))))
     result = F.where(below, reflected, value)
     # Of a pole torch gives the side at zero alone: there a plain quotient has it, elsewhere nothing has.
-    whole = F.logical_and(F.equal(F.round(x), x), F.less(x, 0.5))
     at_pole = F.where(F.equal(x, 0.0), F.div(-1.0, x), math.nan)
-    return narrowed(ctx, F.where(whole, at_pole, result))
+    return narrowed(ctx, F.where(_is_pole(x), at_pole, result))
