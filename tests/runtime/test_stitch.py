@@ -240,3 +240,55 @@ def test_hooks_are_called() -> None:
     handle.remove()
     fast(torch.randn(3, 8))
     assert seen == [(3, 4)]
+
+
+def test_the_direct_call_says_and_does_what_the_long_way_does() -> None:
+    """A model that is one program of ONNX Runtime is run before anything is checked."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    x = torch.randn(3, 4)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    assert fast._direct is not None
+    expected = model(x).detach()
+    torch.testing.assert_close(fast(x), expected)
+    torch.testing.assert_close(fast(x.clone().requires_grad_()), expected)
+    torch.testing.assert_close(fast(nn.Parameter(x)), expected)
+    torch.testing.assert_close(fast(x.t().contiguous().t()), expected)
+    for wrong in (torch.randn(2, 4), x.double(), x.to("meta"), torch.randn(3, 4, 1), x.tolist(), 1.0):
+        with pytest.raises(InputError):
+            fast(wrong)
+    for call in ((), (x, x)):
+        with pytest.raises(InputError):
+            fast(*call)
+    seen = []
+    handle = fast.register_forward_hook(lambda module, args, result: seen.append(result))
+    fast(x)
+    handle.remove()
+    assert len(seen) == 1
+
+
+def test_the_direct_call_of_two_inputs_keeps_them_apart() -> None:
+    class Two(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(a - 2 * b, -1)
+
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    fast = intarsia.compile(Two().eval(), (a, b), engines=["onnxruntime"], min_block_size=1)
+    assert fast._direct is not None
+    torch.testing.assert_close(fast(a, b), Two()(a, b))
+    torch.testing.assert_close(fast(b, a), Two()(b, a))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_input_named_like_a_builtin_is_checked(engine: str) -> None:
+    class Named(nn.Module):
+        def forward(self, input: torch.Tensor, type: torch.Tensor) -> torch.Tensor:
+            return input * 2 + type.sum()
+
+    fast = intarsia.compile(
+        Named().eval(), (torch.ones(3), torch.ones(2)), engines=[engine], min_block_size=1
+    )
+    torch.testing.assert_close(fast(torch.ones(3), torch.ones(2)), torch.full((3,), 4.0))
+    with pytest.raises(InputError, match="input"):
+        fast(torch.ones(4), torch.ones(2))
+    with pytest.raises(InputError, match="type"):
+        fast(torch.ones(3), torch.ones(2).int())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -45,6 +46,24 @@ class ArraySession:
             feed = dict(zip(self._names, map(_array, tensors, self._dtypes), strict=True))
         made = self._run(self._outputs, feed, None)
         return (torch.from_numpy(made[0]),) if len(made) == 1 else tuple(map(torch.from_numpy, made))
+
+    def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
+        """The call of one result, for plain tensors of just these shapes; it raises at any others.
+
+        Nothing is looked at before the run: `numpy()` refuses other devices and gradients, and the session
+        other dtypes and shapes. None where the session would take other shapes, or makes several results.
+        """
+        run, outputs, names, array = self._run, self._outputs, self._names, torch.from_numpy
+        if len(outputs) != 1 or [tuple(item.shape) for item in self._session.get_inputs()] != list(shapes):
+            return None
+        if len(names) != 1:
+            return lambda *tensors: array(
+                run(
+                    outputs, {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}, None
+                )[0]
+            )
+        (name,) = names
+        return lambda tensor: array(run(outputs, {name: tensor.numpy()}, None)[0])
 
 
 def _bare_run(session: Any) -> Any:

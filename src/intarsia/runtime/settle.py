@@ -66,7 +66,7 @@ def _asked_size(text: str, lowered: Lowered) -> tuple[sympy.Symbol, int] | None:
     name = input_path(ast.parse(found[1], mode="eval").body)
     for node in lowered.module.graph.nodes:
         value = node.meta.get("val")
-        if node.op == "placeholder" and node.name == name and isinstance(value, torch.Tensor):
+        if node.op == "placeholder" and node.target == name and isinstance(value, torch.Tensor):
             size: Any = value.shape[int(found[2])]
             symbol = getattr(getattr(size, "node", None), "expr", None)
             return (symbol, int(found[3])) if isinstance(symbol, sympy.Symbol) else None

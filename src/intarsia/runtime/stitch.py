@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,10 +60,17 @@ class Compiled(nn.Module):
         plain = self._flat_args >= 0 and self._plain_inputs and not self._guards
         self._quick = _quick(self._checks) if plain else None
         self._one_result = lowered.out_spec.is_leaf() and not mutates
+        self._direct = _direct(self._whole, self._quick) if self._one_result else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The common call, plain tensors of fixed shape and no hooks, is checked and run right here: a model
         # of a hundred microseconds feels every further step.
+        direct = self._direct
+        if direct is not None and not (kwargs or self._forward_hooks or self._forward_pre_hooks):
+            try:
+                return direct(*args)
+            except Exception:  # any other call: the long way runs it, or says what is wrong with it
+                return super().__call__(*args)
         quick = self._quick
         if (
             quick is None
@@ -148,19 +155,18 @@ class Compiled(nn.Module):
 
 
 def _checks(lowered: Lowered) -> tuple[Check, ...]:
-    values = {
-        node.name: node.meta.get("val") for node in lowered.module.graph.nodes if node.op == "placeholder"
-    }
+    # By place, not by name: a graph calls an input `input_1` that its model calls `input`.
+    nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
     strides = lowered.module.meta.get("strides", {})
     checks: list[Check] = []
-    for item in lowered.inputs:
+    for item, node in zip(lowered.inputs, nodes, strict=True):
         if item.index is None:
             continue
-        value = values.get(item.name)
+        value = node.meta.get("val")
         if item.is_constant:
             checks.append(ConstantCheck(item.name, item.constant))
         elif isinstance(value, torch.Tensor):
-            checks.append(TensorCheck.of(item.name, value, strides.get(item.name)))
+            checks.append(TensorCheck.of(item.name, value, strides.get(node.name)))
         else:
             checks.append(None)
     return tuple(checks)
@@ -174,6 +180,16 @@ def _quick(checks: tuple[Check, ...]) -> list[tuple[torch.dtype, torch.Size, tor
             return None
         quick.append((check.dtype, check.static, check.device))
     return quick
+
+
+def _direct(
+    program: Program | None, quick: list[tuple[torch.dtype, torch.Size, torch.device]] | None
+) -> Callable[..., torch.Tensor] | None:
+    """The whole model as one call that checks its inputs itself, where its program has one."""
+    make = getattr(program, "direct", None)
+    if make is None or not quick:
+        return None
+    return make([tuple(shape) for _, shape, _ in quick])  # type: ignore[no-any-return]
 
 
 def _split_spec(spec: pytree.TreeSpec) -> tuple[int, list[str]]:
