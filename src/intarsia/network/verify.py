@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.make import nodes_of
-from intarsia.network.raw import shape_of, type_of
 
 if TYPE_CHECKING:
     from intarsia.network.network import Dim, Network, Shape
 
 
-def verify(net: Network, *, types: bool = True) -> None:
-    """Raise NetworkError at the first thing wrong: order, ownership, names, uses, arity and types."""
-    known: set[ir.Value] = set()
-    _verify_graph(net.graph, known)
-    if types:
-        for node in net.graph:
-            verify_layer(node)
+def verify(net: Network) -> None:
+    """Raise NetworkError at the first thing wrong: order, ownership, uses, names, arity and types."""
+    verify_links(net.graph)
+    _verify_names(net.graph)
+    for node in net.graph:
+        verify_layer(node)
 
 
-def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
-    names: set[str] = set()
+def verify_links(graph: ir.Graph, outside: Collection[ir.Value] = ()) -> None:
+    """Every layer reads what is made before it, tensors know their readers, outputs are made here.
 
-    def define(value: ir.Value, maker: str) -> None:
-        name = value.name
-        if not name:
-            raise NetworkError(f"{maker} makes a tensor without a name")
-        if name in names:
-            raise NetworkError(f"{maker} makes {name}, a name already taken")
-        if type_of(value) is None or shape_of(value) is None:
-            raise NetworkError(f"{maker} makes {name} without dtype or shape")
-        names.add(name)
-        known.add(value)
-
-    for value in graph.inputs:
-        define(value, "the network")
-    for value in graph.initializers.values():
-        if value not in known:
-            define(value, "the network")
+    `outside` is what a body may read of the graph around it.
+    """
+    known = {*outside, *graph.inputs, *graph.initializers.values()}
     reads = 0
     for node in nodes_of(graph):
         for read in node._inputs:
@@ -52,17 +38,33 @@ def _verify_graph(graph: ir.Graph, known: set[ir.Value]) -> None:
         if node._attributes.data:
             for attr in node.attributes.values():
                 if isinstance(attr.value, ir.Graph):
-                    _verify_graph(attr.value, set(known))
-        for made in node._outputs:
-            name = made._name
-            if not name or name in names or made._type is None or made._shape is None:
-                define(made, node.name or "a layer without a name")  # says what is wrong
-            names.add(name)  # type: ignore[arg-type]
-            known.add(made)
+                    verify_links(attr.value, known)
+        known.update(node._outputs)
     _verify_uses(graph, known, reads)
     for value in graph.outputs:
         if value not in known:
             raise NetworkError(f"output {value.name} is made by no layer of the network")
+
+
+def _verify_names(graph: ir.Graph) -> None:
+    """Every tensor has a name of its own, a dtype and a shape."""
+    names: set[str] = set()
+    makers = [("the network", {**dict.fromkeys(graph.inputs), **dict.fromkeys(graph.initializers.values())})]
+    makers += [(node.name or "a layer without a name", dict.fromkeys(node.outputs)) for node in graph]
+    for maker, values in makers:
+        for value in values:
+            name = value.name
+            if not name:
+                raise NetworkError(f"{maker} makes a tensor without a name")
+            if name in names:
+                raise NetworkError(f"{maker} makes {name}, a name already taken")
+            if value.type is None or value.shape is None:
+                raise NetworkError(f"{maker} makes {name} without dtype or shape")
+            names.add(name)
+    for node in graph:
+        for attr in node.attributes.values():
+            if isinstance(attr.value, ir.Graph):
+                _verify_names(attr.value)
 
 
 def _verify_uses(graph: ir.Graph, known: set[ir.Value], reads: int) -> None:

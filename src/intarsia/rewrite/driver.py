@@ -17,7 +17,7 @@ from intarsia.network.journal import Moved
 from intarsia.network.make import nodes_of
 from intarsia.network.raw import kind_of
 from intarsia.network.uses import readers, use_count
-from intarsia.network.verify import verify
+from intarsia.network.verify import verify_links
 from intarsia.rewrite.log import Fired, RewriteLog
 from intarsia.rewrite.pattern import PatternRewriter
 from intarsia.rewrite.transaction import Change, attempt
@@ -108,7 +108,7 @@ class Driver:
         self.banned: set[tuple[str, ir.Node]] = set()
 
     def run(self) -> RewriteLog:
-        """Rewrite until nothing matches, or `limit` rewrites are made; then verify the whole network."""
+        """Rewrite until nothing matches, or `limit` rewrites are made; then verify the links."""
         with net_guard(self.net), _no_collection():
             changed = True
             while changed and not self.log.exhausted:
@@ -128,7 +128,7 @@ class Driver:
                 changed = len(self.log) > before
             if self.log.fired:
                 self.net.drop_unused_constants()
-                verify(self.net, types=False)
+                verify_links(self.net.graph)
         return self.log
 
     def _visit(self, node: ir.Node, entries: list[Entry], sweeping: bool) -> None:
