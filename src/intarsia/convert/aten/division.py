@@ -73,7 +73,9 @@ def remainder(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 def fmod(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
     if a.dtype not in dtypes.FLOATS:
-        return narrowed(ctx, F.mod(a, divisor(b), fmod=True))
+        # Not with `fmod`, which ONNX Runtime computes in float64.
+        rest = F.mod(a, divisor(b))
+        return narrowed(ctx, F.where(_opposed(rest, a), F.sub(rest, b), rest))
     return narrowed(ctx, _rest_of_floats(a, b))
 
 

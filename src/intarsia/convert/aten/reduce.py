@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.exact import LONG, product_of_integers, sum_of_integers
 from intarsia.convert.aten.precision import axes_of, filled, is_empty, is_float, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -37,6 +38,15 @@ def reduced(
     return F.cast(result, made.dtype)
 
 
+def _sum(ctx: ConversionContext, given: Tensor) -> Layer:
+    """How elements are added up; what is given as small integers or truth stays small enough."""
+    return sum_of_integers if ctx.dtype in LONG and given.dtype in LONG else F.reduce_sum
+
+
+def _product(ctx: ConversionContext) -> Layer:
+    return product_of_integers if ctx.dtype in LONG else F.reduce_prod
+
+
 def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:
     """`x` in the dtype torch adds up in: that of the result, wider if that is short."""
     return wide(F.cast(x, ctx.dtype), halves=True)
@@ -44,14 +54,14 @@ def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:
 
 @converter(aten.sum.default)
 def sum_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, self), None, False, F.reduce_sum, 0)
+    return reduced(ctx, _accumulated(ctx, self), None, False, _sum(ctx, self), 0)
 
 
 @converter(aten.sum.dim_IntList)
 def sum_dim(
     ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, self), dim, keepdim, F.reduce_sum, 0)
+    return reduced(ctx, _accumulated(ctx, self), dim, keepdim, _sum(ctx, self), 0)
 
 
 @converter(aten.nansum.default)
@@ -61,7 +71,7 @@ def nansum(
     x = _accumulated(ctx, self)
     if is_float(x):
         x = F.where(F.isnan(x), 0.0, x)
-    return reduced(ctx, x, dim, keepdim, F.reduce_sum, 0)
+    return reduced(ctx, x, dim, keepdim, _sum(ctx, self), 0)
 
 
 @converter(aten.mean.default)
@@ -78,14 +88,14 @@ def mean_dim(
 
 @converter(aten.prod.default)
 def prod_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, self), None, False, F.reduce_prod, 1)
+    return reduced(ctx, _accumulated(ctx, self), None, False, _product(ctx), 1)
 
 
 @converter(aten.prod.dim_int)
 def prod_dim(
     ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, self), dim, keepdim, F.reduce_prod, 1)
+    return reduced(ctx, _accumulated(ctx, self), dim, keepdim, _product(ctx), 1)
 
 
 def _flags(condition: Tensor) -> Tensor:
