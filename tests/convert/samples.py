@@ -294,7 +294,9 @@ def isolate(
         if source not in placed:
             placed[source] = graph.placeholder(source.name)
             fake = source.meta.get("val")
-            placed[source].meta["val"] = fake if isinstance(fake, torch.Tensor) else value
+            # Some decompositions make another dtype on fake tensors than on real ones.
+            agrees = isinstance(fake, torch.Tensor) and fake.dtype == value.dtype
+            placed[source].meta["val"] = fake if agrees else value
             inputs.append(value)
         return placed[source]
 
