@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from intarsia.convert.aten.unary import softplus
@@ -73,7 +74,10 @@ def prelu(ctx: ConversionContext, self: Tensor, weight: Tensor) -> Tensor:
     if weight.ndim == 1 and self.ndim != 1:
         # torch gives one slope to each channel, the second dimension.
         slope = F.reshape(slope, (-1,) + (1,) * (self.ndim - 2) if self.ndim else ())
-    return narrowed(ctx, F.prelu(x, slope))
+    if weight.constant is not None and np.isfinite(weight.constant.astype(np.float64)).all():
+        return narrowed(ctx, F.prelu(x, slope))
+    # A slope that is not finite makes a NaN of zero, which the layer passes on.
+    return narrowed(ctx, F.where(F.less(0.0, x), x, F.mul(x, slope)))
 
 
 @converter(aten.hardsigmoid.default)
