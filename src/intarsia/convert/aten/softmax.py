@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten.precision import axes_of, filled, is_empty, wide
@@ -49,16 +50,24 @@ def _safe_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = N
     return _along(ctx, x, dim, safe)
 
 
+def _log_softmax_layer(x: Tensor, axis: int) -> Tensor:
+    if x.dtype != ir.DataType.DOUBLE:
+        return F.log_softmax(x, axis)
+    # ONNX Runtime's kernel for float64 passes over a NaN.
+    shifted = F.sub(x, F.reduce_max(x, [axis], keepdims=True))
+    return F.sub(shifted, F.log(F.reduce_sum(F.exp(shifted), [axis], keepdims=True)))
+
+
 @converter(aten.log_softmax.int, aten.special_log_softmax.default)
 def log_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
     x = F.cast(self, dtype) if dtype is not None else self
-    return _along(ctx, wide(x, halves=True), dim, F.log_softmax)  # kernels for halves lose too much
+    return _along(ctx, wide(x, halves=True), dim, _log_softmax_layer)  # kernels for halves lose too much
 
 
 @converter(aten._log_softmax.default)
 def _log_softmax(ctx: ConversionContext, self: Tensor, dim: int, half_to_float: bool) -> Tensor:
     x = F.cast(self, ctx.dtype) if half_to_float else self
-    return _along(ctx, wide(x, halves=True), dim, F.log_softmax)
+    return _along(ctx, wide(x, halves=True), dim, _log_softmax_layer)
 
 
 @converter(aten.logsumexp.default, aten.special_logsumexp.default)
