@@ -27,6 +27,10 @@ class EngineError(IntarsiaError):
     """An engine refused to build or failed to run a piece."""
 
 
+class GuardError(EngineError):
+    """A call's values are outside what an engine answers rightly; PyTorch has to answer it."""
+
+
 class PartitionError(IntarsiaError):
     """A plan is invalid, or full compilation was asked for and is impossible."""
 

@@ -31,7 +31,7 @@ from torch import fx
 
 from intarsia.convert import convert
 from intarsia.convert.interpreter import NodeError
-from intarsia.errors import EngineError, IntarsiaError
+from intarsia.errors import EngineError, GuardError, IntarsiaError
 
 RUNS, REFUSED, WRONG = "runs", "refused", "WRONG"
 
@@ -62,6 +62,8 @@ def judge(case: Case, engine: str) -> Outcome:
         return Outcome(case, engine, REFUSED, drivers.told(error), text)
     try:
         results = program(*case.inputs)
+    except GuardError as error:  # PyTorch answers such a call
+        return Outcome(case, engine, REFUSED, f"left to PyTorch: {error}", text)
     except Exception as error:  # the engine took the network, so an error now reaches the user
         return Outcome(case, engine, WRONG, f"failed at run time: {drivers.told(error)}", text)
     difference = differs(case, results)

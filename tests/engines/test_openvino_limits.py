@@ -31,17 +31,27 @@ REFUSED = {
     "long constant": (
         lambda x: F.add(x, F.constant(np.array(2**40))),
         (torch.zeros(2, dtype=torch.int64),),
-        "a constant of Add holds integers beyond 32 bits",
+        "a constant of Add holds 1099511627776; OpenVINO computes it rightly from -2147483648 to 2147483647",
     ),
     "equal to more than floats hold": (
         lambda x: F.equal(x, F.constant(np.array(2**24 + 1))),
         (torch.zeros(2, dtype=torch.int64),),
-        "beyond 24 bits, and OpenVINO computes it in float32",
+        "a constant of Equal holds 16777217; OpenVINO computes it rightly from -16777216 to 16777216",
     ),
-    "largest integer": (
-        lambda x: F.reduce_max(x, [0]),
-        (torch.zeros(2, dtype=torch.int32),),
-        "ReduceMax of integers, which OpenVINO computes in float32",
+    "a remainder of floats": (
+        lambda x: F.mod(x, 0.1, fmod=True),
+        (torch.zeros(2),),
+        "rounds the quotient of a Mod of floats",
+    ),
+    "nobody knows what it makes": (
+        lambda x: F.opaque("nobody.knows", "Mystery", x, makes=[(torch.int64, (2,))])[0],
+        (torch.zeros(2),),
+        "OpenVINO",
+    ),
+    "a table too long to check": (
+        lambda x: F.gather(F.expand(F.constant(1.0), [2**23]), x),
+        (torch.zeros(2, dtype=torch.int64),),
+        "Gather into 8388608 elements: OpenVINO does not check such indices",
     ),
     "empty look-up": (
         lambda x, i: F.gather(x, i),
@@ -73,6 +83,14 @@ TAKEN = {
         lambda a: F.reduce_max(F.cast(F.greater(a, 0.0), torch.int32), [0], keepdims=False),
         (torch.tensor([-1.0, 2.0]),),
     ),
+    "largest integer": (
+        lambda a: F.reduce_max(a, [0], keepdims=False),
+        (torch.tensor([3, -(2**24), 2**24], dtype=torch.int32) // 4,),
+    ),
+    "a remainder by a power of two": (
+        lambda a: F.mod(a, 0.25, fmod=True),
+        (torch.tensor([1.3, -7.0, 1e9, 0.2]),),
+    ),
     "to the end": (lambda a: F.slice(a, 1, 2**62, axis=0), (torch.arange(4.0),)),
     "an input nobody reads": (lambda a, b: F.relu(b), (torch.ones(3), torch.ones(2))),
 }
@@ -81,6 +99,8 @@ EXPECTED = {
     "sum of nothing": torch.zeros(3),
     "empty and empty": torch.zeros(0, 3),
     "any of several": torch.tensor(1, dtype=torch.int32),
+    "largest integer": torch.tensor(2**22, dtype=torch.int32),
+    "a remainder by a power of two": torch.tensor([1.3, -7.0, 1e9, 0.2]).fmod(0.25),
     "to the end": torch.tensor([1.0, 2.0, 3.0]),
     "an input nobody reads": torch.ones(2),
 }

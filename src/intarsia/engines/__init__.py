@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from intarsia.engines.base import Engine as Engine
 from intarsia.engines.base import GraphEngine as GraphEngine
+from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
 from intarsia.engines.base import Program as Program
 from intarsia.engines.onnxruntime import OnnxRuntime as OnnxRuntime

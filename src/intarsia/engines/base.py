@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import abc
+import warnings
 from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import fx
 
+from intarsia.errors import GuardError
 from intarsia.network import Network
 
 # Tensors in, tensors out, in the order of the piece's inputs and outputs; safe to call from many threads.
 Program = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class GuardedProgram:
+    """A program that knows which calls its engine would answer unlike PyTorch, and passes those on.
+
+    `otherwise` answers them; where nobody does, such a call is a GuardError.
+    """
+
+    otherwise: Program | None = None
+    _told = False
+
+    def _left(self, inputs: tuple[torch.Tensor, ...], reason: str) -> tuple[torch.Tensor, ...]:
+        if self.otherwise is None:
+            raise GuardError(reason)
+        if not self._told:
+            self._told = True
+            warnings.warn(f"PyTorch runs this call in place of an engine: {reason}", stacklevel=3)
+        return self.otherwise(*inputs)
 
 
 class Engine(abc.ABC):

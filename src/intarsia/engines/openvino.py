@@ -12,7 +12,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.base import NetworkEngine, Program
+from intarsia.engines.base import GuardedProgram, NetworkEngine, Program
+from intarsia.engines.openvino_checks import add_checks, broken, compare_from_below
+from intarsia.engines.openvino_guards import LONGEST_INPUT, Guards, plan_guards
 from intarsia.engines.openvino_limits import refuses
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
@@ -24,6 +26,9 @@ from intarsia.network.serialize import to_proto, weights_as_inputs
 class OpenVINO(NetworkEngine):
     """Options: `precision` the arithmetic may use, `threads` (torch's count by default), `options`.
 
+    With `guards` a program watches for values that OpenVINO would treat unlike PyTorch (NaN, integers beyond
+    its arithmetic, indices out of range) and leaves such a call to PyTorch; without, it trusts them.
+
     >>> from intarsia.engines import OpenVINO
     >>> OpenVINO(precision="f32").name
     'openvino'
@@ -33,6 +38,7 @@ class OpenVINO(NetworkEngine):
     precision: Literal["f32", "bf16", "f16"] = "f32"
     threads: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    guards: bool = True
     name: ClassVar[str] = "openvino"
 
     def unavailable(self) -> str | None:
@@ -45,6 +51,8 @@ class OpenVINO(NetworkEngine):
     def probe(self, net: Network) -> str | None:
         try:
             model, _ = self._read(net)
+            if self.guards:
+                plan_guards(net, floats=False)
             if any(op.get_type_name() == "FrameworkNode" for op in model.get_ops()):
                 return "OpenVINO's ONNX reader does not know it"
             supported = _core().query_model(model, "CPU", {"INFERENCE_PRECISION_HINT": self.precision})
@@ -58,6 +66,9 @@ class OpenVINO(NetworkEngine):
     def build(self, net: Network) -> Program:
         try:
             model, weights = self._read(net)
+            guards, most = Guards(), np.zeros(0, np.float32)
+            if self.guards and (guards := plan_guards(net)).all():
+                most = add_checks(model, guards)
             config = {
                 "INFERENCE_PRECISION_HINT": self.precision,
                 "PERFORMANCE_HINT": "LATENCY",
@@ -65,7 +76,7 @@ class OpenVINO(NetworkEngine):
                 "INFERENCE_NUM_THREADS": str(thread_count(self.threads)),
                 **self.options,
             }
-            return _Compiled(net, _core().compile_model(model, "CPU", config), weights)
+            return _Compiled(net, _core().compile_model(model, "CPU", config), weights, guards, most)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {_last_line(error)}") from error
 
@@ -90,16 +101,22 @@ class OpenVINO(NetworkEngine):
             for reader in parameter.output(0).get_target_inputs():
                 reader.replace_source_output(constant.output(0))
             model.remove_parameter(parameter)
+        compare_from_below(model)
         model.validate_nodes_and_infer_types()
         return model, kept
 
 
-class _Compiled:
+class _Compiled(GuardedProgram):
     """One compiled model; each thread has an inference request of its own."""
 
-    def __init__(self, net: Network, compiled: Any, weights: object) -> None:
+    def __init__(
+        self, net: Network, compiled: Any, weights: object, guards: Guards, most: np.ndarray[Any, Any]
+    ) -> None:
         import openvino
 
+        self._guards, self._most = guards.all(), most
+        self._names = [t.name for t in net.get_inputs()]
+        self._vary = [i for i, t in enumerate(net.get_inputs()) if _static(t.shape) is None]
         self._compiled = compiled
         self._weights = weights  # the model reads them where they lie
         self._tensor = openvino.Tensor
@@ -114,9 +131,17 @@ class _Compiled:
         self._requests = threading.local()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        request = self._requests.__dict__.get("request")
+        own = self._requests.__dict__
+        request = own.get("request")
         if request is None:
-            request = self._requests.request = self._compiled.create_infer_request()
+            request = own["request"] = self._compiled.create_infer_request()
+            if self._guards:
+                own["numbers"] = np.zeros(len(self._guards), np.float32)
+                request.set_output_tensor(
+                    len(self._outputs), self._tensor(own["numbers"], shared_memory=True)
+                )
+        if self._guards and self._vary and self._too_long(tensors):
+            return self._left(tensors, f"a dimension is longer than {LONGEST_INPUT}")
         read: list[torch.Tensor] = []  # the request does not keep alive the memory it reads
         for port, dtype, tensor in zip(self._ports, self._inputs, tensors, strict=True):
             if port is None:
@@ -135,10 +160,25 @@ class _Compiled:
                 request.set_output_tensor(index, self._share(out))
             results.append(out)
         request.infer()
+        if self._guards and not (own["numbers"] <= self._most).all():
+            return self._left(tensors, self._broken(own["numbers"], tensors))
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None:
                 results[index] = _copy(request.get_output_tensor(index), dtype)
         return tuple(results)  # type: ignore[arg-type]
+
+    def _too_long(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        return any(max(tensors[i].shape, default=0) > LONGEST_INPUT for i in self._vary)
+
+    def _broken(self, numbers: np.ndarray[Any, Any], tensors: tuple[torch.Tensor, ...]) -> str:
+        def values(name: str) -> str | None:
+            given = tensors[self._names.index(name)] if name in self._names else None
+            if not isinstance(given, torch.Tensor):
+                return None if given is None else str(given)
+            low, high = torch.aminmax(given) if given.numel() else (0, 0)
+            return f"{low:g} to {high:g}" if given.is_floating_point() else f"{int(low)} to {int(high)}"
+
+        return broken(self._guards, numbers, self._most, values)
 
     def _share(self, tensor: torch.Tensor) -> Any:
         dtype = tensor.dtype

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import onnx_ir as ir
 
-from intarsia.network import Layer, Network, Tensor
+from intarsia.errors import EngineError
+from intarsia.network import Layer, Network, Tensor, dtypes
+from intarsia.network.ranges import Interval
 
 # Layers seen to treat empty tensors rightly; others may leave their result unset, and Gather crashes.
 # fmt: off
@@ -21,13 +26,40 @@ _TAKES_EMPTY = frozenset(
     }
 )
 # fmt: on
-# Integers go through float32 in these layers, so that only those of 24 bits are exact.
-IN_FLOAT = frozenset({"Equal", "Mod", "Pad", "Pow", "ReduceMax", "ReduceMin", "ReduceSum"})
-# The extremes of an integer type are common here, as the start of a search for the largest or smallest.
-_SEARCHES = frozenset({"ReduceMax", "ReduceMin"})
+# Layers seen to hand NaN on as torch does: alone, behind another of their kind, behind a convolution and
+# behind a product of matrices. All others are not shown any.
+# fmt: off
+HANDS_NAN_ON = frozenset(
+    {
+        "Abs", "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "AveragePool", "BatchNormalization",
+        "Ceil", "Concat", "Conv", "ConvTranspose", "Cos", "Cosh", "CumSum", "Div", "Elu", "Equal", "Erf",
+        "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm",
+        "GlobalAveragePool", "Greater", "GreaterOrEqual", "HardSwish", "Identity", "IsInf", "IsNaN",
+        "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "Log", "MatMul", "Mish", "Mul", "Neg",
+        "PRelu", "Pad", "Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceProd", "ReduceSum",
+        "ReduceSumSquare", "Reshape", "Round", "ScatterElements", "ScatterND", "Shape", "Sigmoid", "Sin",
+        "Sinh", "Size", "Slice", "Softplus", "Softsign", "Split", "Sqrt", "Squeeze", "Sub", "Tan", "Tanh",
+        "Tile", "Transpose", "Unsqueeze", "Where",
+    }
+)
+# Kernels that move integers of 32 bits, or compute in them.
+_MOVES = frozenset(
+    {
+        "ArgMax", "ArgMin", "Cast", "Compress", "Concat", "ConstantOfShape", "CumSum", "DepthToSpace",
+        "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "NonZero",
+        "Range", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice", "SpaceToDepth", "Split",
+        "Squeeze", "Tile", "TopK", "Transpose", "Unique", "Unsqueeze",
+    }
+)
+# fmt: on
+# These compute in 32 bits, unless they are fused with one that computes in float32.
+_NATIVE = frozenset(
+    {"Abs", "Add", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Max", "Min", "Mul", "Neg", "Sub"}
+)
 _INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
-# Their integer operands are positions, which may well mean "to the end".
-_POSITIONS = frozenset({"Slice"})
+_WIDE = Interval(-(2**31), 2**31 - 1)
+_NARROW = Interval(-(2**24), 2**24)  # what float32 holds exactly
+_ANY_NUMBER = Interval(-math.inf, math.inf)
 
 
 def refuses(net: Network) -> str | None:
@@ -53,28 +85,80 @@ def _refuses(layer: Layer) -> str | None:
             return (
                 f"{layer.kind} of the empty tensor {tensor.name}{list(tensor.shape)} is not safe in OpenVINO"
             )
-        if layer.kind not in _POSITIONS and _is_beyond(tensor, 2**31):
-            return f"a constant of {layer.kind} holds integers beyond 32 bits, which OpenVINO cuts off"
-        if layer.kind in IN_FLOAT and _is_beyond(tensor, 2**24):
-            return f"a constant of {layer.kind} is beyond 24 bits, and OpenVINO computes it in float32"
-    if layer.kind in _SEARCHES and touched[0].dtype in _INTEGERS and not _counts_truth(touched[0]):
-        return f"{layer.kind} of integers, which OpenVINO computes in float32"
+    if layer.kind == "Mod" and outputs[0].dtype in dtypes.FLOATS and not _is_power_of_two(touched[1]):
+        return "OpenVINO rounds the quotient of a Mod of floats, so that its remainder is not exact"
     return None
 
 
-def _counts_truth(tensor: Tensor) -> bool:
-    """Whether integers are zeros and ones made of booleans."""
-    parent = tensor.get_parent()
-    source = parent.get_inputs(0)[0] if parent is not None and parent.kind == "Cast" else None
-    return source is not None and source.dtype == ir.DataType.BOOL
+def demand(layer: Layer, index: int) -> Interval | None:
+    """Which floats a layer can be given at an input so that it answers as torch does; None for any."""
+    kind = layer.kind
+    if kind == "Cast":
+        made = layer.get_outputs(0)[0].dtype
+        if made in dtypes.INTEGERS:
+            return Interval(-(2.0**30), 2.0**30)
+        return _ANY_NUMBER if made == ir.DataType.BOOL else None
+    if kind in HANDS_NAN_ON:
+        return None
+    if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
+        return Interval(-math.inf, 2.0**100)  # minus infinity masks
+    if kind in ("Attention", "LSTM", "GRU", "RNN", "GridSample"):
+        return Interval(-(2.0**50), 2.0**50)  # products of two stay finite
+    return _ANY_NUMBER
+
+
+def index_axes(layer: Layer) -> list[int] | None:
+    """The axes of its first input that a layer's second input points into."""
+    if layer.kind in ("Gather", "GatherElements", "ScatterElements"):
+        return [layer.attribute("axis", 0)]
+    if layer.kind not in ("GatherND", "ScatterND"):
+        return None
+    indices = layer.get_inputs(1)[0]
+    assert indices is not None
+    first, depth = layer.attribute("batch_dims", 0), indices.shape[-1]
+    if not isinstance(depth, int):
+        raise EngineError(f"{layer.kind} by indices of unknown depth is not handled on OpenVINO")
+    return list(range(first, first + depth))
+
+
+def int_limit(layer: Layer, narrow: set[Layer]) -> Interval:
+    """Which integers a layer computes rightly."""
+    return _WIDE if layer.kind in _MOVES or (layer.kind in _NATIVE and layer not in narrow) else _NARROW
+
+
+def narrow_layers(net: Network) -> set[Layer]:
+    """The layers that may be fused with one that computes integers in float32."""
+    near: dict[Layer, set[Layer]] = {}
+    open_: list[Layer] = []
+    for layer in net.get_layers():
+        if not any(
+            t is not None and t.dtype in _INTEGERS for t in (*layer.get_inputs(), *layer.get_outputs())
+        ):
+            continue
+        neighbours = near.setdefault(layer, set())
+        for tensor in layer.get_inputs():
+            parent = None if tensor is None or tensor.dtype not in _INTEGERS else tensor.get_parent()
+            if parent is not None:
+                neighbours.add(parent)
+                near.setdefault(parent, set()).add(layer)
+        if layer.kind not in _MOVES | _NATIVE:
+            open_.append(layer)
+    found = set(open_)
+    while open_:
+        for neighbour in near[open_.pop()] - found:
+            found.add(neighbour)
+            open_.append(neighbour)
+    return found
+
+
+def _is_power_of_two(divisor: Tensor) -> bool:
+    """Whether every quotient by a constant is exact."""
+    found = divisor.constant
+    if found is None:
+        return False
+    sizes, _ = np.frexp(np.abs(np.asarray(found, dtype=np.float64)))
+    return bool(np.all(sizes == 0.5))
 
 
 def _double(tensor: Tensor) -> str:
     return f"{tensor.name} is float64, which OpenVINO computes in float32"
-
-
-def _is_beyond(tensor: Tensor, limit: int) -> bool:
-    if tensor.value.const_value is None or tensor.dtype not in _INTEGERS:
-        return False
-    array = tensor.constant
-    return array is not None and bool(array.size) and bool(array.min() < -limit or array.max() >= limit)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intarsia.convert import NodeError, convert
-from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
+from intarsia.engines import Engine, GraphEngine, GuardedProgram, NetworkEngine, Program
 from intarsia.errors import EngineError, RewriteError
 from intarsia.network import Network
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
@@ -94,7 +94,9 @@ class Builder:
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
                 self.notes.append(f"a segment on {engine_name} is not rewritten: rewritten, {made.reason}")
-                return plain
+                made = plain
+        if isinstance(made, GuardedProgram):  # only now: an example that PyTorch has to answer is a failure
+            made.otherwise = _in_pytorch(module)
         return made
 
     def _try(
@@ -183,6 +185,13 @@ def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piec
     return next(
         piece for piece in pieces if piece.segment.nodes and piece.segment.nodes[0] is everyone[first]
     )
+
+
+def _in_pytorch(module: fx.GraphModule) -> Program:
+    def program(*inputs: Any) -> tuple[Any, ...]:
+        return run_in_pytorch(module, inputs)
+
+    return program
 
 
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:

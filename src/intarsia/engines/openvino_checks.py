@@ -1,0 +1,123 @@
+"""Guards as layers of an OpenVINO model: one more output, one number for each guard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from intarsia.engines.openvino_guards import AnyGuard, Guard, Guards, Index, NonZero, Product
+
+
+def compare_from_below(model: Any) -> None:
+    """Turn `a > b` into `b < a`: OpenVINO holds the former to be true of NaN."""
+    from openvino import opset13 as ov
+
+    turned = {"Greater": ov.less, "GreaterEqual": ov.less_equal}
+    for operation in model.get_ordered_ops():
+        if operation.get_type_name() in turned:
+            swapped = turned[operation.get_type_name()](operation.input_value(1), operation.input_value(0))
+            _replace(operation.output(0), swapped.output(0))
+
+
+def add_checks(model: Any, guards: Guards) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Let the model compute a number for each guard, in an output of its own; what each may be at most."""
+    from openvino import opset13 as ov
+
+    tensors = {
+        name: output
+        for operation in model.get_ordered_ops()
+        if operation.get_type_name() != "Result"
+        for output in operation.outputs()
+        for name in output.get_names()
+    }
+    made = [_number(ov, guard, tensors) for guard in guards.all()]
+    numbers = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in made]
+    checked = ov.concat(numbers, 0) if len(numbers) > 1 else numbers[0]
+    for name, index in guards.held.items():
+        _hold(ov, tensors[name], index, tensors)
+    model.add_results([ov.result(checked)])
+    model.validate_nodes_and_infer_types()
+    return np.array([most for _, most in made], dtype=np.float32)
+
+
+def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
+    """A scalar, and the most it may be; NaN is more than anything."""
+    if isinstance(guard, Guard) and guard.total:
+        x = tensors[guard.tensor]
+        return ov.reduce_l1(_float(ov, x), _axes(ov, x), False), guard.high
+    return _count(ov, _holds(ov, guard, tensors)), 0.5
+
+
+def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
+    """Where a guard holds, element by element; of NaN no comparison holds."""
+    if isinstance(guard, Product):
+        product = ov.multiply(_float(ov, tensors[guard.one]), _float(ov, tensors[guard.other]))
+        return ov.less_equal(ov.abs(product), _scalar(ov, guard.high))
+    x = _float(ov, tensors[guard.tensor])
+    if isinstance(guard, NonZero):
+        return ov.not_equal(x, _scalar(ov, 0.0))
+    if isinstance(guard, Index):
+        # From -n to n - 1: twice the index and one, at most 2 n - 1 in magnitude.
+        twice = ov.add(ov.multiply(x, _scalar(ov, 2.0)), _scalar(ov, 1.0))
+        sizes = _float(ov, _sizes(ov, guard, tensors))
+        most = ov.subtract(ov.multiply(sizes, _scalar(ov, 2.0)), _scalar(ov, 1.0))
+        return ov.less_equal(ov.abs(twice), most)
+    if guard.low == -math.inf:
+        return ov.less_equal(x, _scalar(ov, guard.high))
+    middle, reach = (guard.high + guard.low) / 2, (guard.high - guard.low) / 2
+    shifted = ov.subtract(x, _scalar(ov, middle)) if middle else x
+    return ov.less_equal(ov.abs(shifted), _scalar(ov, reach))
+
+
+def _hold(ov: Any, output: Any, index: Index, tensors: dict[str, Any]) -> None:
+    """Keep a layer's indices inside, since its kernel would read or write elsewhere."""
+    indices = tensors[index.tensor]
+    sizes = ov.convert(_sizes(ov, index, tensors), indices.get_element_type())
+    one = ov.constant(np.array(1), indices.get_element_type())
+    inside = ov.maximum(ov.minimum(indices, ov.subtract(sizes, one)), ov.negative(sizes))
+    output.get_node().input(1).replace_source_output(inside.output(0))
+
+
+def _sizes(ov: Any, index: Index, tensors: dict[str, Any]) -> Any:
+    axes = index.axes[0] if len(index.axes) == 1 else list(index.axes)
+    shape = ov.shape_of(tensors[index.data])
+    rank = len(tensors[index.data].get_partial_shape())
+    picked = np.array(axes, dtype=np.int64) % rank
+    return ov.gather(shape, ov.constant(picked), ov.constant(np.int64(0)))
+
+
+def _count(ov: Any, holds: Any) -> Any:
+    """How often something does not hold."""
+    misses = ov.select(holds, _scalar(ov, 0.0), _scalar(ov, 1.0))
+    return ov.reduce_sum(misses, _axes(ov, misses.output(0)), False)
+
+
+def _axes(ov: Any, output: Any) -> Any:
+    return ov.constant(np.arange(len(output.get_partial_shape()), dtype=np.int64))
+
+
+def _float(ov: Any, output: Any) -> Any:
+    return ov.convert(output, "f32")
+
+
+def _scalar(ov: Any, value: float) -> Any:
+    return ov.constant(np.float32(value))
+
+
+def _replace(old: Any, new: Any) -> None:
+    for reader in old.get_target_inputs():
+        reader.replace_source_output(new)
+
+
+def broken(guards: Sequence[AnyGuard], numbers: Any, most: Any, given: Callable[[str], str | None]) -> str:
+    """What does not hold, in a sentence, with the values of inputs where they are at hand."""
+    told = []
+    for guard, holds in zip(guards, numbers <= most, strict=True):
+        if not holds:
+            name = guard.one if isinstance(guard, Product) else guard.tensor
+            values = given(name)
+            told.append(str(guard) + (f"; it holds {values}" if values else ""))
+    return ", and ".join(told[:3])
