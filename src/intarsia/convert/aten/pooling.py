@@ -11,6 +11,7 @@ import torch
 
 from intarsia.convert.aten import windows
 from intarsia.convert.aten.precision import filled, is_empty, is_float, static, used, whole, wide
+from intarsia.convert.aten.reduce import holds_somewhere
 from intarsia.convert.aten.windows import per_axis, spatial_sizes
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -88,8 +89,12 @@ def _max_by_windows(
 
 
 def _largest_of(unfolded: Tensor, flat: windows.Places) -> tuple[Tensor, Tensor]:
-    """Value and place of the first largest element of each window."""
+    """Value and place of the first largest element of each window; the last NaN is above all."""
     chosen = F.argmax(unfolded, -1, keepdims=True)
+    if is_float(unfolded):
+        nans = F.isnan(unfolded)
+        last = F.op("ArgMax", F.cast(nans, ir.DataType.INT32), axis=-1, select_last_index=1)
+        chosen = F.where(holds_somewhere(nans, [unfolded.ndim - 1], True), last, chosen)
     values = F.squeeze(F.gather_elements(unfolded, chosen, -1), [-1])
     sizes: list[Any] = [
         size if isinstance(size, int) else F.size(chosen, i) for i, size in enumerate(chosen.shape[:-1])
