@@ -2,7 +2,7 @@
 
     python bench/guards.py [name ...]
 
-Whole architectures at full size, in interleaved rounds in one process, 1 thread; figures are medians and bests.
+Whole architectures at full size, interleaved rounds in one process, 1 thread; medians and bests.
 """
 
 from __future__ import annotations

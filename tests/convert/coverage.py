@@ -22,7 +22,6 @@ from tests.convert.samples import DTYPES, LIMIT, OPINFO_MISSING, op_infos
 
 from intarsia.convert.evaluators import EVALUATORS
 from intarsia.convert.registry import registry
-from intarsia.engines.openvino_limits import IN_FLOAT
 
 GOALS = {"onnxruntime": 97, "openvino": 90}
 GOAL_DTYPES = ("float32", "int64", "bool")
@@ -138,11 +137,10 @@ def _reference() -> Iterator[str]:
 def _openvino() -> Iterator[str]:
     yield "## Integers on OpenVINO"
     yield ""
-    yield "OpenVINO's CPU plugin keeps 64-bit integers in 32 bits, and computes "
-    yield ", ".join(f"`{kind}`" for kind in sorted(IN_FLOAT)) + " of integers in float32. Constants beyond"
-    yield "those ranges are refused, and so are the largest and smallest of integers; integers that become"
-    yield "so large only when the network runs are not noticed. Token numbers, positions and sizes stay far"
-    yield "below. float64 is refused altogether."
+    yield "OpenVINO's CPU plugin keeps 64-bit integers in 32 bits and computes many layers of integers in"
+    yield "float32. Constants beyond those ranges are refused. Where the intervals of a network do not rule out"
+    yield "that values leave them when it runs, or that an index is out of range, the program watches, and"
+    yield "PyTorch answers such a call. float64 is refused altogether."
     yield ""
 
 
