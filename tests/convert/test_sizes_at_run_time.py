@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as f
+from tests.conftest import OLD_EXPORT
 from tests.convert.equal import assert_equal, kinds
 from torch import nn
 from torch.export import Dim
@@ -85,5 +86,7 @@ def test_linear_reads_the_weight_as_torch_keeps_it() -> None:
     "options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}]
 )
 def test_recurrent(kind: Any, options: dict[str, Any]) -> None:
+    if kind is nn.LSTM and OLD_EXPORT:
+        pytest.skip("this torch tells a wrong shape of an LSTM's last states, so the node is refused")
     module = kind(5, 7, **options).eval()
     assert_equal(lambda x: module(x)[0], (torch.randn(3, 4, 5),))
