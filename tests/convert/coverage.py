@@ -139,8 +139,8 @@ def _openvino() -> Iterator[str]:
     yield ""
     yield "OpenVINO's CPU plugin keeps 64-bit integers in 32 bits and computes many layers of integers in"
     yield "float32. Constants beyond those ranges are refused. Where the intervals of a network do not rule"
-    yield "out that values leave them when it runs, or that an index is out of range, the program watches, and"
-    yield "PyTorch answers such a call. float64 is refused altogether."
+    yield "out that values leave them when it runs, or that an index is out of range, the program watches,"
+    yield "and PyTorch answers such a call. float64 is refused altogether."
     yield ""
 
 

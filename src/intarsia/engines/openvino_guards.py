@@ -162,7 +162,7 @@ class _Planner:
     def calm(self, layer: Layer, made: list[Interval]) -> list[Interval]:
         """Watch a layer's operands if it would make NaN of them, or overflow, before a kernel that minds."""
         outputs = layer.get_outputs()
-        if layer.kind in _HANDED_ON or not self.wild(outputs, made):
+        if layer.kind in _HANDED_ON or not self.wild(outputs, made, self.is_high(layer)):
             return made
         instead = {
             tensor: self.range(tensor).cut(Interval(-CALM, CALM))
@@ -170,18 +170,25 @@ class _Planner:
             if tensor is not None and self.can_calm(tensor)
         }
         calmer = self.results(layer, instead) if instead else made
-        if self.wild(outputs, calmer):
+        if self.wild(outputs, calmer, False):
             return made
         for tensor, interval in instead.items():
             self.guards.others.append(Guard(tensor.name, -CALM, CALM, total=True))
             self.known[tensor.value] = interval
         return calmer
 
-    def wild(self, outputs: Sequence[Tensor], made: Sequence[Interval]) -> bool:
+    def is_high(self, layer: Layer) -> bool:
+        """Whether an operand is so high already that nothing is gained by watching this layer."""
+        floats = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
+        return any(t.constant is None and self.range(t).reach > HIGH for t in floats)
+
+    def wild(self, outputs: Sequence[Tensor], made: Sequence[Interval], may_be_high: bool) -> bool:
+        """Whether results may be NaN, or so high that they soon may."""
         for tensor, interval in zip(outputs, made, strict=True):
             if tensor.value not in self.wanted:
                 continue
-            if interval.nan or (interval.reach > HIGH and tensor.dtype != ir.DataType.FLOAT16):
+            rises = interval.reach > HIGH and tensor.dtype != ir.DataType.FLOAT16
+            if interval.nan or (rises and not may_be_high):
                 return True
         return False
 

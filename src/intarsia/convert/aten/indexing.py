@@ -74,7 +74,10 @@ def wrapped(index: Tensor, extent: Size) -> Tensor:
         if isinstance(extent, int):
             return F.constant(np.where(known < 0, known + extent, known).astype(np.int64))
     index = F.cast(index, ir.DataType.INT64)
-    return F.where(F.less(index, 0), F.add(index, int64(extent)), index)
+    end = int64(extent)
+    counted = F.where(F.less(index, 0), F.add(index, end), index)
+    # What is negative still is out of range; an engine would count it from the end a second time.
+    return F.where(F.less(counted, 0), end, counted)
 
 
 def places(mask: Tensor) -> list[Tensor]:
@@ -93,6 +96,15 @@ def flat_index(asked: Indices) -> Tensor:
     total = asked.indices[0]
     for axis, index in zip(asked.axes[1:], asked.indices[1:], strict=True):
         total = F.add(F.mul(total, int64(size(asked.x, axis))), index)
+    if len(asked.axes) == 1:
+        return total
+    # An index beyond its own dimension may well lie inside all of them laid end to end.
+    extent: Size = 1
+    for axis in asked.axes:
+        extent = extent * size(asked.x, axis)
+    for axis, index in zip(asked.axes, asked.indices, strict=True):
+        if index.constant is None:
+            total = F.where(F.less(index, int64(size(asked.x, axis))), total, int64(extent))
     return total
 
 
