@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.convert import convert, registry
 from intarsia.convert.interpreter import NodeError
-from intarsia.errors import EngineError, IntarsiaError
+from intarsia.errors import EngineError, GuardError, IntarsiaError
 from intarsia.lower import lower
 from intarsia.network import Network
 
@@ -79,6 +79,8 @@ def _judge(name: str, net: Network, inputs: Any, expected: Any, engine: str) -> 
         for have, want in zip(made, expected, strict=True):
             rtol, atol = tolerance(name, want.dtype)
             torch.testing.assert_close(have, want, rtol=rtol, atol=atol, equal_nan=True)
+    except GuardError as error:  # PyTorch answers such a call
+        return REFUSED, f"left to PyTorch: {error}"
     except Exception as error:  # the engine took the network, so whatever goes wrong now reaches the user
         return WRONG, " ".join(str(error).split())[:300]
     return RUNS, ""

@@ -43,4 +43,4 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_of_nan_and_infinity(name: str) -> None:
-    assert_equal(FUNCTIONS[name], (ROWS,))
+    assert_equal(FUNCTIONS[name], (ROWS,), left=True)
