@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from intarsia.convert.aten.precision import filled, is_empty, is_float, static, wide
+from intarsia.convert.aten.precision import HALVES, filled, is_empty, is_float, static, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -295,6 +295,9 @@ def grid_sampler(
     mode = _GRID_MODES[interpolation_mode]
     if input.ndim == 5 and mode == "cubic":
         raise ConversionError("interpolation_mode=2 (cubic) over volumes is not handled")
+    if mode == "nearest" and grid.dtype in HALVES:
+        # torch rounds places in halves, and then takes another pixel.
+        raise ConversionError(f"interpolation_mode=1 (nearest) by a grid of {grid.dtype.name} is not handled")
     made = F.grid_sample(
         wide(input, halves=True),
         wide(grid, halves=True),
