@@ -36,7 +36,7 @@ def test_a_model_that_cannot_be_exported_still_compiles() -> None:
 
 
 @pytest.mark.skipif(
-    not list(distributions(name="intarsia")), reason="intarsia runs from source, not installed"
+    not list(distributions(name="intarsia")), reason="intarsia is not installed"
 )
 def test_the_name_is_known_to_torch() -> None:
     assert "intarsia" in torch.compiler.list_backends()
