@@ -147,9 +147,11 @@ def _broadcast(inputs: Sequence[Tensor | None]) -> Shape:
 )
 def _elementwise(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
-    if len(inputs) == 2 and (y := inputs[1]) is not None and x.value._shape is y.value._shape:
-        return [(x.dtype, x.shape)]  # most equal shapes are one object
-    return [(x.dtype, _broadcast(inputs))]
+    shape = x.value._shape
+    for other in inputs:
+        if other is None or other.value._shape is not shape:
+            return [(x.dtype, _broadcast(inputs))]
+    return [(x.dtype, x.shape)]  # most equal shapes are one object
 
 
 @infers("And", "Or", "Xor", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ def constant(value: Operand, dtype: DTypeLike | None = None, *, name: str | None
 
 
 _new = object.__new__
+_value_of: Callable[[Any], ir.Value] = attrgetter("value")
 _NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -96,19 +98,17 @@ def _add(
 ) -> ir.Node:
     net = default_net(*inputs) if here.net is None else here.net
     tensors: Sequence[Tensor | None] = inputs  # type: ignore[assignment]
-    values: list[ir.Value | None] = []
-    for item in inputs:
-        if type(item) is not Tensor:
-            tensors = operands(*inputs)
-            while tensors and tensors[-1] is None:
-                tensors.pop()
-            values = [None if tensor is None else tensor.value for tensor in tensors]
-            break
-        values.append(item.value)
+    try:
+        values: tuple[ir.Value | None, ...] = tuple(map(_value_of, inputs))
+    except AttributeError:  # not all are tensors of a network
+        tensors = operands(*inputs)
+        while tensors and tensors[-1] is None:
+            tensors.pop()
+        values = tuple([None if tensor is None else tensor.value for tensor in tensors])
     if attributes:
         attributes = {name: value for name, value in attributes.items() if value is not None}
     made = infer(domain, op_type, tensors, attributes, outputs)
-    return net.add_node(op_type, tuple(values), attributes, made, domain, None, None, True)
+    return net.add_node(op_type, values, attributes, made, domain, None, None, True)
 
 
 def opaque(
