@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from intarsia.engines import OnnxRuntime, OpenVINO
 from intarsia.rewrite import FUSIONS, Benefits
 from intarsia.rewrite.benefit import PAYS, measure
@@ -22,7 +24,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--remember", action="store_true")
     options = parser.parse_args()
-    engines = {e.name: e for e in (OnnxRuntime(threads=options.threads), OpenVINO(threads=options.threads))}
+    if options.threads:
+        torch.set_num_threads(options.threads)  # which engines follow
+    engines = {e.name: e for e in (OnnxRuntime(), OpenVINO())}
     known = Benefits()
     print(f"{'pattern':24}" + "".join(f"{name:>14}" for name in engines))
     for name in options.patterns:

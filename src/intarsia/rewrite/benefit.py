@@ -28,12 +28,13 @@ def cache_file() -> Path:
 
 
 def engine_key(engine: str) -> str:
-    """An engine on a machine: another version or another processor is measured anew."""
+    """An engine on a machine: another version, processor or number of threads is measured anew."""
     try:
         version = importlib.metadata.version(engine)
     except importlib.metadata.PackageNotFoundError:
         version = "?"
-    return f"{engine} {version}, {platform.machine()}, {os.cpu_count()} cores"
+    threads = torch.get_num_threads()  # which engines follow
+    return f"{engine} {version}, {platform.machine()}, {threads} of {os.cpu_count()} cores"
 
 
 class Benefits:
