@@ -26,7 +26,7 @@ Rows = Callable[..., Any]
 SEQUENCES: dict[str, Rows] = {
     "arithmetic": lambda x: (x * 2 + x.shape[1] - x**2) / (x.abs() + 1),
     "comparison": lambda x: torch.where((x > 0) & (x < 1), x, -x),
-    "division": lambda x: torch.floor_divide(x, 0.3) + torch.remainder(x, 0.7),
+    "division": lambda x: torch.floor_divide(x, 0.5) + torch.remainder(x, 0.25),
     "activation": lambda x: f.gelu(x) + f.silu(x) + f.softplus(x) + f.hardswish(x) + f.elu(x),
     "cast": lambda x: x.to(torch.int64).to(torch.float32) + x.bool(),
     "creation": lambda x: x + torch.arange(x.shape[1])[:, None] + torch.ones_like(x) + x.new_full((8,), 2.0),
