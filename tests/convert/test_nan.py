@@ -37,6 +37,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "cummin": lambda x: tuple(torch.cummin(x, 1)),
     "nansum": lambda x: torch.nansum(x, 1),
     "median": lambda x: torch.median(x, 1)[0],
+    "nanmedian": lambda x: torch.nanmedian(x, 1)[0],
+    "nanmedian of all": lambda x: torch.nanmedian(x),
     "count_nonzero": lambda x: torch.count_nonzero(x, 1),
 }
 

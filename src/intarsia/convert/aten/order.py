@@ -254,3 +254,28 @@ def median(ctx: ConversionContext, self: Tensor) -> Tensor:
     if self.ndim == 0:
         return self
     return median_dim(ctx, F.reshape(self, [-1]), 0)[0]
+
+
+@converter(aten.nanmedian.dim)
+def nanmedian_dim(
+    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The lower median of what is a number; a row of nothing else has none."""
+    if self.ndim == 0 or is_empty(self) or not is_float(self):
+        return median_dim(ctx, self, dim, keepdim)
+    axis = dim % self.ndim
+    order = best(self, _count(self, axis), axis, False)[1]
+    numbers = F.cast(F.logical_not(F.isnan(_comparable(self))), ir.DataType.INT64)
+    count = F.reduce_sum(numbers, [axis], keepdims=True)
+    # Numbers come before NaN: the middle one of them, or of none the first.
+    middle = F.div(F.maximum(F.sub(count, 1), 0), 2)
+    indices = F.gather_elements(order, middle, axis)
+    values = pick(self, indices, axis)
+    return (values, indices) if keepdim else (F.squeeze(values, [axis]), F.squeeze(indices, [axis]))
+
+
+@converter(aten.nanmedian.default)
+def nanmedian(ctx: ConversionContext, self: Tensor) -> Tensor:
+    if is_empty(self) or self.ndim == 0 or not is_float(self):
+        return median(ctx, self)
+    return nanmedian_dim(ctx, F.reshape(self, [-1]), 0)[0]
