@@ -10,6 +10,19 @@ import torch
 from intarsia.errors import LoweringError
 
 Decomposition = Callable[..., Any]
+aten = torch.ops.aten
+# They check their results and raise: taken apart, the check is an effect, and export puts tokens into the
+# graph that order effects. Whole, they run in PyTorch and raise as they do.
+_CHECKING = (
+    aten.inverse.default,
+    aten.linalg_cholesky.default,
+    aten.linalg_inv.default,
+    aten.linalg_ldl_factor.default,
+    aten.linalg_lu_factor.default,
+    aten.linalg_solve.default,
+    aten.linalg_tensorinv.default,
+    aten.linalg_tensorsolve.default,
+)
 _registered: dict[torch._ops.OpOverload, Decomposition] = {}
 
 
@@ -121,7 +134,7 @@ def decomposition_table(
 ) -> dict[Any, Decomposition]:
     """What is decomposed and how: torch's export defaults, ours over them, converters over both."""
     table: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
-    for operator in torch_disabled_decompositions:
+    for operator in (*_CHECKING, *torch_disabled_decompositions):
         table.pop(operator, None)
     for operator in torch_enabled_decompositions:
         found = _of_torch(operator)
