@@ -44,8 +44,9 @@ def targets(has_converter: Any = lambda target: False) -> list[str]:
 def test_torchs_defaults_are_the_start() -> None:
     table = decomposition_table()
     defaults = torch.export.default_decompositions()
-    assert len(table) == len(defaults) > 500
-    assert aten.special_expit.default in table
+    left = {**defaults}.keys() - table.keys()
+    assert len(table) > 500 and aten.special_expit.default in table
+    assert aten.linalg_inv.default in left and len(left) < 10
 
 
 def test_an_operator_with_a_converter_stays_whole() -> None:
