@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.base import GuardedProgram, NetworkEngine, Program
-from intarsia.engines.openvino_checks import add_checks, broken, compare_from_below
+from intarsia.engines.openvino_checks import add_checks, broken, correct
 from intarsia.engines.openvino_guards import LONGEST_INPUT, Guards, plan_guards
 from intarsia.engines.openvino_limits import refuses
 from intarsia.engines.threads import thread_count
@@ -101,7 +101,7 @@ class OpenVINO(NetworkEngine):
             for reader in parameter.output(0).get_target_inputs():
                 reader.replace_source_output(constant.output(0))
             model.remove_parameter(parameter)
-        compare_from_below(model)
+        correct(model)
         model.validate_nodes_and_infer_types()
         return model, kept
 

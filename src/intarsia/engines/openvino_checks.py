@@ -8,18 +8,40 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.openvino_guards import AnyGuard, Guard, Guards, Index, NonZero, Product
+from intarsia.engines.openvino_guards import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
 
 
-def compare_from_below(model: Any) -> None:
-    """Turn `a > b` into `b < a`: OpenVINO holds the former to be true of NaN."""
+def correct(model: Any) -> None:
+    """Put exact layers in the place of those that are not."""
     from openvino import opset13 as ov
 
-    turned = {"Greater": ov.less, "GreaterEqual": ov.less_equal}
     for operation in model.get_ordered_ops():
-        if operation.get_type_name() in turned:
-            swapped = turned[operation.get_type_name()](operation.input_value(1), operation.input_value(0))
-            _replace(operation.output(0), swapped.output(0))
+        kind = operation.get_type_name()
+        if kind in (
+            "Greater",
+            "GreaterEqual",
+        ):  # OpenVINO holds them to be true of NaN, but not their opposites
+            turned = ov.less if kind == "Greater" else ov.less_equal
+            _replace(
+                operation.output(0), turned(operation.input_value(1), operation.input_value(0)).output(0)
+            )
+        elif kind == "Mod" and operation.get_element_type().is_real():
+            rest = _remainder(ov, operation.input_value(0), operation.input_value(1))
+            _replace(operation.output(0), rest.output(0))
+
+
+def _remainder(ov: Any, a: Any, b: Any) -> Any:
+    """The remainder by long division; OpenVINO's own rounds the quotient.
+
+    Every difference is exact, since what is taken away is at least half of what there is.
+    """
+    rest = ov.abs(a)
+    half = ov.constant(np.array(0.5), a.get_element_type())
+    part = ov.multiply(ov.abs(b), ov.constant(np.array(2.0**23), a.get_element_type()))
+    for power in reversed(range(24)):
+        rest = ov.select(ov.less_equal(part, rest), ov.subtract(rest, part), rest)
+        part = ov.multiply(part, half) if power else part
+    return ov.select(ov.less(a, ov.constant(np.array(0.0), a.get_element_type())), ov.negative(rest), rest)
 
 
 def add_checks(model: Any, guards: Guards) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -57,6 +79,11 @@ def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
         product = ov.multiply(_float(ov, tensors[guard.one]), _float(ov, tensors[guard.other]))
         return ov.less_equal(ov.abs(product), _scalar(ov, guard.high))
     x = _float(ov, tensors[guard.tensor])
+    if isinstance(guard, Quotient):
+        size, divisor = ov.abs(x), ov.abs(_float(ov, tensors[guard.divisor]))
+        few = ov.less(size, ov.multiply(divisor, _scalar(ov, 2.0**24)))
+        plain = ov.logical_and(ov.less(_scalar(ov, 1e-30), divisor), ov.less(divisor, _scalar(ov, 1e30)))
+        return ov.logical_or(ov.logical_and(few, plain), ov.less(size, divisor))
     if isinstance(guard, NonZero):
         return ov.not_equal(x, _scalar(ov, 0.0))
     if isinstance(guard, Index):

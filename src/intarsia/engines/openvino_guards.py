@@ -41,7 +41,7 @@ class Guard:
 
     def __str__(self) -> str:
         if self.total:
-            return f"{self.tensor} must be finite, the sum of its magnitudes at most {self.high:.3g}"
+            return f"{self.tensor} must be finite, the sum of its magnitudes at most {self.high:.4g}"
         if self.high == float("inf"):
             return f"{self.tensor} must not hold NaN"
         return f"{self.tensor} must lie between {self.low:.10g} and {self.high:.10g}"
@@ -81,7 +81,18 @@ class Index:
         return f"{self.tensor} must hold indices within {self.data} along {list(self.axes)}"
 
 
-AnyGuard = Guard | NonZero | Product | Index
+@dataclass(frozen=True)
+class Quotient:
+    """The quotient of two tensors has 24 bits at most: its remainder is found exactly."""
+
+    tensor: str
+    divisor: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
+
+
+AnyGuard = Guard | NonZero | Product | Index | Quotient
 
 
 @dataclass
@@ -151,6 +162,11 @@ class _Planner:
     def stand_floats(self, layer: Layer) -> None:
         """See that no NaN meets a kernel that would lose it."""
         if not self.floats:
+            return
+        if layer.kind == "Mod" and layer.get_outputs(0)[0].dtype in dtypes.FLOATS:
+            a, b = layer.get_inputs()
+            assert a is not None and b is not None
+            self.guards.others.append(Quotient(a.name, b.name))
             return
         for index, tensor in enumerate(layer.get_inputs()):
             if tensor is None or tensor.dtype not in dtypes.FLOATS:
@@ -250,6 +266,9 @@ class _Planner:
         operands = [t for t in layer.get_inputs() if t is not None and t.dtype in LONG and t.constant is None]
         if layer.kind == "Mul" and len(operands) == 2:
             self.guards.others.append(Product(operands[0].name, operands[1].name, limit.high / 2))
+            return [made[0].cut(Interval(-limit.high, limit.high))]
+        if layer.kind in ("CumSum", "ReduceSum") and operands:
+            self.guards.others.append(Guard(operands[0].name, 0, limit.high / 2, total=True))
             return [made[0].cut(Interval(-limit.high, limit.high))]
         for bits in (30, 28, 26, 24, 23, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 1, 0):
             small = Interval(-(2**bits), 2**bits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import onnx_ir as ir
 
 from intarsia.errors import EngineError
@@ -35,8 +34,8 @@ HANDS_NAN_ON = frozenset(
         "Ceil", "Concat", "Conv", "ConvTranspose", "Cos", "Cosh", "CumSum", "Div", "Elu", "Equal", "Erf",
         "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm",
         "GlobalAveragePool", "Greater", "GreaterOrEqual", "HardSwish", "Identity", "IsInf", "IsNaN",
-        "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "Log", "MatMul", "Mish", "Mul", "Neg",
-        "PRelu", "Pad", "Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceProd", "ReduceSum",
+        "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "Log", "MatMul", "Mish", "Mod", "Mul",
+        "Neg", "PRelu", "Pad", "Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceProd", "ReduceSum",
         "ReduceSumSquare", "Reshape", "Round", "ScatterElements", "ScatterND", "Shape", "Sigmoid", "Sin",
         "Sinh", "Size", "Slice", "Softplus", "Softsign", "Split", "Sqrt", "Squeeze", "Sub", "Tan", "Tanh",
         "Tile", "Transpose", "Unsqueeze", "Where",
@@ -85,8 +84,6 @@ def _refuses(layer: Layer) -> str | None:
             return (
                 f"{layer.kind} of the empty tensor {tensor.name}{list(tensor.shape)} is not safe in OpenVINO"
             )
-    if layer.kind == "Mod" and outputs[0].dtype in dtypes.FLOATS and not _is_power_of_two(touched[1]):
-        return "OpenVINO rounds the quotient of a Mod of floats, so that its remainder is not exact"
     return None
 
 
@@ -149,15 +146,6 @@ def narrow_layers(net: Network) -> set[Layer]:
             found.add(neighbour)
             open_.append(neighbour)
     return found
-
-
-def _is_power_of_two(divisor: Tensor) -> bool:
-    """Whether every quotient by a constant is exact."""
-    found = divisor.constant
-    if found is None:
-        return False
-    sizes, _ = np.frexp(np.abs(np.asarray(found, dtype=np.float64)))
-    return bool(np.all(sizes == 0.5))
 
 
 def _double(tensor: Tensor) -> str:
