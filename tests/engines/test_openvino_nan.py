@@ -20,35 +20,13 @@ ONES = {"strides": [1, 1], "dilations": [1, 1]}
 KERNEL = torch.randn(8, 8, 3, 3, generator=torch.Generator().manual_seed(0)) * 0.2
 MATRIX = torch.randn(40, 40, generator=torch.Generator().manual_seed(1)) * 0.3
 FOUR = torch.tensor([0.5, -2.0, 1.5, 0.25])
-BY_NAME = {
-    name: getattr(torch, name)
-    for name in [
-        "abs",
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atanh",
-        "ceil",
-        "cos",
-        "cosh",
-        "erf",
-        "floor",
-        "log",
-        "neg",
-        "round",
-        "sigmoid",
-        "sin",
-        "sinh",
-        "sqrt",
-        "tan",
-        "tanh",
-        "reciprocal",
-        "isnan",
-        "isinf",
-    ]
-}
+# fmt: off
+NAMES = [
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "erf", "floor", "isinf",
+    "isnan", "log", "neg", "reciprocal", "round", "sigmoid", "sin", "sinh", "sqrt", "tan", "tanh",
+]
+# fmt: on
+BY_NAME = {name: getattr(torch, name) for name in NAMES}
 ELEMENTWISE: dict[str, Pair] = {
     **{
         {"isnan": "IsNaN", "isinf": "IsInf"}.get(name, name.title()): (getattr(F, name), reference)
