@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.base import GuardedProgram, NetworkEngine, Program
-from intarsia.engines.openvino_checks import add_checks, broken, correct
+from intarsia.engines.openvino_checks import Checked, add_checks, broken, correct
 from intarsia.engines.openvino_guards import LONGEST_INPUT, Guards, plan_guards
 from intarsia.engines.openvino_limits import refuses
 from intarsia.engines.threads import thread_count
@@ -66,9 +66,7 @@ class OpenVINO(NetworkEngine):
     def build(self, net: Network) -> Program:
         try:
             model, weights = self._read(net)
-            guards, most = Guards(), np.zeros(0, np.float32)
-            if self.guards and (guards := plan_guards(net)).all():
-                most = add_checks(model, guards)
+            checked = add_checks(model, plan_guards(net) if self.guards else Guards())
             config = {
                 "INFERENCE_PRECISION_HINT": self.precision,
                 "PERFORMANCE_HINT": "LATENCY",
@@ -76,7 +74,7 @@ class OpenVINO(NetworkEngine):
                 "INFERENCE_NUM_THREADS": str(thread_count(self.threads)),
                 **self.options,
             }
-            return _Compiled(net, _core().compile_model(model, "CPU", config), weights, guards, most)
+            return _Compiled(net, _core().compile_model(model, "CPU", config), weights, checked)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {_last_line(error)}") from error
 
@@ -109,12 +107,10 @@ class OpenVINO(NetworkEngine):
 class _Compiled(GuardedProgram):
     """One compiled model; each thread has an inference request of its own."""
 
-    def __init__(
-        self, net: Network, compiled: Any, weights: object, guards: Guards, most: np.ndarray[Any, Any]
-    ) -> None:
+    def __init__(self, net: Network, compiled: Any, weights: object, checked: Checked) -> None:
         import openvino
 
-        self._guards, self._most = guards.all(), most
+        self._guards, self._most = checked
         self._names = [t.name for t in net.get_inputs()]
         self._vary = [i for i, t in enumerate(net.get_inputs()) if _static(t.shape) is None]
         self._compiled = compiled

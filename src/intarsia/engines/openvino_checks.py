@@ -44,8 +44,11 @@ def _remainder(ov: Any, a: Any, b: Any) -> Any:
     return ov.select(ov.less(a, ov.constant(np.array(0.0), a.get_element_type())), ov.negative(rest), rest)
 
 
-def add_checks(model: Any, guards: Guards) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Let the model compute a number for each guard, in an output of its own; what each may be at most."""
+Checked = tuple[list[AnyGuard], np.ndarray[Any, np.dtype[np.float32]]]
+
+
+def add_checks(model: Any, guards: Guards) -> Checked:
+    """Let the model compute a number for each guard, in one more output; the guards, and what each may be."""
     from openvino import opset13 as ov
 
     tensors = {
@@ -55,14 +58,18 @@ def add_checks(model: Any, guards: Guards) -> np.ndarray[Any, np.dtype[np.float3
         for output in operation.outputs()
         for name in output.get_names()
     }
-    made = [_number(ov, guard, tensors) for guard in guards.all()]
-    numbers = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in made]
-    checked = ov.concat(numbers, 0) if len(numbers) > 1 else numbers[0]
+    # Sizes that the reader knows it has computed itself, with 64 bits.
+    folded = guards.sizes - set(tensors)
+    kept = [guard for guard in guards.all() if not folded.intersection(guard.tensors)]
     for name, index in guards.held.items():
-        _hold(ov, tensors[name], index, tensors)
-    model.add_results([ov.result(checked)])
-    model.validate_nodes_and_infer_types()
-    return np.array([most for _, most in made], dtype=np.float32)
+        if name in tensors:
+            _hold(ov, tensors[name], index, tensors)
+    made = [_number(ov, guard, tensors) for guard in kept]
+    if made:
+        numbers = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in made]
+        model.add_results([ov.result(ov.concat(numbers, 0) if len(numbers) > 1 else numbers[0])])
+        model.validate_nodes_and_infer_types()
+    return kept, np.array([most for _, most in made], dtype=np.float32)
 
 
 def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
@@ -144,7 +151,6 @@ def broken(guards: Sequence[AnyGuard], numbers: Any, most: Any, given: Callable[
     told = []
     for guard, holds in zip(guards, numbers <= most, strict=True):
         if not holds:
-            name = guard.one if isinstance(guard, Product) else guard.tensor
-            values = given(name)
+            values = given(guard.tensors[0])
             told.append(str(guard) + (f"; it holds {values}" if values else ""))
     return ", and ".join(told[:3])

@@ -39,6 +39,10 @@ class Guard:
     high: float
     total: bool = False
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.tensor,)
+
     def __str__(self) -> str:
         if self.total:
             return f"{self.tensor} must be finite, the sum of its magnitudes at most {self.high:.4g}"
@@ -53,6 +57,10 @@ class NonZero:
 
     tensor: str
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.tensor,)
+
     def __str__(self) -> str:
         return f"{self.tensor}, a divisor, must not hold 0"
 
@@ -64,6 +72,10 @@ class Product:
     one: str
     other: str
     high: float
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.one, self.other)
 
     def __str__(self) -> str:
         return f"{self.one} times {self.other} must stay within {self.high:.10g}"
@@ -77,6 +89,10 @@ class Index:
     data: str
     axes: tuple[int, ...]
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.tensor, self.data)
+
     def __str__(self) -> str:
         return f"{self.tensor} must hold indices within {self.data} along {list(self.axes)}"
 
@@ -87,6 +103,10 @@ class Quotient:
 
     tensor: str
     divisor: str
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.tensor, self.divisor)
 
     def __str__(self) -> str:
         return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
@@ -102,6 +122,7 @@ class Guards:
     ranges: dict[ir.Value, Guard] = field(default_factory=dict)
     others: list[AnyGuard] = field(default_factory=list)
     held: dict[str, Index] = field(default_factory=dict)  # by the name of the layer's result
+    sizes: set[str] = field(default_factory=set)  # tensors made of sizes alone, which may be known by now
 
     def all(self) -> list[AnyGuard]:
         return [*self.ranges.values(), *self.others]
@@ -134,6 +155,8 @@ class _Planner:
             made = self.calm(layer, self.results(layer))
             made = self.hold_integers(layer, made)
             self.known.update(zip((t.value for t in layer.get_outputs()), made, strict=True))
+            if layer.kind in ("Shape", "Size") or self.is_of_sizes(layer):
+                self.guards.sizes.update(t.name for t in layer.get_outputs())
         return self.guards
 
     def results(self, layer: Layer, given: dict[Tensor, Interval] | None = None) -> list[Interval]:
@@ -152,6 +175,10 @@ class _Planner:
         if not self.floats and tensor.dtype not in LONG:
             return whole(tensor.dtype)
         return range_of(tensor, self.known)
+
+    def is_of_sizes(self, layer: Layer) -> bool:
+        inputs = [t for t in layer.get_inputs() if t is not None]
+        return all(t.constant is not None or t.name in self.guards.sizes for t in inputs)
 
     def is_input_size(self, layer: Layer) -> bool:
         """Whether every size that varies is that of an input, which is checked at the call."""
