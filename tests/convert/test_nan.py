@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as f
 from tests.convert.equal import assert_equal
+from torch.export import Dim
 
 ROWS = torch.tensor(
     [
@@ -46,3 +48,28 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_rows_of_nan_and_infinity(name: str) -> None:
     assert_equal(FUNCTIONS[name], (ROWS,), left=True)
+
+
+PLANES = torch.randn(2, 3, 7, 8, generator=torch.Generator().manual_seed(0))
+PLANES[0, 0, 2:4, 3], PLANES[1, 2, 6, 7], PLANES[0, 1] = math.nan, math.nan, math.inf
+PLANES[1, 0, 0], PLANES[1, 1, :, 2], PLANES[1, 1, 3, 3] = math.nan, -math.inf, math.nan
+POOLS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda x: f.max_pool2d(x, 2),
+    "padded": lambda x: f.max_pool2d(x, 3, 2, 1),
+    "open end": lambda x: f.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+    "places": lambda x: f.max_pool2d(x, 3, 2, 1, return_indices=True),
+    "spread": lambda x: f.max_pool2d(x, 2, 1, dilation=2, return_indices=True),
+    "one dimension": lambda x: f.max_pool1d(x.flatten(0, 1).flatten(1), 5, 3, return_indices=True),
+    "three": lambda x: f.max_pool3d(x.unsqueeze(0), (1, 3, 2), return_indices=True),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_the_last_nan_of_a_window_is_taken(name: str) -> None:
+    assert_equal(POOLS[name], (PLANES,), left=True)
+
+
+def test_places_of_nan_at_sizes_that_vary() -> None:
+    sizes = {2: Dim("height", min=6, max=64), 3: Dim("width", min=6, max=64)}
+    wider = torch.cat([PLANES, PLANES.flip(3)], 3)
+    assert_equal(POOLS["places"], (PLANES,), (wider,), dynamic=(sizes,), left=True)
