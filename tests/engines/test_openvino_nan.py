@@ -70,10 +70,6 @@ OTHERS: dict[str, Pair] = {
         lambda x: F.gemm(F.reshape(x, [-1, 4]), F.constant(FOUR.reshape(4, 1))),
         lambda x: x.reshape(-1, 4) @ FOUR.reshape(4, 1),
     ),
-    "LayerNormalization": (
-        lambda x: F.layer_norm(x, torch.ones(4), torch.zeros(4), axis=-1, epsilon=1e-5),
-        lambda x: nn.layer_norm(x, (4,)),
-    ),
     "MatMul": (lambda x: F.matmul(x, F.constant(FOUR.reshape(4, 1))), lambda x: x @ FOUR.reshape(4, 1)),
     "Pad": (
         lambda x: F.pad(x, [0] * x.ndim + [0] * (x.ndim - 1) + [2]),

@@ -146,7 +146,7 @@ class _Planner:
         self.symbols = {size for t in net.get_inputs() for size in t.shape if isinstance(size, str)}
 
     def run(self) -> Guards:
-        for layer in self.net.get_layers():
+        for layer in _read_layers(self.net):
             if not self.floats and not _has_long(layer):
                 continue
             self.stand_floats(layer)
@@ -372,10 +372,21 @@ def _chain(tensor: Tensor) -> list[Tensor]:
         found.append(source)
 
 
+def _read_layers(net: Network) -> list[Layer]:
+    """The layers that the outputs depend on; OpenVINO drops the others."""
+    needed = {tensor.value for tensor in net.get_outputs()}
+    found: list[Layer] = []
+    for layer in reversed(list(net.get_layers())):
+        if any(tensor.value in needed for tensor in layer.get_outputs()):
+            needed.update(tensor.value for tensor in layer.get_inputs() if tensor is not None)
+            found.append(layer)
+    return found[::-1]
+
+
 def _wanted(net: Network) -> set[ir.Value]:
     """The floats that a kernel which loses NaN may come to see."""
     wanted: set[ir.Value] = set()
-    for layer in reversed(list(net.get_layers())):
+    for layer in reversed(_read_layers(net)):
         inputs = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
         minds = any(demand(layer, index) is not None for index in range(len(layer.get_inputs())))
         if minds or any(t.value in wanted for t in layer.get_outputs()):

@@ -34,7 +34,7 @@ HANDS_NAN_ON = frozenset(
         "Ceil", "Concat", "Conv", "ConvTranspose", "Cos", "Cosh", "CumSum", "Div", "Elu", "Equal", "Erf",
         "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm",
         "GlobalAveragePool", "Greater", "GreaterOrEqual", "HardSwish", "Identity", "IsInf", "IsNaN",
-        "LayerNormalization", "LeakyRelu", "Less", "LessOrEqual", "Log", "MatMul", "Mish", "Mod", "Mul",
+        "LeakyRelu", "Less", "LessOrEqual", "Log", "MatMul", "Mish", "Mod", "Mul",
         "Neg", "PRelu", "Pad", "Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceProd", "ReduceSum",
         "ReduceSumSquare", "Reshape", "Round", "ScatterElements", "ScatterND", "Shape", "Sigmoid", "Sin",
         "Sinh", "Size", "Slice", "Softplus", "Softsign", "Split", "Sqrt", "Squeeze", "Sub", "Tan", "Tanh",
@@ -54,6 +54,20 @@ _MOVES = frozenset(
 # These compute in 32 bits, unless they are fused with one that computes in float32.
 _NATIVE = frozenset(
     {"Abs", "Add", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Max", "Min", "Mul", "Neg", "Sub"}
+)
+# They multiply numbers with each other, or with themselves: of large ones not even an infinity is left.
+_SQUARES = frozenset(
+    {
+        "Attention",
+        "GRU",
+        "GridSample",
+        "GroupNormalization",
+        "InstanceNormalization",
+        "LSTM",
+        "LayerNormalization",
+        "RMSNormalization",
+        "RNN",
+    }
 )
 _INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 _WIDE = Interval(-(2**31), 2**31 - 1)
@@ -99,8 +113,8 @@ def demand(layer: Layer, index: int) -> Interval | None:
         return None
     if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
         return Interval(-math.inf, 2.0**100)  # minus infinity masks
-    if kind in ("Attention", "LSTM", "GRU", "RNN", "GridSample"):
-        return Interval(-(2.0**50), 2.0**50)  # products of two stay finite
+    if kind in _SQUARES:
+        return Interval(-(2.0**50), 2.0**50)
     return _ANY_NUMBER
 
 
