@@ -45,6 +45,13 @@ def test_sizes_known_only_at_the_call(engine: NetworkEngine) -> None:
 
 
 @by_engine
+def test_an_input_may_ask_for_gradients(engine: NetworkEngine) -> None:
+    weight, x = torch.randn(4, 4), torch.randn(2, 4, requires_grad=True)
+    (y,) = engine.build(linear(weight))(x)
+    torch.testing.assert_close(y, torch.relu(x @ weight).detach(), rtol=1e-5, atol=1e-5)
+
+
+@by_engine
 def test_float32_means_float32(engine: NetworkEngine) -> None:
     # In half precision the small term would vanish: 4096 + 0.5 rounds to 4096.
     weight = torch.full((512, 4), 8.0)

@@ -1,14 +1,18 @@
-"""Guards as layers of an OpenVINO model: one more output, one number for each guard."""
+"""Guards looked at: of inputs before the engine runs, of other tensors by layers of the model itself."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import torch
 
 from intarsia.engines.openvino_guards import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
+from intarsia.network import Network
 
 
 def correct(model: Any) -> None:
@@ -44,11 +48,48 @@ def _remainder(ov: Any, a: Any, b: Any) -> Any:
     return ov.select(ov.less(a, ov.constant(np.array(0.0), a.get_element_type())), ov.negative(rest), rest)
 
 
-Checked = tuple[list[AnyGuard], np.ndarray[Any, np.dtype[np.float32]]]
+Array = np.ndarray[Any, Any]
 
 
-def add_checks(model: Any, guards: Guards) -> Checked:
-    """Let the model compute a number for each guard, in one more output; the guards, and what each may be."""
+def input_check(guard: Guard) -> Callable[[Array], bool]:
+    """Whether an input holds what it must; asked before the engine runs, at every call."""
+    low, high, limit = guard.low, guard.high, guard.high * guard.high
+
+    def small_squares(array: Array) -> bool:
+        if array.size > _SMALL:
+            flat = torch.from_numpy(array.reshape(-1))
+            return float(torch.dot(flat, flat)) <= limit
+        return bool(np.vdot(array, array) <= limit)
+
+    def total(array: Array) -> bool:
+        return float(np.abs(array.astype(np.float64)).sum()) <= high
+
+    def within(array: Array) -> bool:
+        if array.size > _SMALL:
+            least, most = torch.aminmax(torch.from_numpy(array))
+            return bool(low <= least.item() and most.item() <= high)
+        return not array.size or bool(low <= array.min() and array.max() <= high)
+
+    if not guard.total:
+        return within
+    return small_squares if guard.low < 0 else total  # floats of any sign, or numbers that are added up
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Guards of inputs, and those the model itself computes a number for, with the most it may be."""
+
+    given: dict[str, list[Guard]]
+    made: list[AnyGuard]
+    most: np.ndarray[Any, np.dtype[np.float32]]
+
+
+_SMALL = 8192  # numpy is sooner done with fewer elements, torch with more
+_LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
+
+
+def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
+    """Let the model compute a number for each guard that is not of an input, in one more output."""
     from openvino import opset13 as ov
 
     tensors = {
@@ -58,18 +99,25 @@ def add_checks(model: Any, guards: Guards) -> Checked:
         for output in operation.outputs()
         for name in output.get_names()
     }
+    inputs = {t.name for t in net.get_inputs() if t.dtype in _LOOKED_AT}
     # Sizes that the reader knows it has computed itself, with 64 bits.
     folded = guards.sizes - set(tensors)
-    kept = [guard for guard in guards.all() if not folded.intersection(guard.tensors)]
+    given: dict[str, list[Guard]] = {}
+    made: list[AnyGuard] = []
+    for guard in guards.all():
+        if isinstance(guard, Guard) and guard.tensor in inputs:
+            given.setdefault(guard.tensor, []).append(guard)  # cheaper than a layer, and int64 is seen whole
+        elif not folded.intersection(guard.tensors):
+            made.append(guard)
     for name, index in guards.held.items():
         if name in tensors:
             _hold(ov, tensors[name], index, tensors)
-    made = [_number(ov, guard, tensors) for guard in kept]
-    if made:
-        numbers = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in made]
-        model.add_results([ov.result(ov.concat(numbers, 0) if len(numbers) > 1 else numbers[0])])
+    numbers = [_number(ov, guard, tensors) for guard in made]
+    if numbers:
+        flat = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in numbers]
+        model.add_results([ov.result(ov.concat(flat, 0) if len(flat) > 1 else flat[0])])
         model.validate_nodes_and_infer_types()
-    return kept, np.array([most for _, most in made], dtype=np.float32)
+    return Checks(given, made, np.array([most for _, most in numbers], dtype=np.float32))
 
 
 def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
@@ -144,13 +192,3 @@ def _scalar(ov: Any, value: float) -> Any:
 def _replace(old: Any, new: Any) -> None:
     for reader in old.get_target_inputs():
         reader.replace_source_output(new)
-
-
-def broken(guards: Sequence[AnyGuard], numbers: Any, most: Any, given: Callable[[str], str | None]) -> str:
-    """What does not hold, in a sentence, with the values of inputs where they are at hand."""
-    told = []
-    for guard, holds in zip(guards, numbers <= most, strict=True):
-        if not holds:
-            values = given(guard.tensors[0])
-            told.append(str(guard) + (f"; it holds {values}" if values else ""))
-    return ", and ".join(told[:3])
