@@ -35,9 +35,7 @@ def test_a_model_that_cannot_be_exported_still_compiles() -> None:
             torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    not list(distributions(name="intarsia")), reason="intarsia is not installed"
-)
+@pytest.mark.skipif(not list(distributions(name="intarsia")), reason="intarsia is not installed")
 def test_the_name_is_known_to_torch() -> None:
     assert "intarsia" in torch.compiler.list_backends()
 
