@@ -18,9 +18,10 @@ from intarsia.network.ranges import Interval, is_weight, layer_ranges, range_of,
 
 LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 # A tensor is watched by the sum of its magnitudes, which is one cheap layer; activations stay far below.
-CALM = 2.0**40
-# Beyond this a few more layers might overflow.
-HIGH = 2.0**100
+CALM = 2.0**36
+# Beyond this the next layer might overflow.
+HIGH = 2.0**120
+HIGHISH = 2.0**80
 # The longest dimension an input may have where sizes vary; checked at the call.
 LONGEST_INPUT = 2**22
 _HANDED_ON = frozenset(
@@ -142,11 +143,19 @@ class _Planner:
         self.guards = Guards()
         self.known = {tensor.value: whole(tensor.dtype) for tensor in net.get_inputs()}
         self.narrow = narrow_layers(net)
-        self.wanted = _wanted(net) if floats else set()
+        self.layers = _read_layers(net)
+        self.places = {layer: place for place, layer in enumerate(self.layers)}
+        self.last_read = {
+            t.value: place
+            for place, layer in enumerate(self.layers)
+            for t in layer.get_inputs()
+            if t is not None
+        }
+        self.wanted = _wanted(self.layers) if floats else set()
         self.symbols = {size for t in net.get_inputs() for size in t.shape if isinstance(size, str)}
 
     def run(self) -> Guards:
-        for layer in _read_layers(self.net):
+        for layer in self.layers:
             if not self.floats and not _has_long(layer):
                 continue
             self.stand_floats(layer)
@@ -215,10 +224,19 @@ class _Planner:
         calmer = self.results(layer, instead) if instead else made
         if self.wild(outputs, calmer, False):
             return made
-        for tensor, interval in instead.items():
+        # What later layers read besides, as residuals, would soon be too high as well.
+        later = [Tensor.of(value) for value in self.read_later(layer)]
+        for tensor in dict.fromkeys(
+            [*instead, *(t for t in later if self.can_calm(t) and self.range(t).reach > HIGHISH)]
+        ):
             self.guards.others.append(Guard(tensor.name, -CALM, CALM, total=True))
-            self.known[tensor.value] = interval
+            self.known[tensor.value] = self.range(tensor).cut(Interval(-CALM, CALM))
         return calmer
+
+    def read_later(self, layer: Layer) -> list[ir.Value]:
+        """What is known already and some layer behind this one reads."""
+        now = self.places[layer]
+        return [value for value in self.known if value in self.wanted and self.last_read.get(value, -1) > now]
 
     def is_high(self, layer: Layer) -> bool:
         """Whether an operand is so high already that nothing is gained by watching this layer."""
@@ -383,10 +401,10 @@ def _read_layers(net: Network) -> list[Layer]:
     return found[::-1]
 
 
-def _wanted(net: Network) -> set[ir.Value]:
+def _wanted(layers: Sequence[Layer]) -> set[ir.Value]:
     """The floats that a kernel which loses NaN may come to see."""
     wanted: set[ir.Value] = set()
-    for layer in reversed(_read_layers(net)):
+    for layer in reversed(layers):
         inputs = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
         minds = any(demand(layer, index) is not None for index in range(len(layer.get_inputs())))
         if minds or any(t.value in wanted for t in layer.get_outputs()):
