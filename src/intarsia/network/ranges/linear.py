@@ -16,6 +16,7 @@ from intarsia.network.ranges.rules import (
     count,
     ranges_of,
     reduced_count,
+    root_of_squares,
     torch_constant,
 )
 
@@ -93,8 +94,8 @@ def _reach_of_weight(weight: Tensor, over: Sequence[int]) -> float | None:
         return 0.0
     if values.ndim > 2 and over[-1] == values.ndim - 1:
         return float(torch.linalg.vector_norm(values, 1, dim=list(over)).max())
-    low, high = torch.aminmax(values)  # sums take ten times as long, and norms follow most matrices
-    return count(weight, over) * max(abs(float(low)), abs(float(high)))
+    # Sums take ten times as long, and norms follow most matrices; no sum exceeds this.
+    return math.sqrt(count(weight, over)) * root_of_squares(values)
 
 
 def _product(x: Interval | None, weight: Interval | None, terms: int, total: float | None) -> Interval:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ _WEIGHED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # More elements than any tensor that fits a machine's memory, and the largest size along one dimension.
 MOST_ELEMENTS = 2**40
 LONGEST = 2**31 - 1
+_MANY = 2**16
 SQUARES_FIT = 1e18  # the square of a larger number may be infinite
 
 
@@ -90,11 +92,20 @@ def constant_range(tensor: Tensor) -> Interval:
         return Interval(0, 0)
     if values.dtype == torch.bool:
         return Interval(int(values.all()), int(values.any()))
+    if values.numel() > _MANY and values.dtype == torch.float32:
+        size = root_of_squares(values)
+        return Interval(-size, size, math.isnan(size)) if size < INF else Interval(-INF, INF, True)
     low, high = torch.aminmax(values)
     if not values.dtype.is_floating_point:
         return Interval(int(low), int(high))
     nan = bool(torch.isnan(low))
     return Interval(-INF, INF, True) if nan else Interval(float(low), float(high))
+
+
+def root_of_squares(values: torch.Tensor) -> float:
+    """The norm of all elements: no less than any of them, and sooner found than the largest."""
+    flat = values.reshape(-1)
+    return 1.01 * math.sqrt(float(torch.dot(flat, flat)))
 
 
 def torch_constant(tensor: Tensor) -> torch.Tensor | None:
