@@ -247,7 +247,9 @@ def guards_of(function: Function | nn.Module, *args: torch.Tensor) -> Sequence[s
 
 def test_guards_are_few() -> None:
     bounded = nn.Sequential(*[m for _ in range(30) for m in (nn.Conv2d(3, 3, 3, padding=1), nn.ReLU6())])
-    assert guards_of(bounded, IMAGE) == ["input_1 must be finite, the sum of its magnitudes at most 6.872e+10"]
+    assert guards_of(bounded, IMAGE) == [
+        "input_1 must be finite, the sum of its magnitudes at most 6.872e+10"
+    ]
     assert guards_of(nn.Sequential(nn.Linear(17, 4), nn.Sigmoid()), IMAGE) == []
     assert len(guards_of(lambda i: nn.functional.embedding(i.reshape(-1), TABLE), whole_numbers(1, 2))) == 1
     assert guards_of(lambda x: TABLE[torch.arange(4)] + x, torch.ones(4)) == []
