@@ -54,9 +54,12 @@ def _steps(domain: str, attributes: list[ir.Attr], origin: dict[str, str] | None
     ]
     walked = iter(graph)
     next(walked)
-    make.take_out(graph, other)
-    make.take_out(graph, node)
+    idle: list[ir.Node] = []
+    lone: list[ir.Value] = []
+    make.take_out(graph, other, idle, lone)
+    make.take_out(graph, node, idle, lone)
     # A walk goes on over what is taken out under it.
+    steps += [{"idle": [n.name for n in idle], "lone": [v.name for v in lone]}]
     steps += [_shown(node), _shown(other), {"rest": [n.name for n in walked], "back": len(graph)}]
     steps += [{"reversed": [n.name for n in reversed(graph)], "uses": next(u.idx for u in x.uses())}]
     graph.append(ir.Node("", "Neg", [x]))

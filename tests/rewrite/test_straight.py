@@ -75,7 +75,7 @@ def _shown(found: Any, asked: Rule) -> list[object] | None:
     """What the rule's function would be given, as raw nodes and values."""
     if found is None:
         return None
-    given = found[1:] if type(found) is tuple else asked._bindings(found).values()
+    given = found if type(found) is tuple else asked._bindings(found).values()
     return [item.node if isinstance(item, Layer) else item.value for item in given]
 
 

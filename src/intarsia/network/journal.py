@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnx_ir as ir
 
 if TYPE_CHECKING:
     from intarsia.network.network import Network
-    from intarsia.network.signature import FLayerInfo
+    from intarsia.network.signature import Call, FLayerInfo
 
 
 class Added(NamedTuple):
@@ -25,7 +24,7 @@ class Removed(NamedTuple):
     node: ir.Node
     inputs: tuple[ir.Value | None, ...]
     label: int
-    info: FLayerInfo | None
+    info: FLayerInfo | Call | None
 
 
 class Moved(NamedTuple):
@@ -67,8 +66,7 @@ class Marked(NamedTuple):
     name: str | None
 
 
-@dataclass(frozen=True)
-class Typed:
+class Typed(NamedTuple):
     """A tensor got another type or shape."""
 
     value: ir.Value
@@ -76,13 +74,15 @@ class Typed:
     shape: ir.Shape | None
 
 
-Edit = Added | Removed | Moved | Redirected | Constant | Given | Marked | Typed
+# A journal holds each edit as a plain tuple, which costs a fifth: its class, then its fields.
+Edit = tuple[Any, ...]
 
 
 def undo(net: Network, edits: list[Edit]) -> None:
     """Take back these edits, the last first; the network is then as it was, names and places included."""
     back: list[tuple[int, ir.Node]] = []
-    for edit in reversed(edits):
+    for kind, *fields in reversed(edits):
+        edit = kind(*fields)
         if isinstance(edit, Added):
             _take_out(net, edit.node)
         elif isinstance(edit, Removed):

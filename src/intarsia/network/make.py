@@ -85,6 +85,26 @@ _new = object.__new__
 _tuple = tuple.__new__
 
 
+class _Taken:
+    """The names of a network, as `onnx_ir` asks for them before it names something itself."""
+
+    def __init__(self, names: dict[str, int]) -> None:
+        self._names = names
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str) -> None:
+        self._names.setdefault(name, 0)
+
+
+def share_names(graph: ir.Graph, names: dict[str, int]) -> None:
+    """Let a graph give no name that is in `names`, and note there those of the nodes appended to it."""
+    if SHORT:
+        known: Any = graph._name_authority
+        known._value_names = known._node_names = _Taken(names)
+
+
 def make_node(
     domain: str,
     op_type: str,
@@ -97,7 +117,7 @@ def make_node(
 ) -> ir.Node:
     """A node that reads these tensors and makes new ones; it stands in no graph yet."""
     if not SHORT or domain == "ai.onnx":
-        values = [
+        makes = [
             ir.Value(name=name, type=ir.TensorType(dtype), shape=shape) for name, dtype, shape in outputs
         ]
         return ir.Node(
@@ -105,7 +125,7 @@ def make_node(
             op_type,
             inputs,
             attributes,
-            outputs=values,
+            outputs=makes,
             version=version,
             name=name,
             metadata_props=origin,
@@ -126,64 +146,69 @@ def make_node(
     node._metadata_props = origin
     node.device_configurations = ()
     node._metadata = node._graph = node.doc_string = None
-    values = []
-    for made in outputs:
+    values: list[ir.Value] = []
+    for name, dtype, shape in outputs:
         value: Any = _new(ir.Value)
-        value._producer = node
-        value._index = len(values)
-        value._metadata = value._metadata_props = value._const_value = value.doc_string = None
-        value._name, dtype, value._shape = made
+        value._producer, value._index, value._name, value._shape = node, len(values), name, shape
         value._type = kind = _new(ir.TensorType)
-        kind._dtype = dtype
-        kind.denotation = None
+        kind._dtype, kind.denotation = dtype, None
         value._uses = {}
-        value._graph = None
+        value._graph = value._metadata = value._metadata_props = value._const_value = value.doc_string = None
         value._is_graph_input = value._is_graph_output = value._is_initializer = False
         values.append(value)
     node._outputs = tuple(values)
-    for index, value in enumerate(inputs):
-        if value is not None:
-            value._uses[_tuple(_Usage, (node, index))] = None
+    for index, read in enumerate(inputs):
+        if read is not None:
+            read._uses[_tuple(_Usage, (node, index))] = None
     return node  # type: ignore[no-any-return]
 
 
-def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> None:
-    """Put a node made by `make_node` before one of the graph."""
+def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> ir.Node | None:
+    """Put a node made by `make_node` before the anchor; which one it now stands behind.
+
+    The anchor is given where that cannot be said. Its name, and those of what it makes, are taken already.
+    """
     if not SHORT:
         graph.insert_before(anchor, node)
-        return
-    names: Any = graph._name_authority
-    names._node_names.add(node._name)
-    for value in node._outputs:
-        names._value_names.add(value._name)
+        return anchor
     node._graph = graph
     nodes: Any = graph._nodes
     boxes = nodes._value_ids_to_boxes
-    boxes[id(node)] = box = _new(_Box)
     behind = boxes[id(anchor)]
-    box.prev = before = behind.prev
-    before.next = behind.prev = box
-    box.next, box.value, box.owning_list = behind, node, nodes
+    before = behind.prev
+    boxes[id(node)] = before.next = behind.prev = box = _new(_Box)
+    box.prev, box.next, box.value, box.owning_list = before, behind, node, nodes
     nodes._length += 1
+    return before.value  # type: ignore[no-any-return]
 
 
-def take_out(graph: ir.Graph, node: Any) -> None:
-    """Let a node that nothing reads read nothing any more, and remove it."""
-    if not SHORT or node.device_configurations:
-        node.resize_inputs(0)
-        graph.remove(node)
+def take_out(graph: ir.Graph, node: Any, idle: list[ir.Node], lone: list[ir.Value]) -> None:
+    """Remove a node that nothing reads.
+
+    `idle` is given the makers of what nothing reads any more, `lone` the tensors with one read left.
+    """
+    inputs = node._inputs
+    if SHORT and not node.device_configurations:
+        for index, value in enumerate(inputs):
+            if value is not None:
+                uses = value._uses
+                del uses[node, index]
+                if len(uses) < 2 and value._producer is not None:
+                    (lone.append(value) if uses else idle.append(value._producer))
+        node._inputs = ()
+        node._graph = None
+        nodes: Any = graph._nodes
+        box = nodes._value_ids_to_boxes.pop(id(node))
+        before, behind = box.prev, box.next
+        before.next, behind.prev = behind, before
+        box.value = None
+        nodes._length -= 1
         return
-    for index, value in enumerate(node._inputs):
-        if value is not None:
-            del value._uses[node, index]
-    node._inputs = ()
-    node._graph = None
-    nodes: Any = graph._nodes
-    box = nodes._value_ids_to_boxes.pop(id(node))
-    before, behind = box.prev, box.next
-    before.next, behind.prev = behind, before
-    box.value = None
-    nodes._length -= 1
+    node.resize_inputs(0)
+    graph.remove(node)
+    for value in inputs:
+        if value is not None and value._producer is not None and len(value._uses) < 2:
+            (lone.append(value) if value._uses else idle.append(value._producer))
 
 
 def nodes_of(graph: ir.Graph) -> list[ir.Node]:

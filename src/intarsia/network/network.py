@@ -19,7 +19,7 @@ from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
 from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Removed
 from intarsia.network.layer import Layer as Layer
-from intarsia.network.make import make_node, take_out
+from intarsia.network.make import make_node, share_names, take_out
 from intarsia.network.order import Order
 from intarsia.network.raw import name_of
 from intarsia.network.redirect import replace_read, replace_value
@@ -32,10 +32,9 @@ from intarsia.network.types import raw_shape as raw_shape
 from intarsia.network.uses import is_dead
 
 if TYPE_CHECKING:
-    from intarsia.network.signature import FLayerInfo, FLayerInfoMemo
+    from intarsia.network.signature import Call, FLayerInfo, FLayerInfoMemo
 
 _lower = functools.cache(str.lower)
-_tuple = tuple.__new__  # a named tuple without the call of its own constructor
 
 
 class Network:
@@ -58,8 +57,9 @@ class Network:
         self.order = Order(graph)
         self.journal: list[Edit] | None = None  # kept while a rewrite is tried
         self.made: list[ir.Node] | None = None  # by the functional that runs now
-        self._layers: dict[str, ir.Node] = {}
+        self._layers: dict[str, ir.Node] | None = None  # by name, from the first time one is asked for
         self._names: dict[str, int] = {}
+        share_names(graph, self._names)
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
         self.anchor: ir.Node | None = None
         self.scope = ""  # how layers made now are called
@@ -78,7 +78,6 @@ class Network:
             net._names[str(value.name)] = 0
         for node in graph:
             node.name = net.unique_name(node.name or node.op_type.lower())
-            net._layers[node.name] = node
             for value in node.outputs:
                 net._names.setdefault(str(value.name), 0)
         return net
@@ -106,6 +105,8 @@ class Network:
         return (Layer(node) for node in self.graph)
 
     def get_layer_by_name(self, name: str) -> Layer | None:
+        if self._layers is None:
+            self._layers = {name_of(node): node for node in self.graph}
         node = self._layers.get(name)
         return None if node is None else Layer(node)
 
@@ -135,7 +136,7 @@ class Network:
         )
         self.graph.inputs.append(value)
         if self.journal is not None:
-            self.journal.append(Given(value))
+            self.journal.append((Given, value))
         return Tensor.of(value)
 
     def add_constant(self, array: ir.TensorProtocol, name: str | None = None) -> Tensor:
@@ -154,7 +155,7 @@ class Network:
         if key is not None:
             self._constants[key] = value
         if self.journal is not None:
-            self.journal.append(Constant(value, key))
+            self.journal.append((Constant, value, key))
         return Tensor.of(value)
 
     def add_layer(
@@ -203,18 +204,35 @@ class Network:
         node = make_node(domain, op_type, inputs, given, made, version, layer_name, origin)
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1
-        anchor = self.anchor
-        if anchor is None or anchor._graph is not self.graph:
-            self.graph.append(node)
+        self._place(node, layer_name, inferred)
+        return node
+
+    def add_alike(
+        self, op_type: str, inputs: tuple[ir.Value | None, ...], dtype: ir.DataType, shape: ir.Shape
+    ) -> ir.Node:
+        """`add_node` of one of ONNX's own operators, whose one output its rule gives this type and shape."""
+        name = self.unique_name(self.scope or _lower(op_type))
+        origin = self.origin
+        if origin is not None:
+            origin, self.traced = dict(origin), True
+        node = make_node("", op_type, inputs, (), ((name, dtype, shape),), None, name, origin)
+        self._place(node, name, True)
+        return node
+
+    def _place(self, node: ir.Node, name: str, inferred: bool) -> None:
+        """Let a new layer stand before the anchor or at the end, and remember it."""
+        graph, anchor, journal = self.graph, self.anchor, self.journal
+        if anchor is None or anchor._graph is not graph:
+            graph.append(node)
             self.order.appended(node)
         else:
             self.order.put(node, anchor)
-        self._layers[layer_name] = node
+        if self._layers is not None:
+            self._layers[name] = node
         if self.made is not None:
             self.made.append(node)
-        if self.journal is not None:
-            self.journal.append(_tuple(Added, (node, inferred)))
-        return node
+        if journal is not None:
+            journal.append((Added, node, inferred))
 
     @contextlib.contextmanager
     def before(self, layer: Layer) -> Iterator[None]:
@@ -232,7 +250,7 @@ class Network:
             value.name = self.unique_name(name)
         self.graph.outputs.append(value)
         if self.journal is not None:
-            self.journal.append(Marked(value, before))
+            self.journal.append((Marked, value, before))
 
     def remove(self, layer: Layer) -> None:
         """Take a layer out; an error if anything still reads it."""
@@ -243,55 +261,49 @@ class Network:
             value = next(v for v in node.outputs if v.uses() or v.is_graph_output())
             who = ", ".join(str(use.node.name) for use in value.uses()) or "the network's outputs"
             raise NetworkError(f"layer {layer.name} cannot be removed: {value.name} is read by {who}")
-        self.remove_dead([node], feeders=False)
+        self.remove_dead([node], [], feeders=False)
 
-    def remove_dead(
-        self, nodes: list[ir.Node], *, feeders: bool = True, lone: list[ir.Value] | None = None
-    ) -> None:
+    def remove_dead(self, nodes: list[ir.Node], lone: list[ir.Value], *, feeders: bool = True) -> None:
         """Take out these layers, the last first, where nothing reads them, and what fed them alone.
 
-        `lone` is given the tensors they read that have one reader left.
+        `lone` is given tensors they read that may have one reader left.
         """
-        graph, journal = self.graph, self.journal
-        layers: dict[Any, ir.Node] = self._layers
-        infos: dict[Any, FLayerInfo] = {} if self.memo is None else self.memo.infos
-        order, places = self.order, self.order.places
+        graph, journal, labels, layers = self.graph, self.journal, self.order.labels, self._layers
+        infos: dict[str, Any] = {} if self.memo is None else self.memo.infos
+        idle = nodes if feeders else []
         while nodes:
-            node = nodes.pop()
+            node: Any = nodes.pop()
             if node._graph is not graph:
                 continue
             for value in node._outputs:
                 if value._uses or value._is_graph_output:
                     break
             else:
-                name, inputs = node._name, node._inputs
-                if node not in places:
-                    order.relabel()
-                label, info = places.pop(node)[0], infos.pop(name, None)
+                label = labels.pop(node, None)
+                if label is None:
+                    label = self.order.of(node)
+                    del labels[node]
+                name = node._name
+                info = infos.pop(name, None)
+                if layers is not None:
+                    layers.pop(name, None)
                 if journal is not None:
-                    journal.append(_tuple(Removed, (node, inputs, label, info)))
-                layers.pop(name, None)
-                take_out(graph, node)
-                if feeders:
-                    for read in inputs:
-                        if read is None or read._producer is None:
-                            continue
-                        if not read._uses:
-                            nodes.append(read._producer)
-                        elif lone is not None and len(read._uses) == 1:
-                            lone.append(read)
+                    journal.append((Removed, node, node._inputs, label, info))
+                take_out(graph, node, idle, lone)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""
         name = name_of(node)
-        self._layers.pop(name, None)
+        if self._layers is not None:
+            self._layers.pop(name, None)
         self.order.removed(node)
         if self.memo is not None:
             self.memo.remove(name)
 
-    def restored(self, node: ir.Node, info: FLayerInfo | None) -> None:
+    def restored(self, node: ir.Node, info: FLayerInfo | Call | None) -> None:
         """Remember a layer that came back."""
-        self._layers[str(node.name)] = node
+        if self._layers is not None:
+            self._layers[str(node.name)] = node
         if info is not None and self.memo is not None:
             self.memo.restore(str(node.name), info)
 

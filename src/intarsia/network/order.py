@@ -6,71 +6,68 @@ import onnx_ir as ir
 
 from intarsia.network.make import insert_before
 
-_GAP = 1 << 60  # between layers that were appended
-_STEP = 1 << 24  # what one insertion takes of a gap, if the gap is wide
+_GAP = 1 << 40  # between layers that were appended
+_STEP = 1 << 16  # what one insertion takes of a gap, if the gap is wide
 
 
 class Order:
     """Labels of the layers of one graph, kept as layers are appended and put in.
 
-    Each layer has its label, and a lower one that no layer above it and below that label has: the room
-    for insertion. A layer that came by another road than the network has none; the whole list is then
-    labelled anew.
+    A layer that came by another road than the network has none; the whole list is then labelled anew.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
-        self.places: dict[ir.Node, tuple[int, int]] = {}
+        self.labels: dict[ir.Node | None, int] = {None: 0}  # None stands before the first
         self._last = 0
+        self._lows: dict[ir.Node, int] = {}  # what labels above a layer begin at, where the list cannot say
 
     def of(self, node: ir.Node) -> int:
         """The label of a layer of the graph."""
-        return (self.places.get(node) or self.labelled(node))[0]
-
-    def labelled(self, node: ir.Node) -> tuple[int, int]:
-        """The place of a layer that has none yet."""
-        self.relabel()
-        return self.places[node]
+        if node not in self.labels:
+            self.relabel()
+        return self.labels[node]
 
     def appended(self, node: ir.Node) -> None:
-        low = self._last
-        self._last = label = low + _GAP
-        self.places[node] = (label, low)
+        self._last = self.labels[node] = self._last + _GAP
 
     def put(self, node: ir.Node, anchor: ir.Node) -> None:
         """Put a layer before the anchor, or behind what it reads if that is made later."""
-        graph, places = self._graph, self.places
-        high, low = places.get(anchor) or self.labelled(anchor)
-        late: ir.Node | None = None
-        limit = high
+        labels, graph = self.labels, self._graph
+        high = labels.get(anchor, 0)
         for value in node._inputs:
-            if value is not None and (maker := value._producer) is not None and maker._graph is graph:
-                place = places.get(maker)
-                if place is None:
-                    self.relabel()
-                    self.put(node, anchor)
+            if value is not None and (maker := value._producer) is not None:
+                made = labels.get(maker)
+                if (made is None or made >= high) and maker._graph is graph:
+                    self._put_behind(node, anchor)
                     return
-                if place[0] >= limit:
-                    late, limit = maker, place[0]
-        if late is not None:
-            graph.insert_after(late, node)
+        before = insert_before(graph, anchor, node)
+        low = labels.get(before) if before is not anchor else self._lows.get(anchor, high - _GAP)
+        gap = 0 if low is None else (high - low) >> 1
+        if low is None or gap <= 0:
             self.relabel()
             return
-        insert_before(graph, anchor, node)
-        gap = (high - low) >> 1
-        if not gap:
-            self.relabel()
-            return
-        label = low + (gap if gap < _STEP else _STEP)
-        places[node] = (label, low)
-        places[anchor] = (high, label)
+        labels[node] = label = low + (gap if gap < _STEP else _STEP)
+        if before is anchor:
+            self._lows[node], self._lows[anchor] = low, label
+
+    def _put_behind(self, node: ir.Node, anchor: ir.Node) -> None:
+        """`put` of a layer that reads what has no label yet, or is made later than the anchor."""
+        makers = [value._producer for value in node._inputs if value is not None and value._producer]
+        last = max((maker for maker in makers if maker._graph is self._graph), key=self.of)
+        if self.of(last) < self.of(anchor):
+            insert_before(self._graph, anchor, node)
+        else:
+            self._graph.insert_after(last, node)
+        self.relabel()
 
     def removed(self, node: ir.Node) -> None:
-        self.places.pop(node, None)
+        self.labels.pop(node, None)
 
     def relabel(self) -> None:
         """Label every layer anew, in the order of the list."""
-        self.places.clear()
-        self._last = 0
+        self.labels.clear()
+        self._lows.clear()
+        self.labels[None] = self._last = 0
         for node in self._graph:
             self.appended(node)

@@ -16,8 +16,6 @@ from intarsia.network.uses import move_uses
 if TYPE_CHECKING:
     from intarsia.network.network import Network
 
-_tuple = tuple.__new__  # a named tuple without the call of its own constructor
-
 
 def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
     """Let all that read one tensor, network outputs included, read another."""
@@ -28,18 +26,19 @@ def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
         raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
     uses = tuple(before._uses)
     if made is not None:
-        places, maker = net.order.places, before._producer
+        labels = net.order.labels
         # What is made before `before` is made stands before all that reads it.
-        if made not in places or maker not in places or places[made][0] >= places[maker][0]:
+        early, late = labels.get(made), labels.get(before._producer)
+        if early is None or late is None or early >= late:
             _order_uses(net, before, after, made, uses)
     move_uses(before, after, uses)
     if before._is_graph_output:
         shown, positions = _take_over(net, before, after, made)
-        moved = (before, shown, uses, positions, True)
+        moved = (Moved, before, shown, uses, positions, True)
     else:
-        moved = (before, after, uses, (), False)
+        moved = (Moved, before, after, uses, (), False)
     if net.journal is not None:
-        net.journal.append(_tuple(Moved, moved))
+        net.journal.append(moved)
     if net.memo is not None:
         net.memo.uses_moved(before, after)
 
@@ -66,7 +65,7 @@ def replace_read(net: Network, reader: ir.Node, index: int, new: ir.Value) -> No
         _order_uses(net, new if old is None else old, new, maker, ((reader, index),))
     reader.replace_input_with(index, new)
     if net.journal is not None:
-        net.journal.append(Redirected(reader, index, old, new))
+        net.journal.append((Redirected, reader, index, old, new))
 
 
 def _identity(net: Network, value: ir.Value) -> ir.Value:

@@ -19,6 +19,7 @@ class Schema:
     max_inputs: int
     max_outputs: int
     defaults: dict[str, Any]
+    has_attributes: bool
 
 
 @functools.cache
@@ -38,4 +39,4 @@ def schema_of(domain: str, op_type: str) -> Schema | None:
         if attr.default_value.type
     }
     plain = {name: v.decode() if isinstance(v, bytes) else v for name, v in defaults.items()}
-    return Schema(found.min_input, found.max_input, found.max_output, plain)
+    return Schema(found.min_input, found.max_input, found.max_output, plain, bool(found.attributes))

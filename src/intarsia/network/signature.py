@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import onnx_ir as ir
 
@@ -15,6 +15,22 @@ from intarsia.network.raw import name_of, producer_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Form(NamedTuple):
+    """What a functional is called, and with what."""
+
+    kind: str
+    signature: inspect.Signature
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Form:
+        return Form(function.__name__, inspect.signature(function))
+
+
+# A call as it was: form, arguments, results, the layers it made, and the memo's clock then. Of the call
+# of a functional that is one layer: form, the layer, which holds the rest, and the clock.
+Call = tuple[Form, tuple[Any, ...], dict[str, Any], Any, list[ir.Node], int] | tuple[Form, ir.Node, int]
 
 
 class FLayerInfo:
@@ -32,23 +48,19 @@ class FLayerInfo:
 
     __slots__ = ("_call", "_made", "_memo", "_outputs", "_time", "layer_kind", "signature")
 
-    def __init__(
-        self,
-        kind: str,
-        signature: inspect.Signature,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: Any,
-        made: list[ir.Node],
-        memo: FLayerInfoMemo,
-    ) -> None:
-        self.layer_kind = kind
-        self.signature = signature
+    def __init__(self, memo: FLayerInfoMemo, call: Call) -> None:
+        args: tuple[Any, ...]
+        kwargs: dict[str, Any]
+        if len(call) == 3:
+            form, node, time = call
+            args, kwargs = tuple(Tensor.of(value) for value in node.inputs if value is not None), {}
+            self._outputs, self._made = Tensor.of(memo.follow(node.outputs[0], time)), [node]
+            self._time = memo.clock
+        else:
+            form, args, kwargs, self._outputs, self._made, self._time = call
+        self.layer_kind, self.signature = form
         self._call = (args, kwargs)
-        self._outputs = outputs
-        self._made = made
         self._memo = memo
-        self._time = memo.clock
 
     # Tensors that were replaced since the call are looked up when asked for: most never are.
     @property
@@ -120,8 +132,8 @@ class FLayerInfoMemo:
     """The calls of one network, by layer name."""
 
     def __init__(self) -> None:
-        self.infos: dict[str, FLayerInfo] = {}
-        self._moves: dict[ir.Value, list[tuple[int, ir.Value]]] = {}
+        self.infos: dict[str, FLayerInfo | Call] = {}  # most calls are never asked for
+        self._moves: dict[ir.Value, tuple[Any, ...]] = {}  # of each value: time, new value, time, ...
         self.clock = 0  # counts moves, so that a call sees those made after it and no others
 
     @staticmethod
@@ -142,34 +154,32 @@ class FLayerInfoMemo:
         """The call that made this layer's result; None if none was recorded or it is true no more."""
         name = layer if isinstance(layer, str) else layer.name
         info = self.infos.get(name)
+        if isinstance(info, tuple):
+            info = self.infos[name] = FLayerInfo(self, info)
         return info if info is not None and info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:
         self.infos.pop(layer if isinstance(layer, str) else layer.name, None)
 
-    def restore(self, name: str, info: FLayerInfo) -> None:
+    def restore(self, name: str, info: FLayerInfo | Call) -> None:
         self.infos[name] = info
 
     def uses_moved(self, old: ir.Value, new: ir.Value) -> None:
         """Called by the network when readers of `old` read `new` from now on."""
         self.clock += 1
-        move = (self.clock, new)
-        if (moves := self._moves.get(old)) is None:
-            self._moves[old] = [move]
-        else:
-            moves.append(move)
+        self._moves[old] = (*self._moves.get(old, ()), self.clock, new)
 
     def uses_moved_back(self, old: ir.Value) -> None:
         """Called by the network when the last move of `old` is undone."""
-        self._moves[old].pop()
+        self._moves[old] = self._moves[old][:-2]
 
     def follow(self, value: ir.Value, time: int) -> ir.Value:
         """What stands now for a value that was mentioned at `time`."""
         while moves := self._moves.get(value):
-            later = next((move for move in moves if move[0] > time), None)
+            later = next((place for place in range(0, len(moves), 2) if moves[place] > time), None)
             if later is None:
                 return value
-            time, value = later
+            time, value = moves[later : later + 2]
         return value
 
 
@@ -178,8 +188,7 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
 
     Where recorded functionals call each other, the outermost call is what the layer stands for.
     """
-    signature = inspect.signature(function)
-    kind = function.__name__
+    form = Form.of(function)
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -200,21 +209,19 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
         if outer is not None:
             outer += made
         memo = net.memo or FLayerInfoMemo.of(net)
+        call: Call = (form, args, kwargs, result, made, memo.clock)
         if type(result) is Tensor:
             # A functional may hand back a tensor that was there before: that one keeps its own call.
             tensor: Any = result
             node: Any = tensor.value._producer
             if node is made[-1] or node in made:
-                memo.infos[node._name] = FLayerInfo(kind, signature, args, kwargs, result, made, memo)
+                memo.infos[node._name] = call
             return result
-        info: FLayerInfo | None = None
+        info = FLayerInfo(memo, call)
         for tensor in tensors_in(result):
             node = producer_of(tensor.value)
-            if node is None or node not in made:
-                continue
-            if info is None:
-                info = FLayerInfo(kind, signature, args, kwargs, result, made, memo)
-            memo.infos[name_of(node)] = info
+            if node is not None and node in made:
+                memo.infos[name_of(node)] = info
         return result
 
     return recorded

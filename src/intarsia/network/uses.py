@@ -39,14 +39,20 @@ def move_uses(old: ir.Value, new: ir.Value, uses: Uses) -> None:
         for node, index in uses:
             node.replace_input_with(index, new)
         return
-    left: Any = old._uses
-    moved: Any = new._uses
+    source: Any = old
+    target: Any = new
+    fresh = not target._uses
+    if fresh:  # the readers change hands as they are
+        source._uses, target._uses = target._uses, source._uses
     for use in uses:
         node, index = use
-        if node.device_configurations:
+        if node.device_configurations:  # of which onnx_ir knows what else changes
+            if fresh:
+                source._uses[use] = target._uses.pop(use)
             node.replace_input_with(index, new)
             continue
-        inputs = node._inputs
-        node._inputs = (*inputs[:index], new, *inputs[index + 1 :])
-        moved[use] = None
-        del left[use]
+        inputs = list(node._inputs)
+        inputs[index] = new
+        node._inputs = tuple(inputs)
+        if not fresh:
+            target._uses[use] = source._uses.pop(use)

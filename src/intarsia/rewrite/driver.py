@@ -7,20 +7,20 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Network, net_guard
-from intarsia.network.journal import Moved
+from intarsia.network.journal import Edit, Moved, Removed
 from intarsia.network.make import nodes_of
 from intarsia.network.raw import kind_of
 from intarsia.network.uses import readers, use_count
 from intarsia.network.verify import verify_links
-from intarsia.rewrite.log import Fired, RewriteLog
+from intarsia.rewrite.log import RewriteLog
 from intarsia.rewrite.pattern import PatternRewriter
-from intarsia.rewrite.transaction import Change, attempt
+from intarsia.rewrite.transaction import attempt
 
 _NEAR = 32  # layers looked at again after one rewrite; a last scan finds what this misses
 
@@ -72,13 +72,6 @@ class _Level:
             self.waiting.append(node)
         return True
 
-    def pop(self) -> tuple[ir.Node, list[Entry]]:
-        """The next layer, and the patterns to be tried at it."""
-        node = self.waiting.popleft()
-        self.queued.discard(node)
-        self.left -= 1
-        return node, self.by_kind.get(kind_of(node) if node._domain else node._op_type, self.anywhere)
-
 
 def _plain(attributes: Mapping[str, ir.Attr]) -> dict[str, object]:
     return {name: attr.value for name, attr in attributes.items()}
@@ -99,6 +92,8 @@ class Driver:
         self.net = net
         benefits = sorted({entry.benefit for entry in entries}, reverse=True)
         self.levels = [_Level([e for e in entries if e.benefit == benefit]) for benefit in benefits]
+        self.kinds = {kind for level in self.levels for kind in level.by_kind}
+        self.anywhere = any(level.anywhere for level in self.levels)
         self.reach = max((entry.pattern.reach for entry in entries), default=0)
         self.limit = limit
         self.budget = 1000 + 20 * len(net) if budget is None else budget
@@ -109,53 +104,81 @@ class Driver:
 
     def run(self) -> RewriteLog:
         """Rewrite until nothing matches, or `limit` rewrites are made; then verify the links."""
+        log = self.log
         with net_guard(self.net), _no_collection():
-            changed = True
-            while changed and not self.log.exhausted:
-                nodes = nodes_of(self.net.graph)
+            before = -1
+            while before < len(log.fired) and not log.exhausted:
+                nodes, before = nodes_of(self.net.graph), len(log.fired)
                 for level in self.levels:
                     level.fill(nodes)
-                before = len(self.log)
-                top = self.levels[0] if self.levels else None
-                while not self.log.exhausted:
+                while not log.exhausted:
                     for level in self.levels:  # the highest with layers to try
                         if level.waiting:
                             break
                     else:
                         break
-                    sweeping = level is top and level.left > 0
-                    self._visit(*level.pop(), sweeping)
-                changed = len(self.log) > before
-            if self.log.fired:
+                    self._work(level)
+            if log.fired:
                 self.net.drop_unused_constants()
                 verify_links(self.net.graph)
-        return self.log
+        return log
 
-    def _visit(self, node: ir.Node, entries: list[Entry], sweeping: bool) -> None:
-        net = self.net
-        for entry in entries:
-            if node._graph is not net.graph:
-                return  # gone since it was queued
-            found = entry.pattern.find_at(node)
-            if not found or (self.banned and (entry.label, node) in self.banned):
+    def _work(self, level: _Level) -> None:
+        """Try the layers of one level, until a rewrite may have queued some at a higher one."""
+        graph, waiting, queued = self.net.graph, level.waiting, level.queued
+        by_kind, anywhere = level.by_kind, level.anywhere
+        top = level is self.levels[0]
+        while waiting:
+            node = waiting.popleft()
+            queued.discard(node)
+            level.left -= 1
+            if node._graph is not graph:
+                continue  # gone since it was queued
+            for entry in by_kind.get(kind_of(node) if node._domain else node._op_type, anywhere):
+                found = entry.pattern.find_at(node)
+                if found and self._rewrite(entry, node, found, top and level.left >= 0):
+                    break
+            else:
                 continue
-            if self.limit is not None and len(self.log) >= self.limit:
-                self.log.exhausted = True
+            if not top or self.log.exhausted:
                 return
-            if self.pasts:
-                self._check_past(entry.label, node)
-            inputs = node._inputs
-            try:
-                change = attempt(net, entry.pattern, node, found)
-            except RewriteError as error:
-                if self.strict:
-                    raise
-                self.log.broken.append(str(error))
-                self.banned.add((entry.label, node))
-                continue
-            if type(change) is Change:
-                self._settle(entry.label, node, inputs, change, sweeping)
-                return
+
+    def _rewrite(self, entry: Entry, node: ir.Node, found: Any, sweeping: bool) -> bool:
+        """Let a pattern act where it matches; whether this layer is done with."""
+        label, log, inputs = entry.label, self.log, node._inputs
+        if self.banned and (label, node) in self.banned:
+            return False
+        if self.limit is not None and len(log.fired) >= self.limit:
+            log.exhausted = True
+            return True
+        if self.pasts:
+            self._check_past(label, node)
+        try:
+            change = attempt(self.net, entry.pattern, node, found)
+        except RewriteError as error:
+            if self.strict:
+                raise
+            log.broken.append(str(error))
+            self.banned.add((label, node))
+            return False
+        if not isinstance(change, tuple):
+            return False
+        edits, made, removed, lone = change
+        log.write(label, node, removed, made, self.net.traced)
+        if len(log.fired) > self.budget:
+            self._no_end()
+        for new in made:
+            if (new._op_type in self.kinds or new._domain or self.anywhere) and self._push(new):
+                before = self.pasts.get(node)
+                self.pasts[new] = _Past(label, node.op_type, inputs, node.attributes, before)
+        if lone or not sweeping:
+            self._queue_near(edits, made, removed, lone, sweeping)
+        return True
+
+    def _no_end(self) -> None:
+        recent = Counter(one.pattern for one in self.log.fired[-200:])
+        labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
+        raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
 
     def _check_past(self, label: str, node: ir.Node) -> None:
         """An error if a layer about to be replaced was replaced before just as it is."""
@@ -176,40 +199,31 @@ class Driver:
                 )
             step = step.before
 
-    def _settle(
-        self, label: str, root: ir.Node, inputs: Sequence[ir.Value | None], change: Change, sweeping: bool
+    def _queue_near(
+        self,
+        edits: list[Edit],
+        made: list[ir.Node],
+        removed: list[Edit],
+        lone: list[ir.Value],
+        sweeping: bool,
     ) -> None:
-        """Write down a rewrite that stands, and queue what it may have made matchable."""
-        made, fired = change.made, self.log.fired
-        entry = Fired(label, root, [edit[0] for edit in change.removed], made)
-        entry.stamp(self.net.traced)
-        fired.append(entry)
-        if len(fired) > self.budget:
-            recent = Counter(one.pattern for one in fired[-200:])
-            labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
-            raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
-        for node in made:
-            if self._push(node):
-                before = self.pasts.get(root)
-                self.pasts[node] = _Past(label, root.op_type, inputs, root.attributes, before)
-        # One reader less may be what a pattern waited for.
+        """Queue what a rewrite may have made matchable."""
         near: dict[ir.Node, None] = {}
-        for value in change.lone:
-            # In the first sweep of the highest level all that stands below is still to be visited.
+        of = self.net.order.of
+        # One reader less may be what a pattern waited for. In the first sweep of the highest level all
+        # that stands below is still to be visited.
+        last = max([Removed(*edit[1:]).label for edit in removed]) if sweeping and removed else 0
+        for value in lone:
             for reader, _ in value._uses:
-                if reader not in made and not (sweeping and self._is_below(reader, change)):
+                if reader not in made and not (sweeping and of(reader) > last):
                     near[reader] = None
         if not sweeping:
-            for edit in change.edits:
-                if isinstance(edit, Moved):
-                    near.update(dict.fromkeys([use[0] for use in edit.uses[:_NEAR]]))
+            for kind, *fields in edits:
+                if kind is Moved:
+                    near.update(dict.fromkeys([use[0] for use in Moved(*fields).uses[:_NEAR]]))
             near.update(dict.fromkeys(made))
         if near:
             self._push_near(near)
-
-    def _is_below(self, node: ir.Node, change: Change) -> bool:
-        label = self.net.order.of(node)
-        return all(edit.label < label for edit in change.removed)
 
     def _push(self, node: ir.Node) -> bool:
         """Queue a layer wherever a pattern starts at its kind; whether one does."""

@@ -3,59 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 import onnx_ir as ir
 
-from intarsia.network.raw import name_of, write_props
+from intarsia.network.journal import Edit
+from intarsia.network.raw import name_of
+
+_tuple = tuple.__new__  # a named tuple without the call of its own constructor
+_node_of: Callable[[Edit], ir.Node] = itemgetter(1)
 
 
-class Fired:
+class Fired(NamedTuple):
     """One rewrite: the pattern, the layers it took away and those it put in their place."""
 
-    __slots__ = ("_gone", "_made", "_root", "pattern")
-
-    def __init__(self, pattern: str, root: ir.Node, gone: list[ir.Node], made: list[ir.Node]) -> None:
-        self.pattern = pattern
-        self._root, self._gone, self._made = root, gone, made
+    pattern: str
+    root: ir.Node
+    replaced: tuple[str, ...]
+    nodes: list[ir.Node]
 
     @property
     def layer(self) -> str:
         """The layer it was found at."""
-        return str(self._root.name)
+        return str(self.root.name)
 
     @property
     def kind(self) -> str:
-        return self._root.op_type
-
-    @property
-    def replaced(self) -> tuple[str, ...]:
-        return tuple([str(node.name) for node in self._gone])
+        return self.root.op_type
 
     @property
     def made(self) -> tuple[str, ...]:
-        return tuple([str(node.name) for node in self._made])
+        return tuple(map(name_of, self.nodes))
 
     @property
     def source(self) -> str:
         """The line of the model that the replaced layers come from, where it is known."""
-        return next(
-            (node.metadata_props["source"] for node in self._from() if "source" in node.metadata_props), ""
-        )
-
-    def _from(self) -> list[ir.Node]:
-        return [self._root, *self._gone]
-
-    def stamp(self, traced: bool) -> None:
-        """Write on every new layer where it comes from; `traced` says that old layers know it."""
-        props = {"pattern": self.pattern, "replaced": ", ".join(map(name_of, self._gone))}
-        if traced:
-            origin = next((node.metadata_props for node in self._from() if node.metadata_props), {})
-            props = {**origin, **props}
-        for node in self._made:
-            write_props(node, props)
-            if node is not self._made[-1]:
-                props = dict(props)
+        known = [node.metadata_props.get("source", "") for node in (self.root, *self.nodes)]
+        return next(filter(None, known), "")
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
@@ -76,6 +63,25 @@ class RewriteLog:
 
     def __len__(self) -> int:
         return len(self.fired)
+
+    def write(
+        self, pattern: str, root: ir.Node, removed: list[Edit], made: list[ir.Node], traced: bool
+    ) -> None:
+        """Note a rewrite, and on every new layer where it comes from; `traced` says that old ones know."""
+        replaced = tuple(map(name_of, map(_node_of, removed)))
+        self.fired.append(_tuple(Fired, (pattern, root, replaced, made)))
+        props = {"pattern": pattern, "replaced": ", ".join(replaced)}
+        if traced:
+            layers = [root, *map(_node_of, removed)]
+            origin = next((node.metadata_props for node in layers if node.metadata_props), {})
+            props = {**origin, **props}
+        for node in made:
+            if node._metadata_props is None:
+                node._metadata_props = props
+            else:
+                node.metadata_props.update(props)
+            if node is not made[-1]:
+                props = dict(props)
 
     def add(self, other: RewriteLog) -> None:
         """Take in what a further run did."""

@@ -56,8 +56,8 @@ class Rule(PatternRewriter):
 
     def act(self, net: Network, node: ir.Node, found: Any) -> bool | Refusal:
         """Let the function act on the first match it does not refuse."""
-        if type(found) is tuple:  # found straight: the layer, then what the function wants
-            said = self.function(net, *found[1:])
+        if type(found) is tuple:  # found straight: what the function wants
+            said = self.function(net, *found) if self._wanted else self.function(net)
             if type(said) is Tensor:
                 replace_value(net, node._outputs[0], said.value)
                 return True

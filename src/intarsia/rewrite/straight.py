@@ -24,8 +24,8 @@ Straight = Callable[[ir.Node], Any]
 def straight(roots: Sequence[Root], wanted: Sequence[str], slow: Straight) -> Straight | None:
     """A function of a layer of the pattern's kind; None if the pattern leaves something to choose.
 
-    It gives the layer, then what is wanted by name: tensors of variables and named layers; None where
-    the pattern does not match; and what `slow` gives where that is not plain to see.
+    It gives what is wanted by name, tensors of variables and named layers, or the layer where nothing is
+    wanted; None where the pattern does not match; and what `slow` gives where that is not plain to see.
     """
     root = roots[0]
     if not isinstance(root, Call) or not _is_plain(roots):
@@ -38,8 +38,8 @@ def straight(roots: Sequence[Root], wanted: Sequence[str], slow: Straight) -> St
     for place, name in enumerate(wanted):
         writer.lines.append(f"g{place} = new({'Layer' if name in writer.layers else 'Tensor'})")
         writer.lines.append(f"g{place}.{'node' if name in writer.layers else 'value'} = {known[name]}")
-    given = "".join(f"g{place}, " for place in range(len(wanted)))
-    source = "\n    ".join(["def match(node):", *writer.lines, f"return (node, {given})"])
+    given = "".join(f"g{place}, " for place in range(len(wanted))) or "node, "
+    source = "\n    ".join(["def match(node):", *writer.lines, f"return ({given})"])
     exec(compile(source, "<pattern>", "exec"), writer.names)
     return writer.names["match"]  # type: ignore[no-any-return]
 
@@ -68,8 +68,9 @@ class _Writer:
         schema = schema_of(term.domain, term.op_type)
         if schema is None or schema.max_outputs != 1:
             say(f"if len({node}._outputs) != 1: return slow(node)")
-        asked = "" if term.attributes else f"{node}._attributes.data and "
-        say(f"if {asked}odd_attribute({self._object(term)}, {node}) is not None: return None")
+        if term.attributes or schema is None or schema.has_attributes:
+            asked = "" if term.attributes else f"{node}._attributes.data and "
+            say(f"if {asked}odd_attribute({self._object(term)}, {node}) is not None: return None")
         values = [self._local("v") for _ in term.inputs]
         say(f"if len({node}._inputs) != {len(values)}: return None")
         if values:

@@ -16,17 +16,9 @@ from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
-
-class Change:
-    """A rewrite that stands: all it did, the layers it made, those it took out, and what has one reader
-    left."""
-
-    __slots__ = ("edits", "lone", "made", "removed")
-
-    def __init__(
-        self, edits: list[Edit], made: list[ir.Node], removed: list[Removed], lone: list[ir.Value]
-    ) -> None:
-        self.edits, self.made, self.removed, self.lone = edits, made, removed, lone
+# A rewrite that stands: all it did, the layers it made, those it took out, and tensors that may have
+# one reader left.
+Change = tuple[list[Edit], list[ir.Node], list[Edit], list[ir.Value]]
 
 
 def attempt(
@@ -44,8 +36,6 @@ def attempt(
         said = pattern.act(net, node, found)
         if not said:
             return said if isinstance(said, Refusal) else Refusal("match_and_rewrite() said no")
-        if not edits:
-            raise RewriteError("it said that it rewrote the layer and changed nothing")
         change = _settle(net, edits, pattern.keep_types)
         done = keep
         return change
@@ -63,49 +53,51 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
 
     Arity, types, uses and outputs are checked here; the network itself refuses cycles.
     """
+    if not edits:
+        raise RewriteError("it said that it rewrote the layer and changed nothing")
     made: list[ir.Node] = []
-    removed: list[Removed] = []
+    removed: list[Edit] = []
     dead: list[ir.Node] = []
     retyped: list[ir.Value] = []
-    done: list[Any] = edits
-    for edit in done:
-        kind = type(edit)
+    lone: list[ir.Value] = []
+    for edit in edits:
+        kind = edit[0]
         if kind is Added:
-            node, inferred = edit
+            _, node, inferred = edit
             if node._graph is None:
                 continue
             for value in node._outputs:
                 if value._uses or value._is_graph_output:
                     made.append(node)
+                    if not inferred:
+                        verify_layer(node)
                     break
             else:
                 dead.append(node)
-                continue
-            if not inferred:
-                verify_layer(node)
         elif kind is Moved:
-            old, new = edit[0], edit[1]
-            was, now = old._type, new._type
-            alike = old._shape is new._shape is not None and was and now and was._dtype is now._dtype
-            if not alike and not _same_type(net, old, new, keep_types):
-                retyped.append(new)
+            old, new = edit[1], edit[2]
             if old._producer is not None:
                 dead.append(old._producer)
+            was, now = old._type, new._type
+            if old._shape is new._shape is not None and was and now and was._dtype is now._dtype:
+                continue
+            if not _same_type(net, old, new, keep_types):
+                retyped.append(new)
         elif kind is Removed:
-            if not is_dead(edit.node):
-                raise NetworkError(f"layer {edit.node.name} was removed and is still read")
+            _, node, inputs, *_ = edit
+            if not is_dead(node):
+                raise NetworkError(f"layer {node.name} was removed and is still read")
             removed.append(edit)
-            dead += [value._producer for value in edit.inputs if value is not None and value._producer]
+            dead += [value._producer for value in inputs if value is not None and value._producer]
         elif kind is Marked:
-            raise NetworkError(f"it made {edit.value.name} an output of the network")
+            raise NetworkError(f"it made {edit[1].name} an output of the network")
     if retyped:
         _infer_below(net, retyped)
-    lone: list[ir.Value] = []
     if dead:
-        count = len(done)
-        net.remove_dead(dead, lone=lone)
-        removed += done[count:]
-    return Change(edits, made, removed, lone)
+        count = len(edits)
+        net.remove_dead(dead, lone)
+        removed += edits[count:]
+    return edits, made, removed, lone
 
 
 def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> bool:
@@ -136,7 +128,7 @@ def _lost_symbol(was: Tensor, now: Tensor) -> str | None:
 def set_type(net: Network, value: ir.Value, dtype: ir.DataType, shape: tuple[int | str | None, ...]) -> None:
     """Give a tensor another type or shape, so that it can be undone."""
     if net.journal is not None:
-        net.journal.append(Typed(value, value.type, value.shape))
+        net.journal.append((Typed, value, value.type, value.shape))
     value.type, value.shape = ir.TensorType(dtype), raw_shape(shape)
 
 

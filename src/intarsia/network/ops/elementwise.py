@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import onnx_ir as ir
+
 from intarsia.network.network import Tensor
 from intarsia.network.ops.core import DTypeLike, Operand, as_dtype, op
+from intarsia.network.ops.pair import of_two as _of_two
 from intarsia.network.signature import record_signature
 
 Unary = Callable[[Operand], Tensor]
@@ -21,13 +24,15 @@ def _unary(op_type: str, name: str | None = None) -> Unary:
     return record_signature(functional)
 
 
-def _binary(op_type: str, name: str | None = None) -> Binary:
+def _binary(op_type: str, name: str | None = None, makes: ir.DataType | None = None) -> Binary:
+    """A functional of two operands, which makes their dtype unless it always `makes` another."""
+
     def functional(a: Operand, b: Operand) -> Tensor:
         return op(op_type, a, b)
 
     functional.__name__ = functional.__qualname__ = name or op_type.lower()
     functional.__doc__ = f"ONNX `{op_type}` of two operands of one dtype; a scalar takes the other's."
-    return record_signature(functional)
+    return _of_two(functional, op_type, makes)
 
 
 abs = _unary("Abs")
@@ -45,11 +50,12 @@ isnan, isinf = _unary("IsNaN"), _unary("IsInf")
 
 add, sub, mul, div, pow = (_binary(name) for name in ("Add", "Sub", "Mul", "Div", "Pow"))
 maximum, minimum = _binary("Max", "maximum"), _binary("Min", "minimum")
-equal, greater, less = _binary("Equal"), _binary("Greater"), _binary("Less")
-greater_equal = _binary("GreaterOrEqual", "greater_equal")
-less_equal = _binary("LessOrEqual", "less_equal")
-logical_and, logical_or = _binary("And", "logical_and"), _binary("Or", "logical_or")
-logical_xor = _binary("Xor", "logical_xor")
+equal, greater, less = (_binary(name, makes=ir.DataType.BOOL) for name in ("Equal", "Greater", "Less"))
+greater_equal = _binary("GreaterOrEqual", "greater_equal", ir.DataType.BOOL)
+less_equal = _binary("LessOrEqual", "less_equal", ir.DataType.BOOL)
+logical_and = _binary("And", "logical_and", ir.DataType.BOOL)
+logical_or = _binary("Or", "logical_or", ir.DataType.BOOL)
+logical_xor = _binary("Xor", "logical_xor", ir.DataType.BOOL)
 bitwise_and, bitwise_or = _binary("BitwiseAnd", "bitwise_and"), _binary("BitwiseOr", "bitwise_or")
 bitwise_xor = _binary("BitwiseXor", "bitwise_xor")
 
