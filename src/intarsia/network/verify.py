@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
@@ -27,23 +27,24 @@ def verify_links(graph: ir.Graph, outside: Collection[ir.Value] = ()) -> None:
 
     `outside` is what a body may read of the graph around it.
     """
-    known = {*outside, *graph.inputs, *graph.initializers.values()}
-    reads = 0
+    known: set[Any] = {None, *outside, *graph.inputs, *graph.initializers.values()}
+    knows, reads = known.issuperset, 0
     for node in nodes_of(graph):
-        for read in node._inputs:
-            if read is not None:
-                if read not in known:
-                    raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
-                reads += 1
+        inputs = node._inputs
+        if not knows(inputs):
+            unknown: Any = next(value for value in inputs if value not in known)
+            raise NetworkError(f"layer {node.name} reads {unknown.name} before it is made")
+        reads += len(inputs)
         if node._attributes.data:
             for attr in node.attributes.values():
                 if isinstance(attr.value, ir.Graph):
                     verify_links(attr.value, known)
         known.update(node._outputs)
-    _verify_uses(graph, known, reads)
     for value in graph.outputs:
         if value not in known:
             raise NetworkError(f"output {value.name} is made by no layer of the network")
+    known.discard(None)
+    _verify_uses(graph, known, reads)
 
 
 def _verify_names(graph: ir.Graph) -> None:
@@ -71,12 +72,19 @@ def _verify_uses(graph: ir.Graph, known: set[ir.Value], reads: int) -> None:
     """Every use a tensor knows of is a read, and there are as many of one as of the other."""
     uses = 0
     for value in known:
-        for node, index in value._uses:
-            inputs = node._inputs
-            if index >= len(inputs) or inputs[index] is not value:
-                raise NetworkError(f"{value.name} believes that layer {node.name} reads it")
-            if node._graph is graph:
-                uses += 1
+        read_by = value._uses
+        uses += len(read_by)
+        for node, index in read_by:
+            try:
+                if node._inputs[index] is value:
+                    continue
+            except IndexError:
+                pass
+            raise NetworkError(f"{value.name} believes that layer {node.name} reads it")
+    if uses != reads:
+        # Positions left out are no reads, and bodies read what stands around them.
+        reads = sum(value is not None for node in graph for value in node.inputs)
+        uses = sum(use.node.graph is graph for value in known for use in value.uses())
     if uses != reads:
         raise NetworkError(f"layers read {reads} tensors and tensors know of {uses} reads")
 

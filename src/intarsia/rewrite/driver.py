@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Network, net_guard
-from intarsia.network.journal import Edit, Moved, Removed
+from intarsia.network.journal import Edit, Moved
 from intarsia.network.make import nodes_of
 from intarsia.network.raw import kind_of
 from intarsia.network.uses import readers, use_count
@@ -53,7 +53,7 @@ class _Level:
         for kind in dict.fromkeys(kind for entry in entries for kind in entry.pattern.root_layer or ()):
             self.by_kind[kind] = [e for e in entries if kind in (e.pattern.root_layer or (kind,))]
         self.waiting: deque[ir.Node] = deque()
-        self.queued: set[ir.Node] = set()
+        self.queued: set[ir.Node] = set()  # those waiting that came after the sweep began
         self.left = 0  # of the layers waiting, how many of the sweep over the whole network
 
     def fill(self, nodes: list[ir.Node]) -> None:
@@ -61,7 +61,7 @@ class _Level:
         kinds = self.by_kind
         if not self.anywhere:
             nodes = [n for n in nodes if (kind_of(n) if n._domain else n._op_type) in kinds]
-        self.waiting, self.queued, self.left = deque(nodes), set(nodes), len(nodes)
+        self.waiting, self.left = deque(nodes), len(nodes)
 
     def push(self, node: ir.Node) -> bool:
         """Queue a layer; false if no pattern starts at its kind."""
@@ -130,7 +130,8 @@ class Driver:
         top = level is self.levels[0]
         while waiting:
             node = waiting.popleft()
-            queued.discard(node)
+            if queued:
+                queued.discard(node)
             level.left -= 1
             if node._graph is not graph:
                 continue  # gone since it was queued
@@ -209,14 +210,15 @@ class Driver:
     ) -> None:
         """Queue what a rewrite may have made matchable."""
         near: dict[ir.Node, None] = {}
-        of = self.net.order.of
-        # One reader less may be what a pattern waited for. In the first sweep of the highest level all
-        # that stands below is still to be visited.
-        last = max([Removed(*edit[1:]).label for edit in removed]) if sweeping and removed else 0
+        # One reader less may be what a pattern waited for.
         for value in lone:
             for reader, _ in value._uses:
-                if reader not in made and not (sweeping and of(reader) > last):
+                if reader not in made:
                     near[reader] = None
+        if sweeping and near:
+            # All that stands below is still to be visited.
+            last = max((edit[3] for edit in removed), default=0)
+            near = {node: None for node in near if self.net.order.of(node) < last}
         if not sweeping:
             for kind, *fields in edits:
                 if kind is Moved:
