@@ -9,9 +9,11 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from intarsia.errors import NetworkError
-from intarsia.network import Layer, Network, Tensor, default_net, net_guard
+from intarsia.network import Layer, Network, Tensor, default_net, make, net_guard
 from intarsia.network import functional as F
 from intarsia.network.journal import undo
 from intarsia.network.raw import FAST
@@ -164,6 +166,29 @@ def test_many_insertions_before_one_layer_keep_the_order() -> None:
     labels = [net.order.of(x.node) for x in net.get_layers()]
     assert labels == sorted(labels) and len(set(labels)) == 301
     net.verify()
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short", "long"])
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=60))
+def test_labels_grow_along_the_list(short: bool, steps: list[tuple[bool, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "SHORT", short and make.SHORT)
+        net = Network()
+        with net_guard(net):
+            a = Tensor("a", torch.float32, (3,))
+            F.exp(a).mark_output("y")
+            for put, number in steps:
+                layers = list(net.get_layers())
+                at = layers[number % len(layers)]
+                if put:
+                    with net.before(at):
+                        F.neg(a)
+                elif not at.get_outputs()[0].is_output():
+                    at.mark_as_removed()
+                labels = [net.order.of(x.node) for x in net.get_layers()]
+                assert labels == sorted(set(labels))
+        net.verify()
 
 
 def test_a_layer_that_is_read_cannot_be_removed() -> None:
