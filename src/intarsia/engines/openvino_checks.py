@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.openvino_guards import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
+from intarsia.engines.openvino_kinds import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
 from intarsia.network import Network
 
 

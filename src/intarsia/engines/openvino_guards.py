@@ -7,10 +7,10 @@ an index out of range. Where the intervals of a network do not rule that out, a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from intarsia.engines.openvino_kinds import Guard, Guards, Index, NonZero, Product, Quotient
 from intarsia.engines.openvino_limits import demand, index_axes, int_limit, narrow_layers
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
@@ -29,104 +29,6 @@ _HANDED_ON = frozenset(
 )
 # Kernels that read or write wherever an index points.
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
-
-
-@dataclass(frozen=True)
-class Guard:
-    """Elements of a tensor lie between two bounds, or the sum of their magnitudes is at most `high`."""
-
-    tensor: str
-    low: float
-    high: float
-    total: bool = False
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor,)
-
-    def __str__(self) -> str:
-        if self.total:
-            return f"{self.tensor} must be finite, the sum of its magnitudes at most {self.high:.4g}"
-        if self.high == float("inf"):
-            return f"{self.tensor} must not hold NaN"
-        return f"{self.tensor} must lie between {self.low:.10g} and {self.high:.10g}"
-
-
-@dataclass(frozen=True)
-class NonZero:
-    """No element of a tensor is zero."""
-
-    tensor: str
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor,)
-
-    def __str__(self) -> str:
-        return f"{self.tensor}, a divisor, must not hold 0"
-
-
-@dataclass(frozen=True)
-class Product:
-    """The product of two tensors stays below a bound."""
-
-    one: str
-    other: str
-    high: float
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.one, self.other)
-
-    def __str__(self) -> str:
-        return f"{self.one} times {self.other} must stay within {self.high:.10g}"
-
-
-@dataclass(frozen=True)
-class Index:
-    """Elements of a tensor are indices along some axes of another, from either end."""
-
-    tensor: str
-    data: str
-    axes: tuple[int, ...]
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor, self.data)
-
-    def __str__(self) -> str:
-        return f"{self.tensor} must hold indices within {self.data} along {list(self.axes)}"
-
-
-@dataclass(frozen=True)
-class Quotient:
-    """The quotient of two tensors has 24 bits at most: its remainder is found exactly."""
-
-    tensor: str
-    divisor: str
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor, self.divisor)
-
-    def __str__(self) -> str:
-        return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
-
-
-AnyGuard = Guard | NonZero | Product | Index | Quotient
-
-
-@dataclass
-class Guards:
-    """All guards of a network, and the layers whose indices must be held inside while it runs."""
-
-    ranges: dict[ir.Value, Guard] = field(default_factory=dict)
-    others: list[AnyGuard] = field(default_factory=list)
-    held: dict[str, Index] = field(default_factory=dict)  # by the name of the layer's result
-    sizes: set[str] = field(default_factory=set)  # tensors made of sizes alone, which may be known by now
-
-    def all(self) -> list[AnyGuard]:
-        return [*self.ranges.values(), *self.others]
 
 
 def plan_guards(net: Network, *, floats: bool = True) -> Guards:

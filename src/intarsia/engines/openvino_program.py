@@ -11,7 +11,8 @@ import torch
 
 from intarsia.engines.base import GuardedProgram
 from intarsia.engines.openvino_checks import Checks, input_check
-from intarsia.engines.openvino_guards import LONGEST_INPUT, AnyGuard
+from intarsia.engines.openvino_guards import LONGEST_INPUT
+from intarsia.engines.openvino_kinds import AnyGuard
 from intarsia.network import Network, dtypes
 
 

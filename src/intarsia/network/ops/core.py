@@ -12,7 +12,7 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
 from intarsia.errors import NetworkError
-from intarsia.network import dtypes, infer_nn  # noqa: F401  (registers the rules)
+from intarsia.network import dtypes, rules  # noqa: F401  (registers the rules)
 from intarsia.network.infer import infer
 from intarsia.network.network import Network, Shape, Tensor, default_net, here
 
