@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -277,3 +278,43 @@ def test_an_opaque_layer_needs_a_domain() -> None:
             F.opaque("", "Twice", x, makes=[(torch.float32, (3,))])
     net.verify()
     assert str(net).endswith("y = plugins::Twice(x) {factor=2}")
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_edits_are_undone(data: st.DataObject) -> None:
+    def number(most: int) -> int:
+        return data.draw(st.integers(0, most))
+
+    net = Network()
+    with net_guard(net):
+        made = [Tensor("x", torch.float32, (2,))]
+        for _ in range(2 + number(8)):
+            made.append(made[number(len(made) - 1)] + made[number(len(made) - 1)])
+        made[-1].mark_output("y")
+        before = str(net)
+        net.journal = edits = []
+        for _ in range(1 + number(8)):
+            layers = list(net.get_layers())
+            at, other = layers[number(len(layers) - 1)], layers[number(len(layers) - 1)]
+            step = number(3)
+            if step == 0:
+                net.remove_dead([at.node], [])
+            elif step == 1:
+                with net.before(at):
+                    F.neg(other.get_outputs()[0])
+            elif step == 2:
+                with contextlib.suppress(NetworkError):  # a cycle, refused
+                    at.get_outputs()[0].replace_all_uses_with(other.get_outputs()[0])
+            else:
+                net.order.relabel()
+        net.journal = None
+    undo(net, edits)
+    assert str(net) == before
+    net.verify()
+    labels = [net.order.of(x.node) for x in net.get_layers()]
+    assert labels == sorted(set(labels))
+    with net_guard(net):
+        F.neg(made[-1])
+    labels = [net.order.of(x.node) for x in net.get_layers()]
+    assert labels == sorted(set(labels))

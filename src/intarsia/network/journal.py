@@ -74,6 +74,13 @@ class Typed(NamedTuple):
     shape: ir.Shape | None
 
 
+class Ordered(NamedTuple):
+    """The layers stood like this, with these labels, before their order or labels changed."""
+
+    nodes: list[ir.Node]
+    labels: dict[ir.Node | None, int]
+
+
 # A journal holds each edit as a plain tuple, which costs a fifth: its class, then its fields.
 Edit = tuple[Any, ...]
 
@@ -104,9 +111,15 @@ def undo(net: Network, edits: list[Edit]) -> None:
         elif isinstance(edit, Marked):
             net.graph.outputs.pop()
             edit.value.name = edit.name
+        elif isinstance(edit, Ordered):
+            _order_again(net, edit)
+            back.clear()
         else:
             edit.value.type, edit.value.shape = edit.type, edit.shape
+    back = [(label, node) for label, node in back if node.graph is net.graph]
     _put_back(net, back)
+    if back or any(edit[0] is Ordered for edit in edits):
+        net.order.relabel()
 
 
 def _take_out(net: Network, node: ir.Node) -> None:
@@ -126,6 +139,15 @@ def _move_back(net: Network, edit: Moved) -> None:
         net.memo.uses_moved_back(edit.old)
 
 
+def _order_again(net: Network, edit: Ordered) -> None:
+    """Bring the layers that are in the network into the order they had."""
+    nodes = [node for node in edit.nodes if node.graph is net.graph]
+    net.graph.remove(nodes)
+    net.graph.extend(nodes)
+    net.order.labels.clear()
+    net.order.labels.update(edit.labels)
+
+
 def _put_back(net: Network, back: list[tuple[int, ir.Node]]) -> None:
     """Restored layers stand at the end: bring each to where its label says it stood."""
     if not back:
@@ -136,7 +158,7 @@ def _put_back(net: Network, back: list[tuple[int, ir.Node]]) -> None:
     for node in list(net.graph):
         if node in restored:
             continue
-        label = net.order.of(node)
+        label = net.order.labels.get(node, 0)
         while labels and labels[-1] < label:
             moved = waiting[labels.pop()]
             net.graph.remove(moved)
@@ -145,4 +167,3 @@ def _put_back(net: Network, back: list[tuple[int, ir.Node]]) -> None:
         moved = waiting[labels.pop()]
         net.graph.remove(moved)
         net.graph.append(moved)
-    net.order.relabel()

@@ -54,8 +54,8 @@ class Network:
         self.graph = graph
         graph.meta["intarsia.network"] = self
         self.memo: FLayerInfoMemo | None = None
-        self.order = Order(graph)
         self.journal: list[Edit] | None = None  # kept while a rewrite is tried
+        self.order = Order(self)
         self.made: list[ir.Node] | None = None  # by the functional that runs now
         self._layers: dict[str, ir.Node] | None = None  # by name, from the first time one is asked for
         self._names: dict[str, int] = {}

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
-from intarsia.network.make import insert_before
+from intarsia.network.journal import Ordered
+from intarsia.network.make import insert_before, nodes_of
+
+if TYPE_CHECKING:
+    from intarsia.network.network import Network
 
 _GAP = 1 << 40  # between layers that were appended
 _STEP = 1 << 16  # what one insertion takes of a gap, if the gap is wide
 
 
 class Order:
-    """Labels of the layers of one graph, kept as layers are appended and put in.
+    """Labels of the layers of one network, kept as layers are appended and put in.
 
     A layer that came by another road than the network has none; the whole list is then labelled anew.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self._graph = graph
+    def __init__(self, net: Network) -> None:
+        self._net, self._graph = net, net.graph
         self.labels: dict[ir.Node | None, int] = {None: 0}  # None stands before the first
         self._last = 0
         self._lows: dict[ir.Node, int] = {}  # what labels above a layer begin at, where the list cannot say
@@ -64,8 +70,19 @@ class Order:
     def removed(self, node: ir.Node) -> None:
         self.labels.pop(node, None)
 
+    def complete(self) -> None:
+        """Label layers that came by another road, if there are any."""
+        if len(self.labels) != len(self._graph) + 1:
+            self.relabel()
+
+    def keep(self) -> None:
+        """Let the order of all layers, as it is, be part of what an undo brings back."""
+        if self._net.journal is not None:
+            self._net.journal.append((Ordered, nodes_of(self._graph), dict(self.labels)))
+
     def relabel(self) -> None:
         """Label every layer anew, in the order of the list."""
+        self.keep()
         self.labels.clear()
         self._lows.clear()
         self.labels[None] = self._last = 0

@@ -99,13 +99,14 @@ def _order_uses(
         for value in node.outputs:
             for user, _ in value.uses():
                 reader = user if user.graph is net.graph else _owner(net, user)
-                if reader not in region and net.order.of(reader) <= limit:
+                if reader not in region and order.of(reader) <= limit:
                     region[reader] = None
                     stack.append(reader)
-    moving = sorted(region, key=net.order.of)
+    moving = sorted(region, key=order.of)
+    order.keep()
     net.graph.remove(moving)
     net.graph.insert_after(maker, moving)
-    net.order.relabel()
+    order.relabel()
 
 
 def _owner(net: Network, inner: ir.Node) -> ir.Node:

@@ -106,6 +106,7 @@ class Driver:
         """Rewrite until nothing matches, or `limit` rewrites are made; then verify the links."""
         log = self.log
         with net_guard(self.net), _no_collection():
+            self.net.order.complete()
             before = -1
             while before < len(log.fired) and not log.exhausted:
                 nodes, before = nodes_of(self.net.graph), len(log.fired)

@@ -104,6 +104,7 @@ class RewritePatternManager:
     def each_match(self, net: Network, args: Any = None) -> Iterator[Match]:
         """The matches one by one, for those who need the first only."""
         self._pass(args)
+        net.order.complete()
         for layer in list(net.get_layers()):
             for entry in self._sorted():
                 with net_guard(net):
@@ -114,6 +115,7 @@ class RewritePatternManager:
     def explain(self, layer: Layer, args: Any = None) -> list[Explanation]:
         """What each pattern says of this layer: that it matches, or the reason of its nearest miss."""
         self._pass(args)
+        layer.network.order.complete()
         with net_guard(layer.network):
             return [self._ask(layer.network, entry, layer) for entry in self._sorted()]
 
