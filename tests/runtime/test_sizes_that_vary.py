@@ -78,3 +78,18 @@ def test_a_size_pytorch_cannot_run_is_told() -> None:
     x = torch.randn(5, 4)
     torch.testing.assert_close(fast(x), NeedsTwo()(x))
     assert any("not verified at (0, 4), where PyTorch itself fails" in note for note in fast.notes)
+
+
+def test_a_size_that_the_model_fixes_is_told() -> None:
+    class Fixes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for step in range(x.shape[1]):  # a loop over it is unrolled
+                x = x + step
+            return x
+
+    auto = torch.export.Dim.AUTO
+    fast = intarsia.compile(Fixes(), (torch.randn(3, 4),), dynamic_shapes=({0: auto, 1: auto},))
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(fast(x), Fixes()(x))
+    with pytest.raises(InputError, match="input x has size 6 in dimension 1; compiled for 4"):
+        fast(torch.randn(5, 6))

@@ -85,7 +85,7 @@ def _bind(
     if len(shape) != len(check.shape):
         raise InputError(f"input {check.name} has {len(shape)} dimensions; compiled for {len(check.shape)}")
     for axis, (size, wanted) in enumerate(zip(shape, check.shape, strict=True)):
-        if isinstance(wanted, int):
+        if isinstance(wanted, int) or wanted.is_Integer:  # a size the model fixed, asked for or not
             if size != wanted:
                 raise InputError(
                     f"input {check.name} has size {size} in dimension {axis}; compiled for {wanted}"
@@ -110,7 +110,7 @@ def _check_derived(checks: tuple[Check, ...], flat: list[Any], symbols: dict[Any
         if not isinstance(check, TensorCheck) or check.static is not None:
             continue
         for axis, wanted in enumerate(check.shape):
-            if isinstance(wanted, int) or wanted.is_Symbol:
+            if isinstance(wanted, int) or wanted.is_Integer or wanted.is_Symbol:
                 continue
             expected = wanted.subs(symbols)
             if expected.is_number and int(expected) != value.shape[axis]:
