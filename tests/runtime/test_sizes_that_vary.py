@@ -93,3 +93,24 @@ def test_a_size_that_the_model_fixes_is_told() -> None:
     torch.testing.assert_close(fast(x), Fixes()(x))
     with pytest.raises(InputError, match="input x has size 6 in dimension 1; compiled for 4"):
         fast(torch.randn(5, 6))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_attention_stays_on_its_engine_where_a_batch_may_be_empty(engine: str) -> None:
+    class Attends(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(q, k, k) + 1.0
+
+    def some(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(batch, 2, 5, 8), torch.randn(batch, 2, 5, 8)
+
+    batch = torch.export.Dim("batch", min=0, max=16)
+    fast = intarsia.compile(
+        Attends(), some(3), engines=[engine], dynamic_shapes=({0: batch}, {0: batch}), min_block_size=1
+    )
+    assert [segment.engine for segment in fast.plan.segments] == [engine]
+    for size in (1, 3, 0, 16):
+        inputs = some(size)
+        torch.testing.assert_close(fast(*inputs), Attends()(*inputs), rtol=1e-5, atol=1e-5)
+    if engine == "onnxruntime":
+        assert any("leaves calls without elements to PyTorch" in note for note in fast.notes)

@@ -20,6 +20,7 @@ from intarsia.partition.repair import bisect_failure, repair
 from intarsia.partition.support import support_table
 from intarsia.runtime.agree import disagreement
 from intarsia.runtime.bodies import bodies, examples_of
+from intarsia.runtime.empty import UnlessEmpty, has_empty
 from intarsia.runtime.inlay import Inlay
 
 Case = tuple[list[Any], tuple[Any, ...]]  # inputs of a piece, and what PyTorch answers
@@ -89,11 +90,26 @@ class Builder:
             self._build_bodies(module, cases)
             return engine.build(module)
         assert isinstance(engine, NetworkEngine)
+        made = self._try_both(module, engine, cases)
+        full = [case for case in cases if not has_empty(case[0])]
+        if isinstance(made, Failure) and not made.nodes and 0 < len(full) < len(cases):
+            program = self._try_both(module, engine, full)
+            if not isinstance(program, Failure):
+                self.notes.append(
+                    f"a segment on {engine_name} leaves calls without elements to PyTorch: {made.reason}"
+                )
+                return UnlessEmpty(program, _in_pytorch(module))
+        return made
+
+    def _try_both(
+        self, module: fx.GraphModule, engine: NetworkEngine, cases: Sequence[Case]
+    ) -> Program | Failure:
+        """Try a piece rewritten and, should that fail, as it was converted."""
         made = self._try(module, engine, cases, self.rewrite)
         if isinstance(made, Failure) and not made.nodes and self.rewrite is not None:
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
-                self.notes.append(f"a segment on {engine_name} is not rewritten: rewritten, {made.reason}")
+                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {made.reason}")
                 made = plain
         if isinstance(made, GuardedProgram):  # only now: an example that PyTorch has to answer is a failure
             made.otherwise = _in_pytorch(module)
@@ -151,8 +167,9 @@ class Builder:
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
-            part = _part(piece.module, engine, nodes)
+            part, told = _part(piece.module, engine, nodes), len(self.notes)
             made = self._build(part.module, engine, [_case(part, values) for values in known])
+            del self.notes[told:]  # of a part that is only tried
             return made.reason if isinstance(made, Failure) else None
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
