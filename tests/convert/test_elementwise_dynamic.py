@@ -43,7 +43,8 @@ def masks(x: torch.Tensor, y: torch.Tensor) -> Any:
     rows = x.shape[0]
     mask = torch.eye(rows, dtype=torch.bool)
     grid = torch.arange(0, rows, dtype=torch.float32)
-    return torch.zeros(rows, rows).masked_fill(mask, -1e9), grid / rows, torch.arange(rows, 3 * rows)
+    down = torch.arange(rows, -rows, -1.0)
+    return torch.zeros(rows, rows).masked_fill(mask, -1e9), grid / rows, torch.arange(rows, 3 * rows), down
 
 
 def half(x: torch.Tensor, y: torch.Tensor) -> Any:

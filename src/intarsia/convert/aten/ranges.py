@@ -30,10 +30,11 @@ def arange_start(ctx: ConversionContext, start: Any, end: Any, *, dtype: Any = N
 
 @converter(aten.arange.start_step)
 def arange_step(ctx: ConversionContext, start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Tensor:
-    bounds = (start, end, step)
-    if not any(isinstance(bound, Tensor) for bound in bounds):
+    if not any(isinstance(bound, Tensor) for bound in (start, end, step)):
         return literal(torch.arange(start, end, step, dtype=ctx.torch_dtype))
-    for bound in bounds:
+    # A whole number written as a float makes the same steps.
+    start, end, step = (int(x) if isinstance(x, float) and x.is_integer() else x for x in (start, end, step))
+    for bound in (start, end, step):
         if isinstance(bound, float) or (isinstance(bound, Tensor) and bound.dtype != INT64):
             raise ConversionError(
                 f"a range from {start} to {end} by {step}, not all integers, is not handled"
