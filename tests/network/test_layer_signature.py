@@ -79,6 +79,39 @@ def test_replacing_an_input_changes_the_layer_too() -> None:
     net.verify()
 
 
+def test_one_read_replaced_is_told_or_ends_the_signature() -> None:
+    net = Network()
+    x, z = given_input(net), given_input(net, "z")
+    with net_guard(net):
+        one, both, inner = F.relu(x), F.add(x, x), F.silu(x)
+    memo = FLayerInfoMemo.of(net)
+    assert info_of(both).get_input("b") == x
+    Layer(one.value.producer()).replace_input(0, z)  # type: ignore[arg-type]
+    Layer(both.value.producer()).replace_input(1, z)  # type: ignore[arg-type]
+    assert info_of(one).raw_inputs == {"x": z}
+    assert info_of(both).raw_inputs == {"a": x, "b": z}
+    sigmoid = net.get_layer_by_name("sigmoid")
+    assert sigmoid is not None and info_of(inner).get_input("x") == x
+    sigmoid.replace_input(0, z)
+    assert memo.get(inner.get_parent()) is None  # type: ignore[arg-type]
+
+
+def test_an_undo_brings_back_what_signatures_said() -> None:
+    net = Network()
+    x, z = given_input(net), given_input(net, "z")
+    with net_guard(net):
+        mid = F.exp(x)
+        whole, one, pair = F.silu(mid), F.relu(mid), F.add(mid, z)
+    net.journal = edits = []
+    info_of(whole).replace_input_with(mid, z)
+    Layer(one.value.producer()).replace_input(0, z)  # type: ignore[arg-type]
+    mid.replace_all_uses_with(z)
+    assert [info_of(t).get_input(n) for t, n in ((whole, "x"), (one, "x"), (pair, "a"))] == [z, z, z]
+    net.journal = None
+    undo(net, edits)
+    assert [info_of(t).get_input(n) for t, n in ((whole, "x"), (one, "x"), (pair, "a"))] == [mid, mid, mid]
+
+
 def test_outputs_are_replaced_by_key() -> None:
     net = Network()
     x = given_input(net)

@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -278,6 +279,46 @@ def test_an_opaque_layer_needs_a_domain() -> None:
             F.opaque("", "Twice", x, makes=[(torch.float32, (3,))])
     net.verify()
     assert str(net).endswith("y = plugins::Twice(x) {factor=2}")
+
+
+def raw_neg(read: Tensor, name: str) -> ir.Node:
+    made = ir.Value(name=name, type=ir.TensorType(read.dtype), shape=ir.Shape([2, "n"]))
+    return ir.Node("", "Neg", [read.value], outputs=[made], name=name)
+
+
+def test_raw_nodes_are_found_by_name() -> None:
+    net = diamond()
+    assert net.get_layer_by_name("mine") is None
+    node = raw_neg(net.get_inputs()[0], "mine")
+    net.graph.append(node)
+    assert layer(net, "mine").node is node
+    net.graph.remove(node, safe=True)
+    net.graph.append(raw_neg(net.get_inputs()[0], "another"))
+    assert net.get_layer_by_name("mine") is None and layer(net, "another").kind == "Neg"
+
+
+def test_raw_moves_are_noticed() -> None:
+    net = diamond()
+    first, last = layer(net, "add").node, raw_neg(net.get_inputs()[0], "mine")
+    net.order.complete()
+    net.graph.append(last)
+    net.order.complete()
+    net.graph.remove(last)
+    net.graph.insert_before(first, last)
+    net.order.complete()
+    assert net.order.of(last) < net.order.of(first)
+
+
+def test_an_input_keeps_its_name() -> None:
+    net = Network()
+    with net_guard(net):
+        x = Tensor("x", torch.float32, (2,))
+        x.mark_output()
+        new = F.neg(x)
+    with pytest.raises(NetworkError, match="x is both an input and an output"):
+        x.replace_all_uses_with(new)
+    assert [tensor.name for tensor in (*net.get_inputs(), *net.get_outputs())] == ["x", "x"]
+    net.verify()
 
 
 @settings(max_examples=200, deadline=None)

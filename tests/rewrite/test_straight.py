@@ -109,3 +109,17 @@ def test_choices_are_left_to_the_matcher() -> None:
         return F.gemm(x, w, b)
 
     assert linear.find_at == linear._first
+
+
+def test_inputs_left_out_at_the_end_are_as_if_not_written() -> None:
+    @rule(lambda op, x: op.Clip(x))
+    def unbounded(net: Network, x: Tensor) -> Tensor:
+        return x
+
+    net = Network()
+    with net_guard(net):
+        x = Tensor("x", torch.float32, (2, 3))
+    for inputs in ([x.value], [x.value, None, None]):
+        node = ir.Node("", "Clip", inputs)
+        assert _shown(unbounded.find_at(node), unbounded) == [x.value]
+        assert _shown(unbounded._first(node), unbounded) == [x.value]

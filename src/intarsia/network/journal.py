@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import onnx_ir as ir
 
 if TYPE_CHECKING:
+    from intarsia.network.bodies import Read
     from intarsia.network.network import Network
     from intarsia.network.signature import Call, FLayerInfo
 
@@ -25,6 +26,7 @@ class Removed(NamedTuple):
     inputs: tuple[ir.Value | None, ...]
     label: int
     info: FLayerInfo | Call | None
+    released: tuple[Read, ...]  # what its bodies read
 
 
 class Moved(NamedTuple):
@@ -44,6 +46,15 @@ class Redirected(NamedTuple):
     slot: int
     old: ir.Value | None
     new: ir.Value
+
+
+class Recorded(NamedTuple):
+    """A signature was changed; it said `call` and `outputs`, as they were named at `time`."""
+
+    info: FLayerInfo
+    call: tuple[Any, ...]
+    outputs: Any
+    time: int
 
 
 class Constant(NamedTuple):
@@ -79,6 +90,7 @@ class Ordered(NamedTuple):
 
     nodes: list[ir.Node]
     labels: dict[ir.Node | None, int]
+    lows: dict[ir.Node, int]
 
 
 # A journal holds each edit as a plain tuple, which costs a fifth: its class, then its fields.
@@ -96,6 +108,8 @@ def undo(net: Network, edits: list[Edit]) -> None:
             edit.node.resize_inputs(len(edit.inputs))
             for index, value in enumerate(edit.inputs):
                 edit.node.replace_input_with(index, value)
+            for inner, index, value in edit.released:
+                inner.replace_input_with(index, value)
             net.graph.append(edit.node)
             net.restored(edit.node, edit.info)
             back.append((edit.label, edit.node))
@@ -103,6 +117,10 @@ def undo(net: Network, edits: list[Edit]) -> None:
             _move_back(net, edit)
         elif isinstance(edit, Redirected):
             edit.node.replace_input_with(edit.slot, edit.old)
+            if net.memo is not None:
+                net.memo.read_moved_back(edit.node)
+        elif isinstance(edit, Recorded):
+            edit.info.say(edit.call, edit.outputs, edit.time)
         elif isinstance(edit, Constant):
             net.graph.initializers.pop(str(edit.value.name))
             net.forget_constant(edit.key)
@@ -118,8 +136,8 @@ def undo(net: Network, edits: list[Edit]) -> None:
             edit.value.type, edit.value.shape = edit.type, edit.shape
     back = [(label, node) for label, node in back if node.graph is net.graph]
     _put_back(net, back)
-    if back or any(edit[0] is Ordered for edit in edits):
-        net.order.relabel()
+    for label, node in back:
+        net.order.restored(node, label)
 
 
 def _take_out(net: Network, node: ir.Node) -> None:
@@ -144,8 +162,7 @@ def _order_again(net: Network, edit: Ordered) -> None:
     nodes = [node for node in edit.nodes if node.graph is net.graph]
     net.graph.remove(nodes)
     net.graph.extend(nodes)
-    net.order.labels.clear()
-    net.order.labels.update(edit.labels)
+    net.order.labelled(edit.labels, edit.lows)
 
 
 def _put_back(net: Network, back: list[tuple[int, ir.Node]]) -> None:

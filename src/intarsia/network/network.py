@@ -14,6 +14,7 @@ import torch
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.attributes import to_attr
+from intarsia.network.bodies import bodies_of, outer_reads, own_bodies
 from intarsia.network.guard import default_net as default_net
 from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
@@ -74,6 +75,7 @@ class Network:
             return found
         net = object.__new__(Network)
         net._own(graph)
+        net.traced = any(node.metadata_props for node in graph)
         for value in (*graph.inputs, *graph.initializers.values()):
             net._names[str(value.name)] = 0
         for node in graph:
@@ -105,9 +107,12 @@ class Network:
         return (Layer(node) for node in self.graph)
 
     def get_layer_by_name(self, name: str) -> Layer | None:
-        if self._layers is None:
-            self._layers = {name_of(node): node for node in self.graph}
-        node = self._layers.get(name)
+        node = None if self._layers is None else self._layers.get(name)
+        if node is None or node.graph is not self.graph or node.name != name:
+            # Raw nodes come and go without a word: only a name nobody ever took is known to be missing.
+            if self._layers is None or len(self._layers) != len(self.graph) or name in self._names:
+                self._layers = {name_of(node): node for node in self.graph}
+            node = self._layers.get(name)
         return None if node is None else Layer(node)
 
     def is_input(self, tensor: Tensor) -> bool:
@@ -204,7 +209,11 @@ class Network:
         node = make_node(domain, op_type, inputs, given, made, version, layer_name, origin)
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1
-        self._place(node, layer_name, inferred)
+        reads: Sequence[ir.Value | None] = inputs
+        if attributes and bodies_of(node):
+            own_bodies(node)
+            reads = [*inputs, *(value for *_, value in outer_reads(node))]
+        self._place(node, layer_name, inferred, reads)
         return node
 
     def add_alike(
@@ -216,17 +225,17 @@ class Network:
         if origin is not None:
             origin, self.traced = dict(origin), True
         node = make_node("", op_type, inputs, (), ((name, dtype, shape),), None, name, origin)
-        self._place(node, name, True)
+        self._place(node, name, True, inputs)
         return node
 
-    def _place(self, node: ir.Node, name: str, inferred: bool) -> None:
+    def _place(self, node: ir.Node, name: str, inferred: bool, reads: Sequence[ir.Value | None]) -> None:
         """Let a new layer stand before the anchor or at the end, and remember it."""
         graph, anchor, journal = self.graph, self.anchor, self.journal
         if anchor is None or anchor._graph is not graph:
             graph.append(node)
             self.order.appended(node)
         else:
-            self.order.put(node, anchor)
+            self.order.put(node, anchor, reads)
         if self._layers is not None:
             self._layers[name] = node
         if self.made is not None:
@@ -287,9 +296,14 @@ class Network:
                 info = infos.pop(name, None)
                 if layers is not None:
                     layers.pop(name, None)
+                released = outer_reads(node, owned=True) if node._attributes.data else ()
                 if journal is not None:
-                    journal.append((Removed, node, node._inputs, label, info))
+                    journal.append((Removed, node, node._inputs, label, info, released))
                 take_out(graph, node, idle, lone)
+                for inner, index, value in released:
+                    inner.replace_input_with(index, None)
+                    if value._producer is not None and len(value._uses) < 2:
+                        (lone.append(value) if value._uses else idle.append(value._producer))
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -37,15 +38,15 @@ class Order:
     def appended(self, node: ir.Node) -> None:
         self._last = self.labels[node] = self._last + _GAP
 
-    def put(self, node: ir.Node, anchor: ir.Node) -> None:
+    def put(self, node: ir.Node, anchor: ir.Node, reads: Sequence[ir.Value | None]) -> None:
         """Put a layer before the anchor, or behind what it reads if that is made later."""
         labels, graph = self.labels, self._graph
         high = labels.get(anchor, 0)
-        for value in node._inputs:
+        for value in reads:
             if value is not None and (maker := value._producer) is not None:
                 made = labels.get(maker)
                 if (made is None or made >= high) and maker._graph is graph:
-                    self._put_behind(node, anchor)
+                    self._put_behind(node, anchor, reads)
                     return
         before = insert_before(graph, anchor, node)
         low = labels.get(before) if before is not anchor else self._lows.get(anchor, high - _GAP)
@@ -57,9 +58,9 @@ class Order:
         if before is anchor:
             self._lows[node], self._lows[anchor] = low, label
 
-    def _put_behind(self, node: ir.Node, anchor: ir.Node) -> None:
+    def _put_behind(self, node: ir.Node, anchor: ir.Node, reads: Sequence[ir.Value | None]) -> None:
         """`put` of a layer that reads what has no label yet, or is made later than the anchor."""
-        makers = [value._producer for value in node._inputs if value is not None and value._producer]
+        makers = [value._producer for value in reads if value is not None and value._producer]
         last = max((maker for maker in makers if maker._graph is self._graph), key=self.of)
         if self.of(last) < self.of(anchor):
             insert_before(self._graph, anchor, node)
@@ -70,15 +71,32 @@ class Order:
     def removed(self, node: ir.Node) -> None:
         self.labels.pop(node, None)
 
+    def restored(self, node: ir.Node, label: int) -> None:
+        self.labels[node], self._last = label, max(label, self._last)
+
     def complete(self) -> None:
-        """Label layers that came by another road, if there are any."""
-        if len(self.labels) != len(self._graph) + 1:
+        """Label layers that came by another road, or were moved by one, if there are any."""
+        labels, last, nodes = self.labels, 0, nodes_of(self._graph)
+        if len(labels) != len(nodes) + 1:
             self.relabel()
+            return
+        for node in nodes:
+            label = labels.get(node, 0)
+            if label <= last:
+                self.relabel()
+                return
+            last = label
 
     def keep(self) -> None:
         """Let the order of all layers, as it is, be part of what an undo brings back."""
         if self._net.journal is not None:
-            self._net.journal.append((Ordered, nodes_of(self._graph), dict(self.labels)))
+            self._net.journal.append((Ordered, nodes_of(self._graph), dict(self.labels), dict(self._lows)))
+
+    def labelled(self, labels: dict[ir.Node | None, int], lows: dict[ir.Node, int]) -> None:
+        """Take labels as `keep` kept them."""
+        self.labels.clear()
+        self.labels.update(labels)
+        self._lows, self._last = dict(lows), max(labels.values())
 
     def relabel(self) -> None:
         """Label every layer anew, in the order of the list."""

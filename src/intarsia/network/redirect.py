@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.bodies import owner_in
 from intarsia.network.journal import Moved, Redirected
 from intarsia.network.raw import graph_of, producer_of
 from intarsia.network.tensor import Tensor
@@ -24,6 +25,10 @@ def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
     made, graph = after._producer, net.graph
     if (after.graph if made is None else made._graph) is not graph:
         raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
+    if before._is_graph_output and before.is_graph_input():
+        raise NetworkError(
+            f"{before.name} is both an input and an output of the network: its name cannot move"
+        )
     uses = tuple(before._uses)
     if made is not None:
         labels = net.order.labels
@@ -66,6 +71,8 @@ def replace_read(net: Network, reader: ir.Node, index: int, new: ir.Value) -> No
     reader.replace_input_with(index, new)
     if net.journal is not None:
         net.journal.append((Redirected, reader, index, old, new))
+    if net.memo is not None:
+        net.memo.read_moved(net, reader, old, new)
 
 
 def _identity(net: Network, value: ir.Value) -> ir.Value:
@@ -111,9 +118,7 @@ def _order_uses(
 
 def _owner(net: Network, inner: ir.Node) -> ir.Node:
     """The layer of this network in whose body `inner` stands."""
-    for node in net.graph:
-        for attr in node.attributes.values():
-            bodies = [attr.value] if isinstance(attr.value, ir.Graph) else []
-            if any(inner in body.all_nodes() for body in bodies):
-                return node
-    raise NetworkError(f"layer {inner.name} belongs to another network")
+    found = owner_in(net.graph, inner)
+    if found is None:
+        raise NetworkError(f"layer {inner.name} belongs to another network")
+    return found

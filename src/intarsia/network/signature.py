@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.journal import Recorded
 from intarsia.network.network import Layer, Network, Tensor, default_net, here
 from intarsia.network.raw import name_of, producer_of
 
@@ -78,8 +79,14 @@ class FLayerInfo:
     def _now(self, tensor: Tensor) -> Tensor:
         return Tensor.of(self._memo.follow(tensor.value, self._time))
 
+    def say(self, call: tuple[Any, ...], outputs: Any, time: int) -> None:
+        """Let this be the call from now on, its tensors named as they were at `time`."""
+        self._call, self._outputs, self._time = call, outputs, time
+
     def is_true(self) -> bool:
-        """Whether every tensor it mentions is still in the network."""
+        """Whether every tensor it mentions is still in the network, and read where it was."""
+        if any(self._memo.is_rewired(node, self._time) for node in self._made):
+            return False
         return all(
             self._memo.follow(tensor.value, self._time).graph is not None
             for tensor in tensors_in((*self._call, self._outputs))
@@ -107,13 +114,21 @@ class FLayerInfo:
                     redirected = True
         if not redirected:
             raise NetworkError(f"{self.layer_kind} does not read {old.name}")
-        args, kwargs = (_map(part, self._now) for part in self._call)
-        outputs = self.raw_outputs
-        self._call = (
-            _map(args, lambda t: new if t == old else t),
-            _map(kwargs, lambda t: new if t == old else t),
-        )
-        self._outputs, self._time = outputs, self._memo.clock
+        self.mention(new.network, old, new)
+
+    def mention(self, net: Network, old: Tensor, new: Tensor) -> None:
+        """Say `new` where this said `old`."""
+        if net.journal is not None:
+            net.journal.append((Recorded, self, self._call, self._outputs, self._time))
+        now = tuple(_map(part, self._now) for part in self._call)
+        call = tuple(_map(part, lambda t: new if t == old else t) for part in now)
+        self.say(call, self.raw_outputs, self._memo.clock)
+
+    def stands_for(self, node: ir.Node, value: ir.Value) -> bool:
+        """Whether the call is this one layer and mentions this tensor once."""
+        if self._made != [node] or self._memo.is_rewired(node, self._time):
+            return False
+        return [t.value for t in tensors_in(_map(self._call, self._now))].count(value) == 1
 
     def replace_outputs_uses_with(self, net: Network, new_outputs: Any) -> None:
         """Redirect the readers of this call's results to `new_outputs`, matched by position or key."""
@@ -134,6 +149,7 @@ class FLayerInfoMemo:
     def __init__(self) -> None:
         self.infos: dict[str, FLayerInfo | Call] = {}  # most calls are never asked for
         self._moves: dict[ir.Value, tuple[Any, ...]] = {}  # of each value: time, new value, time, ...
+        self._rewired: dict[ir.Node, tuple[int, ...]] = {}  # when single reads of a layer were redirected
         self.clock = 0  # counts moves, so that a call sees those made after it and no others
 
     @staticmethod
@@ -155,7 +171,10 @@ class FLayerInfoMemo:
         name = layer if isinstance(layer, str) else layer.name
         info = self.infos.get(name)
         if isinstance(info, tuple):
-            info = self.infos[name] = FLayerInfo(self, info)
+            live = len(info) == 3  # the layer says what it reads: that is not kept twice
+            info = FLayerInfo(self, info)
+            if not live:
+                self.infos[name] = info
         return info if info is not None and info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:
@@ -172,6 +191,28 @@ class FLayerInfoMemo:
     def uses_moved_back(self, old: ir.Value) -> None:
         """Called by the network when the last move of `old` is undone."""
         self._moves[old] = self._moves[old][:-2]
+
+    def read_moved(self, net: Network, node: ir.Node, old: ir.Value | None, new: ir.Value) -> None:
+        """Called by the network when one read of a layer was redirected.
+
+        The call of a functional that is this layer alone, and read `old` once, says `new` from now on.
+        """
+        info = self.infos.get(name_of(node))
+        if isinstance(info, tuple) and len(info) == 6:
+            info = self.infos[name_of(node)] = FLayerInfo(self, info)
+        told = old is not None and isinstance(info, FLayerInfo) and info.stands_for(node, old)
+        self.clock += 1
+        self._rewired[node] = (*self._rewired.get(node, ()), self.clock)
+        if told and old not in node.inputs:
+            info.mention(net, Tensor.of(old), Tensor.of(new))  # type: ignore[union-attr, arg-type]
+
+    def read_moved_back(self, node: ir.Node) -> None:
+        """Called by the network when the last redirection of one of a layer's reads is undone."""
+        self._rewired[node] = self._rewired.get(node, ())[:-1]
+
+    def is_rewired(self, node: ir.Node, time: int) -> bool:
+        """Whether a single read of a layer was redirected after `time`."""
+        return self._rewired.get(node, (0,))[-1:] > (time,)
 
     def follow(self, value: ir.Value, time: int) -> ir.Value:
         """What stands now for a value that was mentioned at `time`."""

@@ -120,7 +120,8 @@ class Driver:
                         break
                     self._work(level)
             if log.fired:
-                self.net.drop_unused_constants()
+                if self.net.journal is None:  # or what is going on could not be undone
+                    self.net.drop_unused_constants()
                 verify_links(self.net.graph)
         return log
 
@@ -137,7 +138,11 @@ class Driver:
             if node._graph is not graph:
                 continue  # gone since it was queued
             for entry in by_kind.get(kind_of(node) if node._domain else node._op_type, anywhere):
-                found = entry.pattern.find_at(node)
+                try:
+                    found = entry.pattern.find_at(node)
+                except Exception as error:
+                    self._broken(entry, node, error)
+                    continue
                 if found and self._rewrite(entry, node, found, top and level.left >= 0):
                     break
             else:
@@ -176,6 +181,15 @@ class Driver:
         if lone or not sweeping:
             self._queue_near(edits, made, removed, lone, sweeping)
         return True
+
+    def _broken(self, entry: Entry, node: ir.Node, error: Exception) -> None:
+        """A pattern failed where it was only asked whether it matches."""
+        where = f"layer {node.name} ({node.op_type})"
+        told = f"pattern {entry.pattern.name!r} could not be asked about {where}: {error}"
+        if self.strict:
+            raise RewriteError(told) from error
+        if told not in self.log.broken:
+            self.log.broken.append(told)
 
     def _no_end(self) -> None:
         recent = Counter(one.pattern for one in self.log.fired[-200:])

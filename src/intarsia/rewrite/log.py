@@ -46,7 +46,8 @@ class Fired(NamedTuple):
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
-        return f"{self.pattern}: {', '.join(self.replaced)} -> {', '.join(self.made) or 'nothing'}{where}"
+        replaced, made = (", ".join(names) or "nothing" for names in (self.replaced, self.made))
+        return f"{self.pattern}: {replaced} -> {made}{where}"
 
 
 @dataclass
@@ -73,7 +74,8 @@ class RewriteLog:
         props = {"pattern": pattern, "replaced": ", ".join(replaced)}
         if traced:
             layers = [root, *map(_node_of, removed)]
-            origin = next((node.metadata_props for node in layers if node.metadata_props), {})
+            known = [node.metadata_props for node in layers if node.metadata_props]
+            origin = next((each for each in known if "source" in each), known[0] if known else {})
             props = {**origin, **props}
         for node in made:
             if node._metadata_props is None:

@@ -107,6 +107,8 @@ class RewritePatternManager:
         net.order.complete()
         for layer in list(net.get_layers()):
             for entry in self._sorted():
+                if layer.is_removed():
+                    break  # by whoever asks for the matches
                 with net_guard(net):
                     said = self._ask(net, entry, layer)
                 if not said.reason:
@@ -124,9 +126,12 @@ class RewritePatternManager:
         if pattern.root_layer is not None and layer.kind not in pattern.root_layer:
             kinds = " or ".join(sorted(pattern.root_layer))
             return Explanation(entry.label, f"it starts at {kinds}; {layer.name} is {layer.kind}")
-        found = pattern.find(layer)
-        if not found:
-            return Explanation(entry.label, pattern.why_not(layer))
+        try:
+            found = pattern.find(layer)
+            if not found:
+                return Explanation(entry.label, pattern.why_not(layer))
+        except Exception as error:
+            return Explanation(entry.label, f"it could not be asked about {layer.name}: {error}")
         try:
             outcome = attempt(net, pattern, layer.node, found, keep=False)
         except RewriteError as error:

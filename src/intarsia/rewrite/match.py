@@ -44,8 +44,10 @@ class Matcher:
         # rules that refuse the first, and costs nothing until then.
         if self._even:
             self._all = False
-            found = next(self._solve(Found(value), [(first, value)]), None)
-            self._all = True
+            try:
+                found = next(self._solve(Found(value), [(first, value)]), None)
+            finally:
+                self._all = True
             if found is None:
                 return
             yield found

@@ -72,7 +72,8 @@ class _Writer:
             asked = "" if term.attributes else f"{node}._attributes.data and "
             say(f"if {asked}odd_attribute({self._object(term)}, {node}) is not None: return None")
         values = [self._local("v") for _ in term.inputs]
-        say(f"if len({node}._inputs) != {len(values)}: return None")
+        say(f"if len({node}._inputs) != {len(values)}:")
+        say(f"    return slow(node) if len({node}._inputs) > {len(values)} else None")
         if values:
             say(f"{', '.join(values)}, = {node}._inputs")
         if term.name is not None:

@@ -1,0 +1,58 @@
+"""Bodies: the graphs that layers such as If and Loop hold, and what those read of the network around them."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+Read = tuple[ir.Node, int, ir.Value]  # the layer in the body that reads, at which position, and what
+
+_OWNER = "intarsia.owner"
+
+
+def bodies_of(node: ir.Node) -> list[ir.Graph]:
+    """The graphs a layer holds."""
+    found: list[ir.Graph] = []
+    for attr in node.attributes.values():
+        if attr.type is ir.AttributeType.GRAPH:
+            found.append(attr.value)
+        elif attr.type is ir.AttributeType.GRAPHS:
+            found += attr.value
+    return found
+
+
+def own_bodies(node: ir.Node) -> None:
+    """Note in the bodies of a layer that they are its own; one that held them before gives them up."""
+    for body in bodies_of(node):
+        body.meta[_OWNER] = node
+
+
+def outer_reads(node: ir.Node, *, owned: bool = False) -> tuple[Read, ...]:
+    """What is read in the bodies of a layer and made outside of them.
+
+    `owned` leaves out the bodies that another layer took over and still holds.
+    """
+    found: list[Read] = []
+    for body in bodies_of(node):
+        holder = body.meta.get(_OWNER, node)
+        if owned and holder is not node and holder.graph is not None:
+            continue
+        inner = list(body.all_nodes())
+        graphs = {body, *(one.graph for one in inner)}
+        for one in inner:
+            for index, value in enumerate(one.inputs):
+                if value is not None and value.graph not in graphs:
+                    found.append((one, index, value))
+    return tuple(found)
+
+
+def owner_in(graph: ir.Graph, inner: ir.Node) -> ir.Node | None:
+    """The layer of a graph in whose body, or a body of that, a layer stands."""
+    holder: ir.Node | None = inner
+    while holder is not None and holder.graph is not graph:
+        holder = None if holder.graph is None else holder.graph.meta.get(_OWNER)
+    if holder is not None:
+        return holder
+    for node in graph:  # a graph made elsewhere says nothing of owners
+        if any(inner in body.all_nodes() for body in bodies_of(node)):
+            return node
+    return None

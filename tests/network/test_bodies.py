@@ -1,0 +1,122 @@
+"""Layers with bodies: what those read of the network around them is read, moved, let go and brought back."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+import torch
+
+from intarsia.network import Layer, Network, Tensor, net_guard
+from intarsia.network import functional as F
+from intarsia.network.bodies import bodies_of, outer_reads, owner_in
+from intarsia.rewrite import PatternRewriter, RewritePatternManager
+
+
+def body(kind: str, read: Tensor) -> ir.Graph:
+    net = Network(kind)
+    with net_guard(net):
+        F.op(kind, read).mark_output(f"{kind}_out")
+    return net.graph
+
+
+def branch(net: Network, condition: Tensor, one: ir.Graph, other: ir.Graph) -> Tensor:
+    made = net.add_layer(
+        "If",
+        [condition],
+        {"then_branch": one, "else_branch": other},
+        outputs=[(ir.DataType.FLOAT, (2, 3))],
+    )
+    return made.get_outputs()[0]
+
+
+def branching() -> tuple[Network, Tensor]:
+    """A network whose If reads a tensor in its bodies alone."""
+    net = Network()
+    with net_guard(net):
+        x, condition = Tensor("x", torch.float32, (2, 3)), Tensor("c", torch.bool, ())
+        inside, beside = F.exp(x), F.neg(x)
+        made = branch(net, condition, body("Relu", inside), body("Abs", inside))
+        (made + beside).mark_output("y")
+    net.verify()
+    return net, inside
+
+
+class Acts(PatternRewriter):
+    def __init__(self, kind: str, act: object) -> None:
+        super().__init__("acts", root_layer={kind})
+        self.act_on = act
+
+    def match_and_rewrite(self, layer: Layer) -> bool:
+        return bool(self.act_on(layer))  # type: ignore[operator]
+
+
+def manager(kind: str, act: object) -> RewritePatternManager:
+    made = RewritePatternManager()
+    made.add("acts", Acts(kind, act))
+    return made
+
+
+def test_owners() -> None:
+    net, inside = branching()
+    (holder,) = (layer.node for layer in net.get_layers() if layer.kind == "If")
+    assert len(bodies_of(holder)) == 2
+    assert [value for *_, value in outer_reads(holder)] == [inside.value] * 2
+    for reader, _, _ in outer_reads(holder):
+        assert owner_in(net.graph, reader) is holder
+        assert reader.graph is not None
+        reader.graph.meta.clear()  # as in a graph made elsewhere
+        assert owner_in(net.graph, reader) is holder
+    assert owner_in(Network().graph, outer_reads(holder)[0][0]) is None
+
+
+def test_a_removed_layer_lets_go_of_what_its_bodies_read() -> None:
+    net, inside = branching()
+
+    def by_the_other(layer: Layer) -> bool:
+        beside = net.get_layer_by_name("neg")
+        assert beside is not None
+        layer.get_outputs()[0].replace_all_uses_with(beside.get_outputs()[0])
+        return True
+
+    acting, before = manager("If", by_the_other), str(net)
+    assert len(acting.matches(net)) == 1  # tried and taken back
+    assert str(net) == before and len(inside.value.uses()) == 2
+    net.verify()
+    assert str(acting.rewrite(net)) == "acts: if, exp -> nothing"
+    assert [layer.kind for layer in net.get_layers()] == ["Neg", "Add"]
+    net.verify()
+
+
+def test_bodies_change_hands() -> None:
+    net, inside = branching()
+
+    def turned(layer: Layer) -> bool:
+        (condition,) = layer.get_inputs()
+        assert condition is not None
+        one, other = layer.attribute("else_branch"), layer.attribute("then_branch")
+        layer.get_outputs()[0].replace_all_uses_with(branch(net, F.logical_not(condition), one, other))
+        return True
+
+    acting, before = manager("If", turned), str(net)
+    assert acting.matches(net) and str(net) == before
+    acting.rewrite(net, limit=2)
+    assert len(inside.value.uses()) == 2
+    net.verify()
+
+
+def test_a_new_layer_stands_behind_what_its_bodies_read() -> None:
+    net = Network()
+    with net_guard(net):
+        x, condition = Tensor("x", torch.float32, (2, 3)), Tensor("c", torch.bool, ())
+        early, late = F.relu(x), F.exp(x)
+        (early * late).mark_output("y")
+
+    def chosen(layer: Layer) -> bool:
+        made = branch(net, condition, body("Abs", late), body("Neg", late))
+        layer.get_outputs()[0].replace_all_uses_with(made)
+        return True
+
+    acting, before = manager("Relu", chosen), str(net)
+    assert acting.matches(net) and str(net) == before
+    acting.rewrite(net)
+    assert [layer.kind for layer in net.get_layers()] == ["Exp", "If", "Mul"]
+    net.verify()

@@ -1,0 +1,187 @@
+"""One try of one pattern: what it is checked for, what it says it did, and that nothing is left of a no."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from intarsia.errors import RewriteError
+from intarsia.network import Layer, Network, Tensor, infers, net_guard
+from intarsia.network import functional as F
+from intarsia.rewrite import PatternRewriter, RewritePatternManager, refuse, rule
+
+
+class Acts(PatternRewriter):
+    def __init__(self, kind: str, act: Callable[[Layer], object], *, keep_types: bool = True) -> None:
+        super().__init__("acts", root_layer={kind}, keep_types=keep_types)
+        self.act_on = act
+
+    def match_and_rewrite(self, layer: Layer) -> bool:
+        return self.act_on(layer)  # type: ignore[return-value]
+
+
+def manager(pattern: PatternRewriter) -> RewritePatternManager:
+    made = RewritePatternManager()
+    made.add("acts", pattern)
+    return made
+
+
+def two_deep() -> tuple[Network, Tensor]:
+    """relu(exp(x)), and an input nothing reads."""
+    net = Network()
+    with net_guard(net):
+        x, z = Tensor("x", torch.float32, (2, 3)), Tensor("z", torch.float32, (2, 3))
+        F.relu(F.exp(x)).mark_output("y")
+    return net, z
+
+
+def test_a_tensor_of_another_network_is_taken_back() -> None:
+    net, _ = two_deep()
+    _, foreign = two_deep()
+
+    @rule(lambda op, x: op.Relu(x))
+    def mixed(net: Network, x: Tensor) -> Tensor:
+        return F.add(x, foreign)
+
+    before = str(net)
+    with pytest.raises(RewriteError, match=r"'mixed' at layer relu .* reads z, which is not of this network"):
+        manager(mixed).rewrite(net)
+    assert str(net) == before
+    net.verify()
+
+
+def test_what_was_made_and_not_needed_is_not_in_the_log() -> None:
+    net, _ = two_deep()
+
+    @rule(lambda op, x: op.Relu(x))
+    def wasteful(net: Network, x: Tensor) -> Tensor:
+        F.abs(F.sin(x))
+        Layer(F.cos(x).value.producer()).mark_as_removed()  # type: ignore[arg-type]
+        return F.neg(x)
+
+    log = manager(wasteful).rewrite(net)
+    assert str(log) == "acts: relu -> neg"
+    made = net.get_layer_by_name("neg")
+    assert made is not None
+    assert made.node.metadata_props == {"pattern": "acts", "replaced": "relu"}
+
+
+def test_one_input_replaced() -> None:
+    net, z = two_deep()
+
+    def rewired(layer: Layer) -> object:
+        if layer.get_inputs(0)[0] == z:
+            return refuse("it reads z")
+        layer.replace_input(0, z)
+        return True
+
+    assert str(manager(Acts("Relu", rewired)).rewrite(net)) == "acts: exp -> nothing"
+    assert str(net).endswith("y: f32[2, 3])\n  y = Relu(z)")
+    net.verify()
+
+
+def test_one_input_replaced_by_another_type() -> None:
+    net, _ = two_deep()
+    with net_guard(net):
+        wide = Tensor("wide", torch.float32, (5, 7))
+
+    def rewired(layer: Layer) -> object:
+        if layer.get_inputs(0)[0] == wide:
+            return False
+        layer.replace_input(0, wide)
+        return True
+
+    before = str(net)
+    with pytest.raises(RewriteError, match=r"is FLOAT \[5, 7\] of what layer relu reads now"):
+        manager(Acts("Relu", rewired)).rewrite(net)
+    assert str(net) == before
+    manager(Acts("Relu", rewired, keep_types=False)).rewrite(net)
+    assert net.get_outputs()[0].shape == (5, 7)
+    net.verify()
+
+
+def test_a_changed_shape_goes_down_both_arms_before_they_meet() -> None:
+    @infers("Packed", domain="test_transaction")
+    def _(inputs, attributes, outputs):  # type: ignore[no-untyped-def]
+        return [(inputs[0].dtype, inputs[0].shape)]
+
+    net = Network()
+    with net_guard(net):
+        made = F.op("Packed", Tensor("x", torch.float32, (4, 16)), domain="test_transaction")
+        ((made + F.relu(made)) * F.exp(F.neg(made))).mark_output("y")
+
+    def packed(layer: Layer) -> object:
+        if layer.get_inputs(0)[0].shape == (1, 64):  # type: ignore[union-attr]
+            return False
+        new = F.op("Packed", Tensor("packed", torch.float32, (1, 64)), domain="test_transaction")
+        layer.get_outputs()[0].replace_all_uses_with(new)
+        return True
+
+    manager(Acts("test_transaction::Packed", packed, keep_types=False)).rewrite(net)
+    assert {tensor.shape for layer in net.get_layers() for tensor in layer.get_outputs()} == {(1, 64)}
+    net.verify()
+
+
+@rule(lambda op, x: op.Exp(x))
+def exp_to_abs(net: Network, x: Tensor) -> Tensor:
+    return F.abs(F.mul(x, 3.5))
+
+
+@pytest.mark.parametrize("ask", ["explain", "rewrite"])
+@pytest.mark.parametrize("end", ["refuses", "raises", "acts"])
+def test_a_pattern_that_lets_others_act(ask: str, end: str) -> None:
+    net, _ = two_deep()
+    with net_guard(net):
+        F.mul(net.get_inputs()[1], 2.5).mark_output("other")
+    others = manager(exp_to_abs)
+
+    def act(layer: Layer) -> object:
+        (read,) = layer.get_inputs()
+        assert read is not None
+        old, new = layer.get_outputs()[0], F.neg(read)
+        if ask == "explain":
+            assert others.explain(Layer(read.value.producer()))[0].reason == ""  # type: ignore[arg-type]
+        else:
+            assert len(others.rewrite(net)) == 1
+        old.replace_all_uses_with(new)
+        if end == "raises":
+            raise ValueError("half-way")
+        return refuse("no") if end == "refuses" else True
+
+    before = str(net)
+    acting = manager(Acts("Relu", act))
+    if end == "raises":
+        with pytest.raises(RewriteError, match="half-way"):
+            acting.rewrite(net)
+    else:
+        acting.rewrite(net)
+    net.verify()
+    if end == "acts":
+        kinds = sorted(layer.kind for layer in net.get_layers())
+        assert kinds == (["Exp", "Mul", "Neg"] if ask == "explain" else ["Abs", "Mul", "Mul", "Neg"])
+    else:
+        assert str(net) == before
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_match_that_fails_names_its_pattern(strict: bool) -> None:
+    net, _ = two_deep()
+    with net_guard(net):
+        F.op("Transpose", net.get_inputs()[0]).mark_output("turned")
+
+    @rule(lambda op, x: op.Transpose(x, perm=lambda order: order[0] == 0))
+    def hasty(net: Network, x: Tensor) -> Tensor:
+        return x
+
+    told = "pattern 'hasty' could not be asked about layer transpose .Transpose.: 'NoneType'"
+    if strict:
+        with pytest.raises(RewriteError, match=told):
+            manager(hasty).rewrite(net)
+    else:
+        (broken,) = manager(hasty).rewrite(net, strict=False).broken
+        assert "'hasty' could not be asked about layer transpose" in broken
+    turned = net.get_layer_by_name("transpose")
+    assert turned is not None
+    assert "could not be asked" in manager(hasty).explain(turned)[0].reason
