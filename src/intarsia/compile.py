@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.capture import capture
-from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
 from intarsia.errors import PartitionError
-from intarsia.inputs import honest_sizes, resolve_call
-from intarsia.lower import Lowered, lower
+from intarsia.inputs import resolve_call
+from intarsia.lower import Lowered
 from intarsia.network import Network
 from intarsia.partition import STRATEGIES, PartitionOptions, Strategy
 from intarsia.partition.support import support_table
 from intarsia.rewrite import apply
 from intarsia.runtime.build import Builder, Rewrite, run_in_pytorch
 from intarsia.runtime.corners import corners
-from intarsia.runtime.settle import settle_guards
 from intarsia.runtime.stitch import Compiled, example_inputs
+from intarsia.runtime.widen import Call, lowered_call
 
 
 def compile(
@@ -56,11 +54,7 @@ def compile(
     """
     usable, notes = resolve_engines(engines)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-    with honest_sizes():
-        program = capture(model, args, kwargs, dynamic_shapes)
-        lowered = lower(program, has_converter=registry.__contains__)
-    if verify and isinstance(model, nn.Module):
-        lowered = settle_guards(lowered, model, example_inputs(lowered, args, kwargs))
+    lowered, call = lowered_call(model, args, kwargs, dynamic_shapes, settle=verify)
     builder = Builder(
         lowered.module,
         usable,
@@ -68,7 +62,7 @@ def compile(
         or _options(min_block_size, torch_executed_ops, torch_executed_modules, require_full_compilation),
         _strategy(partition),
         rewrite=None if rewrite is False else _rewriter(rewrite),
-        examples=_examples(lowered, args, kwargs, notes) if verify else (),
+        examples=_examples(lowered, call, (args, kwargs), notes) if verify else (),
     )
     plan, pieces, programs = builder.run(support_table(lowered.module, usable))
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
@@ -76,12 +70,10 @@ def compile(
     return Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
 
 
-def _examples(
-    lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any], notes: list[str]
-) -> list[list[Any]]:
-    """The user's call, and the same at the least and largest sizes it may have."""
-    example = example_inputs(lowered, args, kwargs)
-    found = [example]
+def _examples(lowered: Lowered, call: Call, given: Call, notes: list[str]) -> list[list[Any]]:
+    """The call that was captured, the user's own, and the same at the least and largest sizes it may have."""
+    example = example_inputs(lowered, *call)
+    found = [example] if call[0] is given[0] else [example, example_inputs(lowered, *given)]
     for corner in corners(lowered, example):
         try:
             run_in_pytorch(lowered.module, corner)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import intarsia
@@ -114,3 +115,26 @@ def test_attention_stays_on_its_engine_where_a_batch_may_be_empty(engine: str) -
         torch.testing.assert_close(fast(*inputs), Attends()(*inputs), rtol=1e-5, atol=1e-5)
     if engine == "onnxruntime":
         assert any("leaves calls without elements to PyTorch" in note for note in fast.notes)
+
+
+@pytest.mark.parametrize(
+    "dim", [torch.export.Dim.AUTO, torch.export.Dim("batch", max=64)], ids=["auto", "named"]
+)
+def test_an_example_of_one_does_not_narrow_the_range(dim: Any) -> None:
+    config = transformers.ConvNextConfig(hidden_sizes=[4, 8, 8, 8], depths=[1, 1, 1, 1], image_size=32)
+    model = transformers.ConvNextModel(config).eval()
+    fast = intarsia.compile(model, (torch.randn(1, 3, 32, 32),), dynamic_shapes=({0: dim},))
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 3, 32, 32)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x)[0], model(x)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_wants_its_example_keeps_it() -> None:
+    class One(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(1, -1) * 2.0 if x.shape[0] <= 1 else x.sum(0)
+
+    fast = intarsia.compile(One(), (torch.randn(1, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    x = torch.randn(1, 4)
+    torch.testing.assert_close(fast(x), One()(x))

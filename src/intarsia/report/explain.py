@@ -7,12 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from intarsia.capture import capture
-from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import PartitionError
-from intarsia.inputs import honest_sizes, resolve_call
-from intarsia.lower import lower
+from intarsia.inputs import resolve_call
 from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.partition.advice import advise
 from intarsia.partition.border import borders
@@ -20,6 +17,7 @@ from intarsia.partition.nodes import module_path, op_name, source_line
 from intarsia.partition.shapes import segment_shapes
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
+from intarsia.runtime.widen import lowered_call
 
 
 def explain(
@@ -47,9 +45,7 @@ def explain(
         raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
     usable, notes = resolve_engines(engines)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-    with honest_sizes():
-        program = capture(model, args, kwargs, dynamic_shapes)
-        lowered = lower(program, has_converter=registry.__contains__)
+    lowered, _ = lowered_call(model, args, kwargs, dynamic_shapes, settle=True)
     table = support_table(lowered.module, usable)
     strategy = _strategy(partition)
     return explain_graph(
