@@ -120,3 +120,21 @@ def test_a_new_layer_stands_behind_what_its_bodies_read() -> None:
     acting.rewrite(net)
     assert [layer.kind for layer in net.get_layers()] == ["Exp", "If", "Mul"]
     net.verify()
+
+
+def test_a_body_is_the_one_reader_left() -> None:
+    net = Network()
+    with net_guard(net):
+        x, condition = Tensor("x", torch.float32, (2, 3)), Tensor("c", torch.bool, ())
+        inside = F.exp(x)
+        F.relu(inside).mark_output("y")
+        branch(net, condition, body("Relu", inside), body("Abs", x)).mark_output("z")
+
+    def by_another(layer: Layer) -> bool:
+        if layer.get_inputs()[0] != inside:
+            return False
+        layer.get_outputs()[0].replace_all_uses_with(F.relu(x))
+        return True
+
+    assert len(manager("Relu", by_another).rewrite(net)) == 1
+    net.verify()

@@ -281,6 +281,18 @@ def test_an_opaque_layer_needs_a_domain() -> None:
     assert str(net).endswith("y = plugins::Twice(x) {factor=2}")
 
 
+def test_a_tensor_under_two_names_is_copied() -> None:
+    net = Network()
+    with net_guard(net):
+        x = Tensor("x", torch.float32, (2,))
+        made = F.neg(x)
+        for tensor, name in ((x, "first"), (made, "second"), (made, "third")):
+            tensor.mark_output(name)
+    assert [tensor.name for tensor in net.get_inputs()] == ["x"]
+    assert [tensor.name for tensor in net.get_outputs()] == ["first", "second", "third"]
+    net.verify()
+
+
 def raw_neg(read: Tensor, name: str) -> ir.Node:
     made = ir.Value(name=name, type=ir.TensorType(read.dtype), shape=ir.Shape([2, "n"]))
     return ir.Node("", "Neg", [read.value], outputs=[made], name=name)

@@ -89,6 +89,22 @@ def test_patterns_that_feed_each_other_are_named() -> None:
     net.verify()
 
 
+def test_a_pattern_that_refuses_its_own_work_is_no_loop() -> None:
+    class Renewed(PatternRewriter):
+        def __init__(self) -> None:
+            super().__init__("renewed", root_layer={"Relu"})
+
+        def match_and_rewrite(self, layer: Layer) -> bool:
+            if "pattern" in layer.node.metadata_props:
+                return False
+            (x,) = layer.get_inputs()
+            layer.get_outputs()[0].replace_all_uses_with(F.relu(x))  # type: ignore[arg-type]
+            return True
+
+    net = chain("neg", "relu", "abs")
+    assert str(manager(Renewed()).rewrite(net)) == "renewed: relu -> relu_1"
+
+
 def test_growth_without_end_meets_the_budget() -> None:
     @rule(lambda op, x: op.Relu(x))
     def grow(net: Network, x: Tensor) -> Tensor:

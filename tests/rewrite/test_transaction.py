@@ -185,3 +185,35 @@ def test_a_match_that_fails_names_its_pattern(strict: bool) -> None:
     turned = net.get_layer_by_name("transpose")
     assert turned is not None
     assert "could not be asked" in manager(hasty).explain(turned)[0].reason
+
+
+def test_an_output_that_copies_an_input_stays() -> None:
+    net = Network()
+    with net_guard(net):
+        copy = F.identity(Tensor("x", torch.float32, (2, 3)))
+        F.neg(copy).mark_output("z")
+        copy.mark_output("y")
+
+    @rule(lambda op, x: op.Identity(x))
+    def without(net: Network, x: Tensor) -> Tensor:
+        return x
+
+    assert str(manager(without).rewrite(net)) == "acts: nothing -> nothing"
+    assert str(net).endswith("  y = Identity(x)\n  z = Neg(x)")
+    net.verify()
+    kept = net.get_layer_by_name("identity")
+    assert kept is not None
+    assert manager(without).explain(kept)[0].reason == "what it gives stands there already"
+
+
+def test_work_without_effect_is_an_error_and_not_a_loop() -> None:
+    net, _ = two_deep()
+
+    def idle(layer: Layer) -> object:
+        F.sin(F.mul(layer.get_inputs()[0], 7.5))  # type: ignore[arg-type]
+        return True
+
+    before = str(net)
+    with pytest.raises(RewriteError, match="said that it rewrote the layer and changed nothing"):
+        manager(Acts("Relu", idle)).rewrite(net)
+    assert str(net) == before

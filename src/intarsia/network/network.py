@@ -23,7 +23,7 @@ from intarsia.network.layer import Layer as Layer
 from intarsia.network.make import make_node, share_names, take_out
 from intarsia.network.order import Order
 from intarsia.network.raw import name_of
-from intarsia.network.redirect import replace_read, replace_value
+from intarsia.network.redirect import copied, replace_read, replace_value
 from intarsia.network.tensor import Tensor as Tensor
 from intarsia.network.types import MICROSOFT as MICROSOFT
 from intarsia.network.types import OPSET as OPSET
@@ -253,7 +253,10 @@ class Network:
             self.anchor = outer
 
     def mark_output(self, tensor: Tensor, name: str | None = None) -> None:
+        """Make a tensor an output, under this name; an input or output that has another keeps that."""
         value = tensor.value
+        if name is not None and value.name != name and (value.is_graph_input() or value.is_graph_output()):
+            value = copied(self, value)
         before = value.name
         if name is not None and value.name != name:
             value.name = self.unique_name(name)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from intarsia.network.network import Network
 
 
-def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
-    """Let all that read one tensor, network outputs included, read another."""
+def replace_value(net: Network, before: ir.Value, after: ir.Value) -> bool:
+    """Let all that read one tensor, network outputs included, read another; false if they do already."""
     if before is after:
-        return
+        return False
     made, graph = after._producer, net.graph
     if (after.graph if made is None else made._graph) is not graph:
         raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
@@ -30,6 +30,10 @@ def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
             f"{before.name} is both an input and an output of the network: its name cannot move"
         )
     uses = tuple(before._uses)
+    if before._is_graph_output and _is_copy(before, after) and (made is None or after._is_graph_output):
+        for reader, index in uses:  # the output is already what it would become
+            replace_read(net, reader, index, after)
+        return bool(uses)
     if made is not None:
         labels = net.order.labels
         # What is made before `before` is made stands before all that reads it.
@@ -46,6 +50,7 @@ def replace_value(net: Network, before: ir.Value, after: ir.Value) -> None:
         net.journal.append(moved)
     if net.memo is not None:
         net.memo.uses_moved(before, after)
+    return True
 
 
 def _take_over(
@@ -54,7 +59,7 @@ def _take_over(
     """Let a tensor, or a copy of it, stand among the network's outputs under the name that stood there."""
     outputs = net.graph.outputs
     positions = tuple(i for i, value in enumerate(outputs) if value is before)
-    shown = _identity(net, after) if made is None or after._is_graph_output else after
+    shown = copied(net, after) if made is None or after._is_graph_output else after
     for position in positions:
         outputs[position] = shown
     before.name, shown.name = shown.name, before.name
@@ -75,7 +80,13 @@ def replace_read(net: Network, reader: ir.Node, index: int, new: ir.Value) -> No
         net.memo.read_moved(net, reader, old, new)
 
 
-def _identity(net: Network, value: ir.Value) -> ir.Value:
+def _is_copy(value: ir.Value, of: ir.Value) -> bool:
+    made = value.producer()
+    return made is not None and made.op_type == "Identity" and not made.domain and made.inputs[0] is of
+
+
+def copied(net: Network, value: ir.Value) -> ir.Value:
+    """What an Identity at the end of the network makes of a tensor."""
     outer, net.anchor = net.anchor, None
     made = net.add_layer(
         "Identity", [Tensor.of(value)], outputs=[(Tensor.of(value).dtype, Tensor.of(value).shape)]

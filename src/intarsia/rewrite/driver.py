@@ -158,10 +158,9 @@ class Driver:
         if self.limit is not None and len(log.fired) >= self.limit:
             log.exhausted = True
             return True
-        if self.pasts:
-            self._check_past(label, node)
+        loop = self._loop(label, node) if self.pasts else None
         try:
-            change = attempt(self.net, entry.pattern, node, found)
+            change = attempt(self.net, entry.pattern, node, found, keep=loop is None)
         except RewriteError as error:
             if self.strict:
                 raise
@@ -170,6 +169,8 @@ class Driver:
             return False
         if not isinstance(change, tuple):
             return False
+        if loop is not None:
+            raise RewriteError(loop)
         edits, made, removed, lone = change
         log.write(label, node, removed, made, self.net.traced)
         if len(log.fired) > self.budget:
@@ -196,8 +197,8 @@ class Driver:
         labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
         raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
 
-    def _check_past(self, label: str, node: ir.Node) -> None:
-        """An error if a layer about to be replaced was replaced before just as it is."""
+    def _loop(self, label: str, node: ir.Node) -> str | None:
+        """What to say if a pattern acts on a layer that it replaced before, just as it is."""
         step = self.pasts.get(node)
         labels = [label]
         while step is not None and len(labels) < 64:
@@ -209,11 +210,12 @@ class Driver:
                 and _plain(step.attributes) == _plain(node.attributes)
             ):
                 names = " and ".join(repr(name) for name in dict.fromkeys(reversed(labels)))
-                raise RewriteError(
+                return (
                     f"patterns {names} feed each other: layer {node.name} ({node.op_type}) is back"
                     " as it was; make one of them refuse what the other makes"
                 )
             step = step.before
+        return None
 
     def _queue_near(
         self,
@@ -228,7 +230,7 @@ class Driver:
         # One reader less may be what a pattern waited for.
         for value in lone:
             for reader, _ in value._uses:
-                if reader not in made:
+                if reader not in made and reader._graph is self.net.graph:  # not in a body
                     near[reader] = None
         if sweeping and near:
             # All that stands below is still to be visited.

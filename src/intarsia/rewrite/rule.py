@@ -18,6 +18,7 @@ from intarsia.rewrite.straight import straight
 from intarsia.rewrite.term import Call, build, depth, kinds, parts
 
 Function = Callable[..., Any]
+_AS_IT_IS = Refusal("what it gives stands there already")
 
 
 class Rule(PatternRewriter):
@@ -59,14 +60,12 @@ class Rule(PatternRewriter):
         if type(found) is tuple:  # found straight: what the function wants
             said = self.function(net, *found) if self._wanted else self.function(net)
             if type(said) is Tensor:
-                replace_value(net, node._outputs[0], said.value)
-                return True
+                return replace_value(net, node._outputs[0], said.value) or _AS_IT_IS
             roots = [node._outputs[0]]
         else:
             said, roots = self.function(net, **self._bindings(found)), found.roots
         if type(said) is not Refusal:
-            self._replace(net, roots, said)
-            return True
+            return self._replace(net, roots, said)
         refusal = said
         others = self._matcher.at(node)
         next(others, None)
@@ -74,8 +73,7 @@ class Rule(PatternRewriter):
         while not net.journal and (solution := next(others, None)) is not None:
             said = self.function(net, **self._bindings(solution))
             if type(said) is not Refusal:
-                self._replace(net, solution.roots, said)
-                return True
+                return self._replace(net, solution.roots, said)
         return refusal
 
     def why_not(self, layer: Layer) -> str:
@@ -95,12 +93,12 @@ class Rule(PatternRewriter):
                 bound[name] = None if value is None else Tensor.of(value)
         return bound
 
-    def _replace(self, net: Network, roots: list[ir.Value], said: Any) -> None:
+    def _replace(self, net: Network, roots: list[ir.Value], said: Any) -> bool | Refusal:
         made = said if isinstance(said, tuple | list) else (said,)
         if len(made) != len(roots) or not all(isinstance(tensor, Tensor) for tensor in made):
             raise RewriteError(f"the rule gave {said!r} where {len(roots)} tensor(s) should be")
-        for old, new in zip(roots, made, strict=True):
-            replace_value(net, old, new.value)
+        changed = [replace_value(net, old, new.value) for old, new in zip(roots, made, strict=True)]
+        return any(changed) or _AS_IT_IS
 
 
 def rule(

@@ -12,7 +12,7 @@ from intarsia.network import Network, Tensor
 from intarsia.network.attributes import from_attr
 from intarsia.network.bodies import owner_in
 from intarsia.network.infer import Made, has_rule, infer
-from intarsia.network.journal import Added, Edit, Marked, Moved, Redirected, Removed, Typed, undo
+from intarsia.network.journal import Added, Constant, Edit, Marked, Moved, Redirected, Removed, Typed, undo
 from intarsia.network.network import Shape, raw_shape
 from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
@@ -122,6 +122,8 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
         made = [node for node in made if node._graph is graph]
         new = {edit[1] for edit in edits if edit[0] is Added}
         removed = [edit for edit in removed if edit[1] not in new]
+        if all(edit[0] in (Added, Removed, Constant) for edit in edits) and not (made or removed):
+            raise RewriteError("it said that it rewrote the layer and changed nothing")
     return edits, made, removed, lone
 
 
