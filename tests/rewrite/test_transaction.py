@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -217,3 +218,35 @@ def test_work_without_effect_is_an_error_and_not_a_loop() -> None:
     with pytest.raises(RewriteError, match="said that it rewrote the layer and changed nothing"):
         manager(Acts("Relu", idle)).rewrite(net)
     assert str(net) == before
+
+
+@pytest.mark.parametrize("way", ["late", "refused"])
+def test_time_does_not_grow_with_the_network(way: str) -> None:
+    """Layers that read what is made later, and removals that are taken back, are found a place at once."""
+
+    def act(layer: Layer) -> object:
+        old = layer.get_outputs()[0]
+        if way == "late":
+            other = old.get_users()[0].get_inputs(1)[0]
+            old.replace_all_uses_with(F.maximum(layer.get_inputs()[0], other))  # type: ignore[arg-type]
+            return True
+        old.replace_all_uses_with(F.abs(layer.get_inputs()[0]))  # type: ignore[arg-type]
+        layer.mark_as_removed()
+        return refuse("no")
+
+    def spent(pairs: int) -> float:
+        net = Network()
+        with net_guard(net):
+            x = Tensor("x", torch.float32, (2, 3))
+            made = [F.add(F.relu(x), F.sin(x)) for _ in range(pairs)]
+            for tensor in made:
+                tensor.mark_output()
+        before, acting = str(net), manager(Acts("Relu", act))
+        start = time.process_time()
+        acting.rewrite(net)
+        took = time.process_time() - start
+        assert way == "late" or str(net) == before
+        net.verify()
+        return took / pairs
+
+    assert min(spent(1200) for _ in range(3)) < 3 * min(spent(100) for _ in range(3))

@@ -27,6 +27,7 @@ class Removed(NamedTuple):
     label: int
     info: FLayerInfo | Call | None
     released: tuple[Read, ...]  # what its bodies read
+    behind: ir.Node | None  # what stood behind it; itself where that is not known
 
 
 class Moved(NamedTuple):
@@ -110,9 +111,16 @@ def undo(net: Network, edits: list[Edit]) -> None:
                 edit.node.replace_input_with(index, value)
             for inner, index, value in edit.released:
                 inner.replace_input_with(index, value)
-            net.graph.append(edit.node)
             net.restored(edit.node, edit.info)
-            back.append((edit.label, edit.node))
+            if edit.behind is edit.node:
+                net.graph.append(edit.node)
+                back.append((edit.label, edit.node))
+                continue
+            net.order.restored(edit.node, edit.label)
+            if edit.behind is None:
+                net.graph.append(edit.node)
+            else:
+                net.graph.insert_before(edit.behind, edit.node)
         elif isinstance(edit, Moved):
             _move_back(net, edit)
         elif isinstance(edit, Redirected):

@@ -182,8 +182,16 @@ def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> ir.Node | None
     return before.value  # type: ignore[no-any-return]
 
 
-def take_out(graph: ir.Graph, node: Any, idle: list[ir.Node], lone: list[ir.Value]) -> None:
-    """Remove a node that nothing reads.
+def next_of(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
+    """The node behind this one, None at the end; the node itself where that cannot be said."""
+    if not SHORT:
+        return node
+    nodes: Any = graph._nodes
+    return nodes._value_ids_to_boxes[id(node)].next.value  # type: ignore[no-any-return]
+
+
+def take_out(graph: ir.Graph, node: Any, idle: list[ir.Node], lone: list[ir.Value]) -> ir.Node | None:
+    """Remove a node that nothing reads; what stood behind it, as `next_of` has it.
 
     `idle` is given the makers of what nothing reads any more, `lone` the tensors with one read left.
     """
@@ -203,12 +211,14 @@ def take_out(graph: ir.Graph, node: Any, idle: list[ir.Node], lone: list[ir.Valu
         before.next, behind.prev = behind, before
         box.value = None
         nodes._length -= 1
-        return
+        return behind.value  # type: ignore[no-any-return]
+    behind = next_of(graph, node)
     node.resize_inputs(0)
     graph.remove(node)
     for value in inputs:
         if value is not None and value._producer is not None and len(value._uses) < 2:
             (lone.append(value) if value._uses else idle.append(value._producer))
+    return behind
 
 
 def nodes_of(graph: ir.Graph) -> list[ir.Node]:

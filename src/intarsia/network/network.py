@@ -14,7 +14,7 @@ import torch
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.attributes import to_attr
-from intarsia.network.bodies import bodies_of, outer_reads, own_bodies
+from intarsia.network.bodies import Read, bodies_of, outer_reads, own_bodies
 from intarsia.network.guard import default_net as default_net
 from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
@@ -232,6 +232,7 @@ class Network:
         """Let a new layer stand before the anchor or at the end, and remember it."""
         graph, anchor, journal = self.graph, self.anchor, self.journal
         if anchor is None or anchor._graph is not graph:
+            self.order.check(node, reads)
             graph.append(node)
             self.order.appended(node)
         else:
@@ -299,14 +300,13 @@ class Network:
                 info = infos.pop(name, None)
                 if layers is not None:
                     layers.pop(name, None)
+                inputs = node._inputs
                 released = outer_reads(node, owned=True) if node._attributes.data else ()
+                if released:
+                    _let_go(released, idle, lone)
+                behind = take_out(graph, node, idle, lone)
                 if journal is not None:
-                    journal.append((Removed, node, node._inputs, label, info, released))
-                take_out(graph, node, idle, lone)
-                for inner, index, value in released:
-                    inner.replace_input_with(index, None)
-                    if value._producer is not None and len(value._uses) < 2:
-                        (lone.append(value) if value._uses else idle.append(value._producer))
+                    journal.append((Removed, node, inputs, label, info, released, behind))
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""
@@ -371,6 +371,14 @@ class Network:
         from intarsia.network.verify import verify
 
         verify(self)
+
+
+def _let_go(reads: tuple[Read, ...], idle: list[ir.Node], lone: list[ir.Value]) -> None:
+    """`take_out` of what the bodies of a layer read."""
+    for inner, index, value in reads:
+        inner.replace_input_with(index, None)
+        if value._producer is not None and len(value._uses) < 2:
+            (lone.append(value) if value._uses else idle.append(value._producer))
 
 
 def _onnx_dtype(dtype: torch.dtype | ir.DataType) -> ir.DataType:

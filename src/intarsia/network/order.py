@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from intarsia.errors import NetworkError
 from intarsia.network.journal import Ordered
-from intarsia.network.make import insert_before, nodes_of
+from intarsia.network.make import insert_before, next_of, nodes_of
 
 if TYPE_CHECKING:
     from intarsia.network.network import Network
@@ -43,11 +44,14 @@ class Order:
         labels, graph = self.labels, self._graph
         high = labels.get(anchor, 0)
         for value in reads:
-            if value is not None and (maker := value._producer) is not None:
-                made = labels.get(maker)
-                if (made is None or made >= high) and maker._graph is graph:
-                    self._put_behind(node, anchor, reads)
-                    return
+            if value is not None:
+                if (maker := value._producer) is None:
+                    if value._graph is graph:
+                        continue
+                elif (made := labels.get(maker)) is not None and made < high:
+                    continue
+                self._put_behind(node, anchor, reads)
+                return
         before = insert_before(graph, anchor, node)
         low = labels.get(before) if before is not anchor else self._lows.get(anchor, high - _GAP)
         gap = 0 if low is None else (high - low) >> 1
@@ -59,14 +63,32 @@ class Order:
             self._lows[node], self._lows[anchor] = low, label
 
     def _put_behind(self, node: ir.Node, anchor: ir.Node, reads: Sequence[ir.Value | None]) -> None:
-        """`put` of a layer that reads what has no label yet, or is made later than the anchor."""
+        """`put` of a layer that reads what has no label yet, or is not made before the anchor."""
+        self.check(node, reads)
         makers = [value._producer for value in reads if value is not None and value._producer]
-        last = max((maker for maker in makers if maker._graph is self._graph), key=self.of)
-        if self.of(last) < self.of(anchor):
-            insert_before(self._graph, anchor, node)
+        last = max((maker for maker in makers if maker._graph is self._graph), key=self.of, default=None)
+        if last is None or self.of(last) < self.of(anchor):
+            self.put(node, anchor, ())
+        elif (behind := next_of(self._graph, last)) is None:
+            self._graph.append(node)
+            self.appended(node)
+        elif behind is not last:
+            self.put(node, behind, ())
         else:
             self._graph.insert_after(last, node)
-        self.relabel()
+            self.relabel()
+
+    def check(self, node: ir.Node, reads: Sequence[ir.Value | None]) -> None:
+        """While a rewrite is tried, an error if a layer reads what is not of this network.
+
+        A body that is being made reads what is around it, and the network it will be part of is not known.
+        """
+        if self._net.journal is None:
+            return
+        for value in reads:
+            if value is not None and value.graph is not self._graph:
+                node.resize_inputs(0)
+                raise NetworkError(f"layer {node.name} reads {value.name}, which is not of this network")
 
     def removed(self, node: ir.Node) -> None:
         self.labels.pop(node, None)
@@ -76,16 +98,10 @@ class Order:
 
     def complete(self) -> None:
         """Label layers that came by another road, or were moved by one, if there are any."""
-        labels, last, nodes = self.labels, 0, nodes_of(self._graph)
-        if len(labels) != len(nodes) + 1:
+        nodes = nodes_of(self._graph)
+        labels = list(map(self.labels.get, nodes))
+        if len(self.labels) != len(nodes) + 1 or None in labels or labels != sorted(labels):  # type: ignore[type-var]
             self.relabel()
-            return
-        for node in nodes:
-            label = labels.get(node, 0)
-            if label <= last:
-                self.relabel()
-                return
-            last = label
 
     def keep(self) -> None:
         """Let the order of all layers, as it is, be part of what an undo brings back."""

@@ -24,7 +24,7 @@ _NODE = (
     "device_configurations",
     "_metadata_props",
 )
-_VALUE = ("_uses", "_producer", "_is_graph_output", "_const_value", "_shape", "_type")
+_VALUE = ("_uses", "_producer", "_is_graph_output", "_const_value", "_shape", "_type", "_graph")
 
 FAST = (
     all(hasattr(ir.Node, name) for name in _NODE)
@@ -39,7 +39,7 @@ def _name_slots() -> None:
     for name in _NODE:
         if not hasattr(ir.Node, name):
             setattr(ir.Node, name, property(attrgetter(name.removeprefix("_"))))
-    for name in ("_const_value", "_shape", "_type"):
+    for name in ("_const_value", "_shape", "_type", "_graph"):
         if not hasattr(ir.Value, name):
             setattr(ir.Value, name, property(attrgetter(name.removeprefix("_"))))
     for name in ("_uses", "_producer", "_is_graph_output"):

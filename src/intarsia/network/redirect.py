@@ -25,15 +25,14 @@ def replace_value(net: Network, before: ir.Value, after: ir.Value) -> bool:
     made, graph = after._producer, net.graph
     if (after.graph if made is None else made._graph) is not graph:
         raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
-    if before._is_graph_output and before.is_graph_input():
-        raise NetworkError(
-            f"{before.name} is both an input and an output of the network: its name cannot move"
-        )
     uses = tuple(before._uses)
-    if before._is_graph_output and _is_copy(before, after) and (made is None or after._is_graph_output):
-        for reader, index in uses:  # the output is already what it would become
-            replace_read(net, reader, index, after)
-        return bool(uses)
+    if before._is_graph_output:
+        if before.is_graph_input():
+            raise NetworkError(f"{before.name} is both an input and an output: its name cannot move")
+        if _is_copy(before, after) and (made is None or after._is_graph_output):
+            for reader, index in uses:  # the output is already what it would become
+                replace_read(net, reader, index, after)
+            return bool(uses)
     if made is not None:
         labels = net.order.labels
         # What is made before `before` is made stands before all that reads it.

@@ -73,9 +73,6 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
             if node._graph is None:
                 spare = True
                 continue
-            for value in node._inputs:
-                if value is not None and (value._producer or value)._graph is not graph:
-                    raise NetworkError(f"layer {node.name} reads {value.name}, which is not of this network")
             for value in node._outputs:
                 if value._uses or value._is_graph_output:
                     made.append(node)
@@ -101,7 +98,7 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
             if node.graph is not None and not (_alike(old, new) or _same_made(node, keep_types)):
                 retyped.append(node)
         elif kind is Removed:
-            _, node, inputs, *_, released = edit
+            _, node, inputs, _, _, released, _ = edit
             if not is_dead(node):
                 raise NetworkError(f"layer {node.name} was removed and is still read")
             removed.append(edit)
