@@ -146,17 +146,21 @@ def make_node(
     node._metadata_props = origin
     node.device_configurations = ()
     node._metadata = node._graph = node.doc_string = None
-    values: list[ir.Value] = []
+    values: tuple[ir.Value, ...] = ()
     for name, dtype, shape in outputs:
         value: Any = _new(ir.Value)
-        value._producer, value._index, value._name, value._shape = node, len(values), name, shape
+        value._producer = node
+        value._index = len(values)
+        value._name = name
+        value._shape = shape
         value._type = kind = _new(ir.TensorType)
-        kind._dtype, kind.denotation = dtype, None
+        kind._dtype = dtype
+        kind.denotation = None
         value._uses = {}
         value._graph = value._metadata = value._metadata_props = value._const_value = value.doc_string = None
         value._is_graph_input = value._is_graph_output = value._is_initializer = False
-        values.append(value)
-    node._outputs = tuple(values)
+        values += (value,)
+    node._outputs = values
     for index, read in enumerate(inputs):
         if read is not None:
             read._uses[_tuple(_Usage, (node, index))] = None
@@ -177,7 +181,10 @@ def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> ir.Node | None
     behind = boxes[id(anchor)]
     before = behind.prev
     boxes[id(node)] = before.next = behind.prev = box = _new(_Box)
-    box.prev, box.next, box.value, box.owning_list = before, behind, node, nodes
+    box.prev = before
+    box.next = behind
+    box.value = node
+    box.owning_list = nodes
     nodes._length += 1
     return before.value  # type: ignore[no-any-return]
 
@@ -207,8 +214,9 @@ def take_out(graph: ir.Graph, node: Any, idle: list[ir.Node], lone: list[ir.Valu
         node._graph = None
         nodes: Any = graph._nodes
         box = nodes._value_ids_to_boxes.pop(id(node))
-        before, behind = box.prev, box.next
-        before.next, behind.prev = behind, before
+        before = box.prev
+        before.next = behind = box.next
+        behind.prev = before
         box.value = None
         nodes._length -= 1
         return behind.value  # type: ignore[no-any-return]

@@ -64,6 +64,7 @@ class Network:
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
         self.anchor: ir.Node | None = None
         self.scope = ""  # how layers made now are called
+        self.has_bodies = False  # whether layers may hold graphs
         self.traced = False  # whether any layer knows where it comes from
         self.origin: dict[str, str] | None = None  # where they come from: module path, source line
 
@@ -123,16 +124,17 @@ class Network:
 
     def unique_name(self, hint: str) -> str:
         """`hint`, or `hint_1`, `hint_2`, ... if taken."""
-        count = self._names.get(hint)
+        names = self._names
+        count = names.get(hint)
         if count is None:
-            self._names[hint] = 0
+            names[hint] = 0
             return hint
         while True:
             count += 1
             name = f"{hint}_{count}"
-            if name not in self._names:
-                self._names[hint] = count
-                self._names[name] = 0
+            if name not in names:
+                names[hint] = count
+                names[name] = 0
                 return name
 
     def add_input(self, name: str, dtype: torch.dtype | ir.DataType, shape: Sequence[Dim]) -> Tensor:
@@ -212,6 +214,7 @@ class Network:
         reads: Sequence[ir.Value | None] = inputs
         if attributes and bodies_of(node):
             own_bodies(node)
+            self.has_bodies = True
             reads = [*inputs, *(value for *_, value in outer_reads(node))]
         self._place(node, layer_name, inferred, reads)
         return node
@@ -281,7 +284,8 @@ class Network:
 
         `lone` is given tensors they read that may have one reader left.
         """
-        graph, journal, labels, layers = self.graph, self.journal, self.order.labels, self._layers
+        graph, journal, layers = self.graph, self.journal, self._layers
+        labels = self.order.labels
         infos: dict[str, Any] = {} if self.memo is None else self.memo.infos
         idle = nodes if feeders else []
         while nodes:
@@ -301,7 +305,7 @@ class Network:
                 if layers is not None:
                     layers.pop(name, None)
                 inputs = node._inputs
-                released = outer_reads(node, owned=True) if node._attributes.data else ()
+                released = outer_reads(node, owned=True) if self.has_bodies else ()
                 if released:
                     _let_go(released, idle, lone)
                 behind = take_out(graph, node, idle, lone)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.bodies import bodies_of
 from intarsia.network.journal import Ordered
 from intarsia.network.make import insert_before, next_of, nodes_of
 
@@ -96,12 +97,13 @@ class Order:
     def restored(self, node: ir.Node, label: int) -> None:
         self.labels[node], self._last = label, max(label, self._last)
 
-    def complete(self) -> None:
-        """Label layers that came by another road, or were moved by one, if there are any."""
+    def complete(self) -> list[ir.Node]:
+        """All layers in order; those that came by another road, or were moved by one, are labelled now."""
         nodes = nodes_of(self._graph)
         labels = list(map(self.labels.get, nodes))
         if len(self.labels) != len(nodes) + 1 or None in labels or labels != sorted(labels):  # type: ignore[type-var]
             self.relabel()
+        return nodes
 
     def keep(self) -> None:
         """Let the order of all layers, as it is, be part of what an undo brings back."""
@@ -122,3 +124,5 @@ class Order:
         self.labels[None] = self._last = 0
         for node in self._graph:
             self.appended(node)
+            if node._attributes.data and bodies_of(node):
+                self._net.has_bodies = True

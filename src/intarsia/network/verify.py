@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -22,14 +22,16 @@ def verify(net: Network) -> None:
         verify_layer(node)
 
 
-def verify_links(graph: ir.Graph, outside: Collection[ir.Value] = ()) -> None:
+def verify_links(
+    graph: ir.Graph, outside: Collection[ir.Value] = (), *, nodes: Sequence[ir.Node] | None = None
+) -> None:
     """Every layer reads what is made before it, tensors know their readers, outputs are made here.
 
-    `outside` is what a body may read of the graph around it.
+    `outside` is what a body may read of the graph around it, `nodes` the graph's own if they are at hand.
     """
     known: set[Any] = {None, *outside, *graph.inputs, *graph.initializers.values()}
     knows, reads = known.issuperset, 0
-    for node in nodes_of(graph):
+    for node in nodes_of(graph) if nodes is None else nodes:
         inputs = node._inputs
         if not knows(inputs):
             unknown: Any = next(value for value in inputs if value not in known)

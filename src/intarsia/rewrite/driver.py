@@ -106,10 +106,11 @@ class Driver:
         """Rewrite until nothing matches, or `limit` rewrites are made; then verify the links."""
         log = self.log
         with net_guard(self.net), _no_collection():
-            self.net.order.complete()
-            before = -1
+            nodes, before = self.net.order.complete(), -1
             while before < len(log.fired) and not log.exhausted:
-                nodes, before = nodes_of(self.net.graph), len(log.fired)
+                if before >= 0:
+                    nodes = nodes_of(self.net.graph)
+                before = len(log.fired)
                 for level in self.levels:
                     level.fill(nodes)
                 while not log.exhausted:
@@ -122,7 +123,7 @@ class Driver:
             if log.fired:
                 if self.net.journal is None:  # or what is going on could not be undone
                     self.net.drop_unused_constants()
-                verify_links(self.net.graph)
+                verify_links(self.net.graph, nodes=None if log.exhausted else nodes)
         return log
 
     def _work(self, level: _Level) -> None:
