@@ -186,7 +186,8 @@ class FLayerInfoMemo:
     def uses_moved(self, old: ir.Value, new: ir.Value) -> None:
         """Called by the network when readers of `old` read `new` from now on."""
         self.clock += 1
-        self._moves[old] = (*self._moves.get(old, ()), self.clock, new)
+        before = self._moves.get(old)
+        self._moves[old] = (self.clock, new) if before is None else (*before, self.clock, new)
 
     def uses_moved_back(self, old: ir.Value) -> None:
         """Called by the network when the last move of `old` is undone."""

@@ -23,11 +23,16 @@ def verify(net: Network) -> None:
 
 
 def verify_links(
-    graph: ir.Graph, outside: Collection[ir.Value] = (), *, nodes: Sequence[ir.Node] | None = None
+    graph: ir.Graph,
+    outside: Collection[ir.Value] = (),
+    *,
+    nodes: Sequence[ir.Node] | None = None,
+    bodies: bool = True,
 ) -> None:
     """Every layer reads what is made before it, tensors know their readers, outputs are made here.
 
-    `outside` is what a body may read of the graph around it, `nodes` the graph's own if they are at hand.
+    `outside` is what a body may read of the graph around it, `nodes` the graph's own if they are at hand;
+    without `bodies` none of them is known to hold a graph.
     """
     known: set[Any] = {None, *outside, *graph.inputs, *graph.initializers.values()}
     knows, reads = known.issuperset, 0
@@ -37,7 +42,7 @@ def verify_links(
             unknown: Any = next(value for value in inputs if value not in known)
             raise NetworkError(f"layer {node.name} reads {unknown.name} before it is made")
         reads += len(inputs)
-        if node._attributes.data:
+        if bodies and node._attributes.data:
             for attr in node.attributes.values():
                 if isinstance(attr.value, ir.Graph):
                     verify_links(attr.value, known)

@@ -123,7 +123,8 @@ class Driver:
             if log.fired:
                 if self.net.journal is None:  # or what is going on could not be undone
                     self.net.drop_unused_constants()
-                verify_links(self.net.graph, nodes=None if log.exhausted else nodes)
+                links = None if log.exhausted else nodes
+                verify_links(self.net.graph, nodes=links, bodies=self.net.has_bodies)
         return log
 
     def _work(self, level: _Level) -> None:

@@ -111,7 +111,7 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
     if dead:
         count = len(edits)
         net.remove_dead(dead, lone)
-        removed += edits[count:]
+        removed = removed + edits[count:] if removed else edits[count:]
     for node in made:
         if node._graph is not graph:
             spare = True
