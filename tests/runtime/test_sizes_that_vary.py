@@ -138,3 +138,16 @@ def test_a_model_that_wants_its_example_keeps_it() -> None:
     fast = intarsia.compile(One(), (torch.randn(1, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
     x = torch.randn(1, 4)
     torch.testing.assert_close(fast(x), One()(x))
+
+
+def test_no_answer_without_elements_settles_a_guard() -> None:
+    class Apart(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2.0 if x.shape[0] > 1 else x * 3.0
+
+    batch = torch.export.Dim("batch", max=64)
+    fast = intarsia.compile(Apart(), (torch.randn(4, 5),), dynamic_shapes=({0: batch},))
+    x = torch.randn(6, 5)
+    torch.testing.assert_close(fast(x), Apart()(x))
+    with pytest.raises(InputError, match=r"the call does not meet x.shape\[0\] > 1"):
+        fast(torch.randn(1, 5))

@@ -82,11 +82,3 @@ def kind_of(node: ir.Node) -> str:
     """The operator, with its domain where it is not ONNX's own."""
     domain = domain_of(node)
     return f"{domain}::{op_type_of(node)}" if domain else op_type_of(node)
-
-
-def write_props(node: Any, props: dict[str, str]) -> None:
-    """Write on a node what is saved with it; `props` is its own from now on."""
-    if FAST and node._metadata_props is None:
-        node._metadata_props = props
-    else:
-        node.metadata_props.update(props)

@@ -11,6 +11,8 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import sympy
@@ -42,7 +44,8 @@ def settle_guards(lowered: Lowered, model: nn.Module, example: Sequence[Any]) ->
             kept.append(text)
             continue
         symbol, sizes = asked
-        alike = [size for size in sizes if _answers_alike(lowered, model, example, symbol, size)]
+        # Down from the largest: an answer without elements says nothing of the sizes above it.
+        alike = [*takewhile(partial(_answers_alike, lowered, model, example, symbol), sizes)]
         if len(alike) < len(sizes):
             kept.append(text if not alike else _weaker(text, alike[-1]))
         if alike and symbol in ranges and ranges[symbol].lower == sizes[0] + 1:

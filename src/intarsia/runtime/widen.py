@@ -20,6 +20,8 @@ from intarsia.convert import registry
 from intarsia.errors import CaptureError
 from intarsia.inputs import honest_sizes
 from intarsia.lower import Lowered, lower
+from intarsia.runtime.corners import at_sizes
+from intarsia.runtime.guards import read_guards
 from intarsia.runtime.settle import settle_guards
 from intarsia.runtime.stitch import example_inputs
 
@@ -40,7 +42,7 @@ def lowered_call(
         if wide is None:
             raise
         return wide
-    if any(not _may_be(lowered, place, 3) for place in ones):
+    if any(not _may_be(lowered, call, place, 3) for place in ones):
         return _wide(model, call, dynamic_shapes, ones) or (lowered, call)
     return lowered, call
 
@@ -67,11 +69,11 @@ def _wide(
         lowered = _lowered(model, twice, dynamic_shapes, True)
     except CaptureError:  # the model wants the sizes of the example
         return None
-    fits = all(_may_be(lowered, place, size) for place in ones for size in (1, 3))
+    fits = all(_may_be(lowered, twice, place, size) for place in ones for size in (1, 3))
     return (lowered, twice) if fits else None
 
 
-def _may_be(lowered: Lowered, place: Place, size: int) -> bool:
+def _may_be(lowered: Lowered, call: Call, place: Place, size: int) -> bool:
     """Whether a dimension of an input may have this size."""
     nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
     node = next(n for n, item in zip(nodes, lowered.inputs, strict=True) if item.index == place[0])
@@ -82,8 +84,9 @@ def _may_be(lowered: Lowered, place: Place, size: int) -> bool:
     bounds = lowered.range_constraints.get(symbol)
     if bounds is not None and not bounds.lower <= size <= bounds.upper:
         return False
-    name = f"L[{node.target!r}].size()[{place[1]}]"
-    return not any(text in (f"{name} != {size}", f"{name} <= 1", f"{name} > 1") for text in lowered.guards)
+    inputs = at_sizes(lowered, example_inputs(lowered, *call), {symbol: size})
+    places = {item.name: slot for slot, item in enumerate(lowered.inputs)}
+    return all(guard.holds(inputs) for guard in read_guards(lowered.guards, places))
 
 
 def _ones(
