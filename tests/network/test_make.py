@@ -7,7 +7,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from intarsia.network import make
+from intarsia.network import Network, make
+from intarsia.network.remove import remove_dead
 
 
 def test_the_installed_onnx_ir_allows_the_short_way() -> None:
@@ -41,12 +42,13 @@ def _steps(domain: str, attributes: list[ir.Attr], origin: dict[str, str] | None
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
     last = ir.Node("", "Relu", [x], name="last")
     graph = ir.Graph([x], [], nodes=[last])
+    net = Network.of(graph)
     made = [("a", ir.DataType.FLOAT, shape), ("a.1", ir.DataType.INT64, shape)]
     node = make.make_node(domain, "Op", (x, None, x), attributes, made, None, "a", origin)
     steps = [_shown(node)]
-    make.insert_before(graph, last, node)
+    net.order.put(node, last, node.inputs)
     other = make.make_node(domain, "Op", (node.outputs[0],), [], made[1:], 3, "b", None)
-    make.insert_before(graph, last, other)
+    net.order.put(other, last, other.inputs)
     steps += [
         _shown(node),
         _shown(other),
@@ -54,12 +56,10 @@ def _steps(domain: str, attributes: list[ir.Attr], origin: dict[str, str] | None
     ]
     walked = iter(graph)
     next(walked)
-    idle: list[ir.Node] = []
     lone: list[ir.Value] = []
-    make.take_out(graph, other, idle, lone)
-    make.take_out(graph, node, idle, lone)
+    gone = remove_dead(net, [other], lone)
     # A walk goes on over what is taken out under it.
-    steps += [{"idle": [n.name for n in idle], "lone": [v.name for v in lone]}]
+    steps += [{"gone": [n.name for n in gone], "lone": [v.name for v in lone]}]
     steps += [_shown(node), _shown(other), {"rest": [n.name for n in walked], "back": len(graph)}]
     steps += [{"reversed": [n.name for n in reversed(graph)], "uses": next(u.idx for u in x.uses())}]
     graph.append(ir.Node("", "Neg", [x]))

@@ -19,6 +19,7 @@ from intarsia.network import Layer, Network, Tensor, default_net, make, net_guar
 from intarsia.network import functional as F
 from intarsia.network.journal import undo
 from intarsia.network.raw import FAST
+from intarsia.network.remove import remove_dead
 
 
 def diamond() -> Network:
@@ -269,6 +270,24 @@ def test_verify_finds_what_is_wrong() -> None:
         net.verify()
 
 
+def test_verify_finds_reads_that_nobody_knows_and_readers_that_read_no_more() -> None:
+    net = diamond()
+    total, relu = layer(net, "add").node.outputs[0], layer(net, "relu").node
+    use = next(iter(total.uses()))
+    del total._uses[use]
+    with pytest.raises(NetworkError, match="add does not know that layer relu reads it"):
+        net.verify()
+    total._uses[use] = None
+    net.verify()
+    net.get_inputs()[0].value._uses[use] = None
+    with pytest.raises(NetworkError, match="a believes that layer relu reads it"):
+        net.verify()
+    del net.get_inputs()[0].value._uses[use]
+    total._uses[type(use)(relu, 3)] = None
+    with pytest.raises(NetworkError, match="add believes that layer relu reads it"):
+        net.verify()
+
+
 def test_an_opaque_layer_needs_a_domain() -> None:
     net = Network()
     with net_guard(net):
@@ -352,7 +371,7 @@ def test_any_edits_are_undone(data: st.DataObject) -> None:
             at, other = layers[number(len(layers) - 1)], layers[number(len(layers) - 1)]
             step = number(3)
             if step == 0:
-                net.remove_dead([at.node], [])
+                remove_dead(net, [at.node], [])
             elif step == 1:
                 with net.before(at):
                     F.neg(other.get_outputs()[0])

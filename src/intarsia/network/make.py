@@ -1,4 +1,4 @@
-"""Making a node, putting it in place, listing and taking out nodes, at the speed of slots.
+"""Making and listing nodes at the speed of slots; `order.py` and `remove.py` put in and take out so.
 
 `onnx_ir` spends most of the time of a new node on what its callers here have checked already. The short
 way writes exactly the fields `onnx_ir` writes; it is taken only where each class keeps exactly the fields
@@ -80,7 +80,7 @@ def _known() -> bool:
 
 
 SHORT = _known()
-_Box: Any = type(_listed._nodes._root) if SHORT else None
+Box: Any = type(_listed._nodes._root) if SHORT else None
 _new = object.__new__
 _tuple = tuple.__new__
 
@@ -147,10 +147,11 @@ def make_node(
     node.device_configurations = ()
     node._metadata = node._graph = node.doc_string = None
     values: tuple[ir.Value, ...] = ()
+    index = 0
     for name, dtype, shape in outputs:
         value: Any = _new(ir.Value)
         value._producer = node
-        value._index = len(values)
+        value._index = index
         value._name = name
         value._shape = shape
         value._type = kind = _new(ir.TensorType)
@@ -159,34 +160,15 @@ def make_node(
         value._uses = {}
         value._graph = value._metadata = value._metadata_props = value._const_value = value.doc_string = None
         value._is_graph_input = value._is_graph_output = value._is_initializer = False
-        values += (value,)
+        values = (*values, value) if index else (value,)
+        index += 1  # noqa: SIM113  (enumerate costs as much as the rest)
     node._outputs = values
-    for index, read in enumerate(inputs):
+    index = 0
+    for read in inputs:
         if read is not None:
             read._uses[_tuple(_Usage, (node, index))] = None
+        index += 1  # noqa: SIM113
     return node  # type: ignore[no-any-return]
-
-
-def insert_before(graph: ir.Graph, anchor: ir.Node, node: Any) -> ir.Node | None:
-    """Put a node made by `make_node` before the anchor; which one it now stands behind.
-
-    The anchor is given where that cannot be said. Its name, and those of what it makes, are taken already.
-    """
-    if not SHORT:
-        graph.insert_before(anchor, node)
-        return anchor
-    node._graph = graph
-    nodes: Any = graph._nodes
-    boxes = nodes._value_ids_to_boxes
-    behind = boxes[id(anchor)]
-    before = behind.prev
-    boxes[id(node)] = before.next = behind.prev = box = _new(_Box)
-    box.prev = before
-    box.next = behind
-    box.value = node
-    box.owning_list = nodes
-    nodes._length += 1
-    return before.value  # type: ignore[no-any-return]
 
 
 def next_of(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
@@ -195,38 +177,6 @@ def next_of(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
         return node
     nodes: Any = graph._nodes
     return nodes._value_ids_to_boxes[id(node)].next.value  # type: ignore[no-any-return]
-
-
-def take_out(graph: ir.Graph, node: Any, idle: list[ir.Node], lone: list[ir.Value]) -> ir.Node | None:
-    """Remove a node that nothing reads; what stood behind it, as `next_of` has it.
-
-    `idle` is given the makers of what nothing reads any more, `lone` the tensors with one read left.
-    """
-    inputs = node._inputs
-    if SHORT and not node.device_configurations:
-        for index, value in enumerate(inputs):
-            if value is not None:
-                uses = value._uses
-                del uses[node, index]
-                if len(uses) < 2 and value._producer is not None:
-                    (lone.append(value) if uses else idle.append(value._producer))
-        node._inputs = ()
-        node._graph = None
-        nodes: Any = graph._nodes
-        box = nodes._value_ids_to_boxes.pop(id(node))
-        before = box.prev
-        before.next = behind = box.next
-        behind.prev = before
-        box.value = None
-        nodes._length -= 1
-        return behind.value  # type: ignore[no-any-return]
-    behind = next_of(graph, node)
-    node.resize_inputs(0)
-    graph.remove(node)
-    for value in inputs:
-        if value is not None and value._producer is not None and len(value._uses) < 2:
-            (lone.append(value) if value._uses else idle.append(value._producer))
-    return behind
 
 
 def nodes_of(graph: ir.Graph) -> list[ir.Node]:

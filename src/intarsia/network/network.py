@@ -14,16 +14,17 @@ import torch
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.attributes import to_attr
-from intarsia.network.bodies import Read, bodies_of, outer_reads, own_bodies
+from intarsia.network.bodies import bodies_of, outer_reads, own_bodies
 from intarsia.network.guard import default_net as default_net
 from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
-from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Removed
+from intarsia.network.journal import Added, Constant, Edit, Given, Marked
 from intarsia.network.layer import Layer as Layer
-from intarsia.network.make import make_node, share_names, take_out
+from intarsia.network.make import make_node, share_names
 from intarsia.network.order import Order
 from intarsia.network.raw import name_of
 from intarsia.network.redirect import copied, replace_read, replace_value
+from intarsia.network.remove import remove_dead
 from intarsia.network.tensor import Tensor as Tensor
 from intarsia.network.types import MICROSOFT as MICROSOFT
 from intarsia.network.types import OPSET as OPSET
@@ -58,7 +59,7 @@ class Network:
         self.journal: list[Edit] | None = None  # kept while a rewrite is tried
         self.order = Order(self)
         self.made: list[ir.Node] | None = None  # by the functional that runs now
-        self._layers: dict[str, ir.Node] | None = None  # by name, from the first time one is asked for
+        self.by_name: dict[str, ir.Node] | None = None  # by name, from the first time one is asked for
         self._names: dict[str, int] = {}
         share_names(graph, self._names)
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
@@ -108,12 +109,12 @@ class Network:
         return (Layer(node) for node in self.graph)
 
     def get_layer_by_name(self, name: str) -> Layer | None:
-        node = None if self._layers is None else self._layers.get(name)
+        node = None if self.by_name is None else self.by_name.get(name)
         if node is None or node.graph is not self.graph or node.name != name:
             # Raw nodes come and go without a word: only a name nobody ever took is known to be missing.
-            if self._layers is None or len(self._layers) != len(self.graph) or name in self._names:
-                self._layers = {name_of(node): node for node in self.graph}
-            node = self._layers.get(name)
+            if self.by_name is None or len(self.by_name) != len(self.graph) or name in self._names:
+                self.by_name = {name_of(node): node for node in self.graph}
+            node = self.by_name.get(name)
         return None if node is None else Layer(node)
 
     def is_input(self, tensor: Tensor) -> bool:
@@ -220,10 +221,10 @@ class Network:
         return node
 
     def add_alike(
-        self, op_type: str, inputs: tuple[ir.Value | None, ...], dtype: ir.DataType, shape: ir.Shape
+        self, op_type: str, hint: str, inputs: tuple[ir.Value, ...], dtype: ir.DataType, shape: ir.Shape
     ) -> ir.Node:
         """`add_node` of one of ONNX's own operators, whose one output its rule gives this type and shape."""
-        name = self.unique_name(self.scope or _lower(op_type))
+        name = self.unique_name(self.scope or hint)
         origin = self.origin
         if origin is not None:
             origin, self.traced = dict(origin), True
@@ -240,8 +241,8 @@ class Network:
             self.order.appended(node)
         else:
             self.order.put(node, anchor, reads)
-        if self._layers is not None:
-            self._layers[name] = node
+        if self.by_name is not None:
+            self.by_name[name] = node
         if self.made is not None:
             self.made.append(node)
         if journal is not None:
@@ -277,54 +278,21 @@ class Network:
             value = next(v for v in node.outputs if v.uses() or v.is_graph_output())
             who = ", ".join(str(use.node.name) for use in value.uses()) or "the network's outputs"
             raise NetworkError(f"layer {layer.name} cannot be removed: {value.name} is read by {who}")
-        self.remove_dead([node], [], feeders=False)
-
-    def remove_dead(self, nodes: list[ir.Node], lone: list[ir.Value], *, feeders: bool = True) -> None:
-        """Take out these layers, the last first, where nothing reads them, and what fed them alone.
-
-        `lone` is given tensors they read that may have one reader left.
-        """
-        graph, journal, layers = self.graph, self.journal, self._layers
-        labels = self.order.labels
-        infos: dict[str, Any] = {} if self.memo is None else self.memo.infos
-        idle = nodes if feeders else []
-        while nodes:
-            node: Any = nodes.pop()
-            if node._graph is not graph:
-                continue
-            for value in node._outputs:
-                if value._uses or value._is_graph_output:
-                    break
-            else:
-                label = labels.pop(node, None)
-                if label is None:
-                    label = self.order.of(node)
-                    del labels[node]
-                name = node._name
-                info = infos.pop(name, None)
-                if layers is not None:
-                    layers.pop(name, None)
-                inputs = node._inputs
-                released = outer_reads(node, owned=True) if self.has_bodies else ()
-                if released:
-                    _let_go(released, idle, lone)
-                behind = take_out(graph, node, idle, lone)
-                if journal is not None:
-                    journal.append((Removed, node, inputs, label, info, released, behind))
+        remove_dead(self, [node], [], feeders=False)
 
     def forget_layer(self, node: ir.Node) -> None:
         """Drop what is remembered of a layer that left the graph."""
         name = name_of(node)
-        if self._layers is not None:
-            self._layers.pop(name, None)
+        if self.by_name is not None:
+            self.by_name.pop(name, None)
         self.order.removed(node)
         if self.memo is not None:
             self.memo.remove(name)
 
     def restored(self, node: ir.Node, info: FLayerInfo | Call | None) -> None:
         """Remember a layer that came back."""
-        if self._layers is not None:
-            self._layers[str(node.name)] = node
+        if self.by_name is not None:
+            self.by_name[str(node.name)] = node
         if info is not None and self.memo is not None:
             self.memo.restore(str(node.name), info)
 
@@ -375,14 +343,6 @@ class Network:
         from intarsia.network.verify import verify
 
         verify(self)
-
-
-def _let_go(reads: tuple[Read, ...], idle: list[ir.Node], lone: list[ir.Value]) -> None:
-    """`take_out` of what the bodies of a layer read."""
-    for inner, index, value in reads:
-        inner.replace_input_with(index, None)
-        if value._producer is not None and len(value._uses) < 2:
-            (lone.append(value) if value._uses else idle.append(value._producer))
 
 
 def _onnx_dtype(dtype: torch.dtype | ir.DataType) -> ir.DataType:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network import make
 from intarsia.network.bodies import bodies_of
 from intarsia.network.journal import Ordered
-from intarsia.network.make import insert_before, next_of, nodes_of
+from intarsia.network.make import next_of, nodes_of
 
 if TYPE_CHECKING:
     from intarsia.network.network import Network
 
 _GAP = 1 << 40  # between layers that were appended
 _STEP = 1 << 16  # what one insertion takes of a gap, if the gap is wide
+_new = object.__new__
 
 
 class Order:
@@ -46,22 +48,42 @@ class Order:
         high = labels.get(anchor, 0)
         for value in reads:
             if value is not None:
-                if (maker := value._producer) is None:
-                    if value._graph is graph:
-                        continue
-                elif (made := labels.get(maker)) is not None and made < high:
-                    continue
-                self._put_behind(node, anchor, reads)
-                return
-        before = insert_before(graph, anchor, node)
-        low = labels.get(before) if before is not anchor else self._lows.get(anchor, high - _GAP)
-        gap = 0 if low is None else (high - low) >> 1
-        if low is None or gap <= 0:
+                maker = value._producer
+                if (value._graph is not graph) if maker is None else (labels.get(maker, high) >= high):
+                    self._put_behind(node, anchor, reads)
+                    return
+        if not make.SHORT:
+            self._put_slowly(node, anchor, high)
+            return
+        new: Any = node
+        new._graph = graph
+        nodes: Any = graph._nodes
+        boxes = nodes._value_ids_to_boxes
+        behind = boxes[id(anchor)]
+        before = behind.prev
+        boxes[id(node)] = before.next = behind.prev = box = _new(make.Box)
+        box.prev = before
+        box.next = behind
+        box.value = node
+        box.owning_list = nodes
+        nodes._length += 1
+        low = labels.get(before.value, high)
+        if high - low < 2:
+            self.relabel()
+        else:
+            gap = (high - low) >> 1
+            labels[node] = low + (gap if gap < _STEP else _STEP)
+
+    def _put_slowly(self, node: ir.Node, anchor: ir.Node, high: int) -> None:
+        """`put` where nobody knows how the list is kept."""
+        self._graph.insert_before(anchor, node)
+        low = self._lows.get(anchor, high - _GAP)
+        gap = (high - low) >> 1
+        if gap <= 0:
             self.relabel()
             return
-        labels[node] = label = low + (gap if gap < _STEP else _STEP)
-        if before is anchor:
-            self._lows[node], self._lows[anchor] = low, label
+        self.labels[node] = label = low + (gap if gap < _STEP else _STEP)
+        self._lows[node], self._lows[anchor] = low, label
 
     def _put_behind(self, node: ir.Node, anchor: ir.Node, reads: Sequence[ir.Value | None]) -> None:
         """`put` of a layer that reads what has no label yet, or is not made before the anchor."""

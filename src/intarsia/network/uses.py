@@ -51,8 +51,10 @@ def move_uses(old: ir.Value, new: ir.Value, uses: Uses) -> None:
                 source._uses[use] = target._uses.pop(use)
             node.replace_input_with(index, new)
             continue
-        inputs = list(node._inputs)
-        inputs[index] = new
-        node._inputs = tuple(inputs)
+        inputs = node._inputs
+        if len(inputs) == 2:  # as most have
+            node._inputs = (inputs[0], new) if index else (new, inputs[1])
+        else:
+            node._inputs = (*inputs[:index], new, *inputs[index + 1 :])
         if not fresh:
             target._uses[use] = source._uses.pop(use)

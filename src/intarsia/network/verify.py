@@ -34,24 +34,32 @@ def verify_links(
     `outside` is what a body may read of the graph around it, `nodes` the graph's own if they are at hand;
     without `bodies` none of them is known to hold a graph.
     """
-    known: set[Any] = {None, *outside, *graph.inputs, *graph.initializers.values()}
-    knows, reads = known.issuperset, 0
+    given: set[Any] = {*graph.inputs, *graph.initializers.values()}
+    known = {*outside, *given}
+    reads = 0
+    uses = sum(len(value._uses) for value in given)
     for node in nodes_of(graph) if nodes is None else nodes:
-        inputs = node._inputs
-        if not knows(inputs):
-            unknown: Any = next(value for value in inputs if value not in known)
-            raise NetworkError(f"layer {node.name} reads {unknown.name} before it is made")
-        reads += len(inputs)
+        index = 0
+        for read in node._inputs:
+            if read is not None:
+                if read not in known:
+                    raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
+                if (node, index) not in read._uses:
+                    raise NetworkError(f"{read.name} does not know that layer {node.name} reads it")
+                reads += 1
+            index += 1  # noqa: SIM113  (enumerate costs as much as the rest)
         if bodies and node._attributes.data:
             for attr in node.attributes.values():
                 if isinstance(attr.value, ir.Graph):
                     verify_links(attr.value, known)
-        known.update(node._outputs)
+        for value in node._outputs:
+            known.add(value)
+            uses += len(value._uses)
     for value in graph.outputs:
         if value not in known:
             raise NetworkError(f"output {value.name} is made by no layer of the network")
-    known.discard(None)
-    _verify_uses(graph, known, reads)
+    if uses != reads:  # bodies read what stands around them, or a tensor knows of reads that are none
+        _verify_uses(known)
 
 
 def _verify_names(graph: ir.Graph) -> None:
@@ -75,25 +83,12 @@ def _verify_names(graph: ir.Graph) -> None:
                 _verify_names(attr.value)
 
 
-def _verify_uses(graph: ir.Graph, known: set[ir.Value], reads: int) -> None:
-    """Every use a tensor knows of is a read, and there are as many of one as of the other."""
-    uses = 0
+def _verify_uses(known: set[ir.Value]) -> None:
+    """Every use a tensor knows of is a read."""
     for value in known:
-        read_by = value._uses
-        uses += len(read_by)
-        for node, index in read_by:
-            try:
-                if node._inputs[index] is value:
-                    continue
-            except IndexError:
-                pass
-            raise NetworkError(f"{value.name} believes that layer {node.name} reads it")
-    if uses != reads:
-        # Positions left out are no reads, and bodies read what stands around them.
-        reads = sum(value is not None for node in graph for value in node.inputs)
-        uses = sum(use.node.graph is graph for value in known for use in value.uses())
-    if uses != reads:
-        raise NetworkError(f"layers read {reads} tensors and tensors know of {uses} reads")
+        for reader, index in value.uses():
+            if index >= len(reader.inputs) or reader.inputs[index] is not value:
+                raise NetworkError(f"{value.name} believes that layer {reader.name} reads it")
 
 
 def verify_layer(node: ir.Node) -> None:

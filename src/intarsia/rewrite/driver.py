@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Network, net_guard
-from intarsia.network.journal import Edit, Moved
+from intarsia.network.journal import Edit, Moved, Removed
 from intarsia.network.make import nodes_of
 from intarsia.network.raw import kind_of
 from intarsia.network.uses import readers, use_count
@@ -107,10 +107,10 @@ class Driver:
         log = self.log
         with net_guard(self.net), _no_collection():
             nodes, before = self.net.order.complete(), -1
-            while before < len(log.fired) and not log.exhausted:
+            while before < len(log) and not log.exhausted:
                 if before >= 0:
                     nodes = nodes_of(self.net.graph)
-                before = len(log.fired)
+                before = len(log)
                 for level in self.levels:
                     level.fill(nodes)
                 while not log.exhausted:
@@ -120,7 +120,7 @@ class Driver:
                     else:
                         break
                     self._work(level)
-            if log.fired:
+            if len(log):
                 if self.net.journal is None:  # or what is going on could not be undone
                     self.net.drop_unused_constants()
                 links = None if log.exhausted else nodes
@@ -157,7 +157,7 @@ class Driver:
         label, log, inputs = entry.label, self.log, node._inputs
         if self.banned and (label, node) in self.banned:
             return False
-        if self.limit is not None and len(log.fired) >= self.limit:
+        if self.limit is not None and len(log) >= self.limit:
             log.exhausted = True
             return True
         loop = self._loop(label, node) if self.pasts else None
@@ -169,20 +169,20 @@ class Driver:
             log.broken.append(str(error))
             self.banned.add((label, node))
             return False
-        if not isinstance(change, tuple):
+        if type(change) is not tuple:
             return False
         if loop is not None:
             raise RewriteError(loop)
         edits, made, removed, lone = change
         log.write(label, node, removed, made, self.net.traced)
-        if len(log.fired) > self.budget:
+        if len(log.events) > self.budget:
             self._no_end()
         for new in made:
             if (new._op_type in self.kinds or new._domain or self.anywhere) and self._push(new):
                 before = self.pasts.get(node)
                 self.pasts[new] = _Past(label, node.op_type, inputs, node.attributes, before)
         if lone or not sweeping:
-            self._queue_near(edits, made, removed, lone, sweeping)
+            self._queue_near(edits, made, lone, sweeping)
         return True
 
     def _broken(self, entry: Entry, node: ir.Node, error: Exception) -> None:
@@ -223,7 +223,6 @@ class Driver:
         self,
         edits: list[Edit],
         made: list[ir.Node],
-        removed: list[Edit],
         lone: list[ir.Value],
         sweeping: bool,
     ) -> None:
@@ -236,7 +235,7 @@ class Driver:
                     near[reader] = None
         if sweeping and near:
             # All that stands below is still to be visited.
-            last = max((edit[3] for edit in removed), default=0)
+            last = max((edit[3] for edit in edits if edit[0] is Removed), default=0)
             near = {node: None for node in near if self.net.order.of(node) < last}
         if not sweeping:
             for kind, *fields in edits:

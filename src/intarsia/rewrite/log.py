@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NamedTuple
 
 import onnx_ir as ir
-
-from intarsia.network.journal import Edit
-from intarsia.network.raw import name_of
-
-_tuple = tuple.__new__  # a named tuple without the call of its own constructor
-_node_of: Callable[[Edit], ir.Node] = itemgetter(1)
 
 
 class Fired(NamedTuple):
@@ -22,7 +14,7 @@ class Fired(NamedTuple):
 
     pattern: str
     root: ir.Node
-    replaced: tuple[str, ...]
+    removed: list[ir.Node]
     nodes: list[ir.Node]
 
     @property
@@ -35,8 +27,12 @@ class Fired(NamedTuple):
         return self.root.op_type
 
     @property
+    def replaced(self) -> tuple[str, ...]:
+        return tuple(str(node.name) for node in self.removed)
+
+    @property
     def made(self) -> tuple[str, ...]:
-        return tuple(map(name_of, self.nodes))
+        return tuple(str(node.name) for node in self.nodes)
 
     @property
     def source(self) -> str:
@@ -57,23 +53,26 @@ class RewriteLog:
     `exhausted` says that the run ended because `limit` rewrites were made.
     """
 
-    fired: list[Fired] = field(default_factory=list)
+    events: list[tuple[str, ir.Node, list[ir.Node], list[ir.Node]]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     exhausted: bool = False
 
+    @property
+    def fired(self) -> list[Fired]:
+        return [Fired(*event) for event in self.events]
+
     def __len__(self) -> int:
-        return len(self.fired)
+        return len(self.events)
 
     def write(
-        self, pattern: str, root: ir.Node, removed: list[Edit], made: list[ir.Node], traced: bool
+        self, pattern: str, root: ir.Node, removed: list[ir.Node], made: list[ir.Node], traced: bool
     ) -> None:
         """Note a rewrite, and on every new layer where it comes from; `traced` says that old ones know."""
-        replaced = tuple(map(name_of, map(_node_of, removed)))
-        self.fired.append(_tuple(Fired, (pattern, root, replaced, made)))
-        props = {"pattern": pattern, "replaced": ", ".join(replaced)}
+        self.events.append((pattern, root, removed, made))
+        props = {"pattern": pattern, "replaced": ", ".join([node._name for node in removed])}  # type: ignore[misc]
         if traced:
-            layers = [root, *map(_node_of, removed)]
+            layers = [root, *removed]
             known = [node.metadata_props for node in layers if node.metadata_props]
             origin = next((each for each in known if "source" in each), known[0] if known else {})
             props = {**origin, **props}
@@ -87,7 +86,7 @@ class RewriteLog:
 
     def add(self, other: RewriteLog) -> None:
         """Take in what a further run did."""
-        self.fired += other.fired
+        self.events += other.events
         self.broken += other.broken
         self.skipped |= other.skipped
         self.exhausted |= other.exhausted

@@ -14,7 +14,7 @@ from intarsia.network.redirect import replace_value
 from intarsia.rewrite.found import Found
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.straight import straight
+from intarsia.rewrite.straight import spread, straight
 from intarsia.rewrite.term import Call, build, depth, kinds, parts
 
 Function = Callable[..., Any]
@@ -40,6 +40,7 @@ class Rule(PatternRewriter):
         if unknown := [wanted for wanted in self._wanted if wanted not in known]:
             raise RewriteError(f"rule {name!r} asks for {unknown}; its pattern has {sorted(known)}")
         by_place = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+        self._call = spread(function, self._wanted)
         found = straight(self.roots, self._wanted, self._first) if by_place else None
         self.find_at: Callable[[ir.Node], Any] = found or self._first  # type: ignore[assignment]
 
@@ -58,7 +59,7 @@ class Rule(PatternRewriter):
     def act(self, net: Network, node: ir.Node, found: Any) -> bool | Refusal:
         """Let the function act on the first match it does not refuse."""
         if type(found) is tuple:  # found straight: what the function wants
-            said = self.function(net, *found) if self._wanted else self.function(net)
+            said = self._call(net, found)
             if type(said) is Tensor:
                 return replace_value(net, node._outputs[0], said.value) or _AS_IT_IS
             roots = [node._outputs[0]]

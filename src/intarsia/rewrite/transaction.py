@@ -14,13 +14,14 @@ from intarsia.network.bodies import owner_in
 from intarsia.network.infer import Made, has_rule, infer
 from intarsia.network.journal import Added, Constant, Edit, Marked, Moved, Redirected, Removed, Typed, undo
 from intarsia.network.network import Shape, raw_shape
+from intarsia.network.remove import remove_dead
 from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
 # A rewrite that stands: all it did, the layers it made, those it took out, and tensors that may have
 # one reader left.
-Change = tuple[list[Edit], list[ir.Node], list[Edit], list[ir.Value]]
+Change = tuple[list[Edit], list[ir.Node], list[ir.Node], list[ir.Value]]
 
 
 def attempt(
@@ -61,7 +62,7 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
     if not edits:
         raise RewriteError("it said that it rewrote the layer and changed nothing")
     made: list[ir.Node] = []
-    removed: list[Edit] = []
+    removed: list[ir.Node] = []
     dead: list[ir.Node] = []
     retyped: list[ir.Node] = []
     lone: list[ir.Value] = []
@@ -101,7 +102,7 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
             _, node, inputs, _, _, released, _ = edit
             if not is_dead(node):
                 raise NetworkError(f"layer {node.name} was removed and is still read")
-            removed.append(edit)
+            removed.append(node)
             dead += [value._producer for value in inputs if value is not None and value._producer]
             dead += [value._producer for *_, value in released if value._producer]
         elif kind is Marked:
@@ -109,16 +110,14 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
     if retyped:
         _infer_below(net, retyped)
     if dead:
-        count = len(edits)
-        net.remove_dead(dead, lone)
-        removed = removed + edits[count:] if removed else edits[count:]
+        removed += remove_dead(net, dead, lone)
     for node in made:
         if node._graph is not graph:
             spare = True
     if spare:  # what was made and not needed is no part of the story
         made = [node for node in made if node._graph is graph]
         new = {edit[1] for edit in edits if edit[0] is Added}
-        removed = [edit for edit in removed if edit[1] not in new]
+        removed = [node for node in removed if node not in new]
         if all(edit[0] in (Added, Removed, Constant) for edit in edits) and not (made or removed):
             raise RewriteError("it said that it rewrote the layer and changed nothing")
     return edits, made, removed, lone

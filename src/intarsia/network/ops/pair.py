@@ -13,9 +13,7 @@ import onnx_ir as ir
 
 from intarsia.network.network import Tensor, here
 from intarsia.network.ops.core import Operand
-from intarsia.network.raw import name_of
 from intarsia.network.signature import FLayerInfoMemo, Form, record_signature
-from intarsia.network.types import known_dims
 
 Binary = Callable[[Operand, Operand], Tensor]
 
@@ -28,7 +26,7 @@ def of_two(functional: Binary, op_type: str, makes: ir.DataType | None) -> Binar
     The layer makes the dtype of its operands, unless it always `makes` another.
     """
     anyhow = record_signature(functional)
-    form = Form.of(functional)
+    form, hint = Form.of(functional), op_type.lower()
 
     @functools.wraps(functional)
     def recorded(a: Operand, b: Operand) -> Tensor:
@@ -41,11 +39,11 @@ def of_two(functional: Binary, op_type: str, makes: ir.DataType | None) -> Binar
         if shape is None or shape is not y._shape or kind is None or other is None:
             return anyhow(a, b)
         dtype = kind._dtype
-        if dtype is not other._dtype or id(shape) not in known_dims:
+        if dtype is not other._dtype or not shape._frozen:
             return anyhow(a, b)
-        node = net.add_alike(op_type, (x, y), makes or dtype, shape)
+        node: Any = net.add_alike(op_type, hint, (x, y), makes or dtype, shape)
         memo = net.memo or FLayerInfoMemo.of(net)
-        memo.infos[name_of(node)] = (form, node, memo.clock)
+        memo.infos[node._name] = (form, node, memo.clock)
         made = _new(Tensor)
         made.value = node._outputs[0]
         return made
