@@ -30,8 +30,8 @@ class Form(NamedTuple):
 
 
 # A call as it was: form, arguments, results, the layers it made, and the memo's clock then. Of the call
-# of a functional that is one layer: form, the layer, which holds the rest, and the clock.
-Call = tuple[Form, tuple[Any, ...], dict[str, Any], Any, list[ir.Node], int] | tuple[Form, ir.Node, int]
+# of a functional that is one layer: form, and the layer, which holds the rest.
+Call = tuple[Form, tuple[Any, ...], dict[str, Any], Any, list[ir.Node], int] | tuple[Form, ir.Node]
 
 
 class FLayerInfo:
@@ -52,10 +52,10 @@ class FLayerInfo:
     def __init__(self, memo: FLayerInfoMemo, call: Call) -> None:
         args: tuple[Any, ...]
         kwargs: dict[str, Any]
-        if len(call) == 3:
-            form, node, time = call
+        if len(call) == 2:
+            form, node = call
             args, kwargs = tuple(Tensor.of(value) for value in node.inputs if value is not None), {}
-            self._outputs, self._made = Tensor.of(memo.follow(node.outputs[0], time)), [node]
+            self._outputs, self._made = Tensor.of(memo.follow(node.outputs[0], 0)), [node]
             self._time = memo.clock
         else:
             form, args, kwargs, self._outputs, self._made, self._time = call
@@ -171,7 +171,7 @@ class FLayerInfoMemo:
         name = layer if isinstance(layer, str) else layer.name
         info = self.infos.get(name)
         if isinstance(info, tuple):
-            live = len(info) == 3  # the layer says what it reads: that is not kept twice
+            live = len(info) == 2  # the layer says what it reads: that is not kept twice
             info = FLayerInfo(self, info)
             if not live:
                 self.infos[name] = info

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import onnx_ir as ir
 
 from intarsia.network.network import Tensor
 from intarsia.network.ops.core import DTypeLike, Operand, as_dtype, op
-from intarsia.network.ops.pair import of_two as _of_two
+from intarsia.network.ops.short import Binary, Unary
+from intarsia.network.ops.short import of_one as _of_one
+from intarsia.network.ops.short import of_two as _of_two
 from intarsia.network.signature import record_signature
 
-Unary = Callable[[Operand], Tensor]
-Binary = Callable[[Operand, Operand], Tensor]
 
+def _unary(op_type: str, name: str | None = None, makes: ir.DataType | None = None) -> Unary:
+    """A functional of one operand, which makes its dtype unless it always `makes` another."""
 
-def _unary(op_type: str, name: str | None = None) -> Unary:
     def functional(x: Operand) -> Tensor:
         return op(op_type, x)
 
     functional.__name__ = functional.__qualname__ = name or op_type.lower()
     functional.__doc__ = f"ONNX `{op_type}`, element by element."
-    return record_signature(functional)
+    return _of_one(functional, op_type, makes)
 
 
 def _binary(op_type: str, name: str | None = None, makes: ir.DataType | None = None) -> Binary:
@@ -46,7 +45,7 @@ neg, sign, reciprocal = _unary("Neg"), _unary("Sign"), _unary("Reciprocal")
 relu, sigmoid, softplus, softsign = _unary("Relu"), _unary("Sigmoid"), _unary("Softplus"), _unary("Softsign")
 hardswish, mish = _unary("HardSwish"), _unary("Mish")
 logical_not, bitwise_not = _unary("Not", "logical_not"), _unary("BitwiseNot", "bitwise_not")
-isnan, isinf = _unary("IsNaN"), _unary("IsInf")
+isnan, isinf = (_unary(name, makes=ir.DataType.BOOL) for name in ("IsNaN", "IsInf"))
 
 add, sub, mul, div, pow = (_binary(name) for name in ("Add", "Sub", "Mul", "Div", "Pow"))
 maximum, minimum = _binary("Max", "maximum"), _binary("Min", "minimum")

@@ -1,4 +1,4 @@
-"""The short way of a functional of two operands makes what the long way makes."""
+"""The short way of a functional that is one layer makes what the long way makes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from intarsia.network import functional as F
 
 ALIKE = ["add", "sub", "mul", "div", "pow", "maximum", "minimum", "equal", "greater", "less_equal"]
 BOOLS = ["logical_and", "logical_or", "logical_xor"]
+UNARY = ["abs", "relu", "exp", "identity", "round", "isnan", "isinf", "hardswish"]
 
 
 def _made(name: str, dtype: torch.dtype, *, guard: bool) -> tuple[str, dict[str, object]]:
@@ -18,11 +19,13 @@ def _made(name: str, dtype: torch.dtype, *, guard: bool) -> tuple[str, dict[str,
     net = Network()
     functional = getattr(F, name)
     with net_guard(net):
-        a, b = (Tensor(letter, dtype, (2, "n")) for letter in "ab")
+        given = [
+            Tensor(letter, dtype, (2, "n")) for letter in ("a" if name in (*UNARY, "logical_not") else "ab")
+        ]
         if guard:
-            made = functional(a, b)
+            made = functional(*given)
     if not guard:
-        made = functional(a, b)
+        made = functional(*given)
     made.mark_output("y")
     net.verify()
     info = FLayerInfoMemo.of(net).get(made.get_parent())
@@ -30,9 +33,9 @@ def _made(name: str, dtype: torch.dtype, *, guard: bool) -> tuple[str, dict[str,
     return str(net), {key: value.name for key, value in info.raw_inputs.items()}
 
 
-@pytest.mark.parametrize("name", ALIKE + BOOLS)
+@pytest.mark.parametrize("name", [*ALIKE, *BOOLS, *UNARY, "logical_not"])
 def test_short_is_long(name: str) -> None:
-    dtype = torch.bool if name in BOOLS else torch.float32
+    dtype = torch.bool if name.startswith("logical") else torch.float32
     assert _made(name, dtype, guard=True) == _made(name, dtype, guard=False)
 
 
