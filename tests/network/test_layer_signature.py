@@ -63,7 +63,26 @@ def test_nested_functionals_and_structured_outputs() -> None:
         assert info_of(tensor).layer_kind == "block"
         assert info_of(tensor).raw_outputs == made
     sigmoid = net.get_layer_by_name("sigmoid")
-    assert sigmoid is not None and FLayerInfoMemo.of(net).get(sigmoid) is None
+    assert sigmoid is not None
+    inner = FLayerInfoMemo.of(net).get(sigmoid)  # what stands inside is a call of its own
+    assert inner is not None and (inner.layer_kind, inner.raw_inputs) == ("sigmoid", {"x": x})
+
+
+def test_only_a_layer_that_is_one_call_stands_for_it_unasked() -> None:
+    net = Network()
+    x = given_input(net)
+    with net_guard(net):
+        memo = FLayerInfoMemo.instance()
+        plain = F.op("Max", x, x)
+        for other in (F.op("Max", x, x, x), F.op("Max", x), F.op("IsInf", x, detect_negative=0)):
+            assert memo.get(other.get_parent()) is None
+        (far,) = F.opaque("plugins", "Relu", x, makes=[(x.dtype, x.shape)])
+        assert memo.get(far.get_parent()) is None
+        info = memo.get("max")
+        assert info is not None and info.raw_inputs == {"a": x, "b": x} and info.raw_outputs == plain
+        layer = plain.get_parent()
+        layer.mark_as_removed()
+        assert memo.get(layer) is None and memo.get("max") is None and not info.is_true()
 
 
 def test_replacing_an_input_changes_the_layer_too() -> None:

@@ -59,7 +59,7 @@ def _steps(domain: str, attributes: list[ir.Attr], origin: dict[str, str] | None
     lone: list[ir.Value] = []
     gone = remove_dead(net, [other], lone)
     # A walk goes on over what is taken out under it.
-    steps += [{"gone": [n.name for n in gone], "lone": [v.name for v in lone]}]
+    steps += [{"gone": gone, "lone": [v.name for v in lone]}]
     steps += [_shown(node), _shown(other), {"rest": [n.name for n in walked], "back": len(graph)}]
     steps += [{"reversed": [n.name for n in reversed(graph)], "uses": next(u.idx for u in x.uses())}]
     graph.append(ir.Node("", "Neg", [x]))

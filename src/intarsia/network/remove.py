@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 def remove_dead(
     net: Network, nodes: list[ir.Node], lone: list[ir.Value], *, feeders: bool = True
-) -> list[ir.Node]:
+) -> list[str]:
     """Take out these layers, the last first, where nothing reads them, and what fed them alone.
 
-    Gives those that went; `lone` is given tensors they read that may have one reader left.
+    Gives the names of those that went; `lone` is given tensors they read that may have one reader left.
     """
-    gone: list[ir.Node] = []
+    gone: list[str] = []
     graph, journal, has_bodies = net.graph, net.journal, net.has_bodies
     labels, by_name, short = net.order.labels, net.by_name, make.SHORT
     infos: dict[str, Any] = {} if net.memo is None else net.memo.infos
@@ -71,7 +71,7 @@ def remove_dead(
                 for value in (*inputs, *(read for *_, read in released)):
                     if value is not None and value._producer is not None and len(value._uses) < 2:
                         lone.append(value) if value._uses else idle.append(value._producer)
-            gone.append(node)
+            gone.append(name)
             if journal is not None:
                 journal.append((Removed, node, inputs, label, info, released, behind))
     return gone

@@ -29,9 +29,18 @@ class Form(NamedTuple):
         return Form(function.__name__, inspect.signature(function))
 
 
-# A call as it was: form, arguments, results, the layers it made, and the memo's clock then. Of the call
-# of a functional that is one layer: form, and the layer, which holds the rest.
-Call = tuple[Form, tuple[Any, ...], dict[str, Any], Any, list[ir.Node], int] | tuple[Form, ir.Node]
+# A call as it was: form, arguments, results, the layers it made, and the memo's clock then.
+Call = tuple[Form, tuple[Any, ...], dict[str, Any], Any, list[ir.Node], int]
+
+# Of functionals that are one layer without attributes: by operator and number of operands. Such a layer says
+# itself what was called, so nothing is recorded.
+_PLAIN: dict[tuple[str, int], Form] = {}
+
+
+def plain_form(op_type: str, function: Callable[..., Any]) -> None:
+    """Let a layer of this kind, with as many operands as the function takes, stand for its call."""
+    form = Form.of(function)
+    _PLAIN[op_type, len(form.signature.parameters)] = form
 
 
 class FLayerInfo:
@@ -50,18 +59,20 @@ class FLayerInfo:
     __slots__ = ("_call", "_made", "_memo", "_outputs", "_time", "layer_kind", "signature")
 
     def __init__(self, memo: FLayerInfoMemo, call: Call) -> None:
-        args: tuple[Any, ...]
-        kwargs: dict[str, Any]
-        if len(call) == 2:
-            form, node = call
-            args, kwargs = tuple(Tensor.of(value) for value in node.inputs if value is not None), {}
-            self._outputs, self._made = Tensor.of(memo.follow(node.outputs[0], 0)), [node]
-            self._time = memo.clock
-        else:
-            form, args, kwargs, self._outputs, self._made, self._time = call
+        form, args, kwargs, self._outputs, self._made, self._time = call
         self.layer_kind, self.signature = form
         self._call = (args, kwargs)
         self._memo = memo
+
+    @staticmethod
+    def of_plain(memo: FLayerInfoMemo, node: ir.Node) -> FLayerInfo | None:
+        """The call that a layer stands for by itself; None if it is not one functional's."""
+        form = _PLAIN.get((node.op_type, len(node.inputs)))
+        if form is None or node.domain or node.attributes or node.graph is None or None in node.inputs:
+            return None
+        read = tuple(Tensor.of(value) for value in node.inputs if value is not None)
+        made = Tensor.of(memo.follow(node.outputs[0], 0))
+        return FLayerInfo(memo, (form, read, {}, made, [node], memo.clock))
 
     # Tensors that were replaced since the call are looked up when asked for: most never are.
     @property
@@ -144,9 +155,10 @@ class FLayerInfo:
 
 
 class FLayerInfoMemo:
-    """The calls of one network, by layer name."""
+    """The calls of one network, by layer name, but for those that the layers say themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: Network) -> None:
+        self._net = net
         self.infos: dict[str, FLayerInfo | Call] = {}  # most calls are never asked for
         self._moves: dict[ir.Value, tuple[Any, ...]] = {}  # of each value: time, new value, time, ...
         self._rewired: dict[ir.Node, tuple[int, ...]] = {}  # when single reads of a layer were redirected
@@ -160,7 +172,7 @@ class FLayerInfoMemo:
     @staticmethod
     def of(net: Network) -> FLayerInfoMemo:
         if net.memo is None:
-            net.memo = FLayerInfoMemo()
+            net.memo = FLayerInfoMemo(net)
         return net.memo
 
     def add(self, layer_name: str, info: FLayerInfo) -> None:
@@ -170,12 +182,12 @@ class FLayerInfoMemo:
         """The call that made this layer's result; None if none was recorded or it is true no more."""
         name = layer if isinstance(layer, str) else layer.name
         info = self.infos.get(name)
+        if info is None:
+            found = self._net.get_layer_by_name(name) if isinstance(layer, str) else layer
+            return None if found is None else FLayerInfo.of_plain(self, found.node)
         if isinstance(info, tuple):
-            live = len(info) == 2  # the layer says what it reads: that is not kept twice
-            info = FLayerInfo(self, info)
-            if not live:
-                self.infos[name] = info
-        return info if info is not None and info.is_true() else None
+            info = self.infos[name] = FLayerInfo(self, info)
+        return info if info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:
         self.infos.pop(layer if isinstance(layer, str) else layer.name, None)
@@ -185,9 +197,9 @@ class FLayerInfoMemo:
 
     def uses_moved(self, old: ir.Value, new: ir.Value) -> None:
         """Called by the network when readers of `old` read `new` from now on."""
-        self.clock += 1
-        before = self._moves.get(old)
-        self._moves[old] = (self.clock, new) if before is None else (*before, self.clock, new)
+        self.clock = clock = self.clock + 1
+        moves = self._moves
+        moves[old] = (*moves[old], clock, new) if old in moves else (clock, new)
 
     def uses_moved_back(self, old: ir.Value) -> None:
         """Called by the network when the last move of `old` is undone."""
@@ -199,7 +211,7 @@ class FLayerInfoMemo:
         The call of a functional that is this layer alone, and read `old` once, says `new` from now on.
         """
         info = self.infos.get(name_of(node))
-        if isinstance(info, tuple) and len(info) == 6:
+        if isinstance(info, tuple):
             info = self.infos[name_of(node)] = FLayerInfo(self, info)
         told = old is not None and isinstance(info, FLayerInfo) and info.stands_for(node, old)
         self.clock += 1

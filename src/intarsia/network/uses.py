@@ -36,8 +36,8 @@ def is_dead(node: ir.Node) -> bool:
 def move_uses(old: ir.Value, new: ir.Value, uses: Uses) -> None:
     """Let the readers of one tensor, which are these, read another."""
     if not FAST:
-        for node, index in uses:
-            node.replace_input_with(index, new)
+        for reader, index in uses:
+            reader.replace_input_with(index, new)
         return
     source: Any = old
     target: Any = new
@@ -45,16 +45,17 @@ def move_uses(old: ir.Value, new: ir.Value, uses: Uses) -> None:
     if fresh:  # the readers change hands as they are
         source._uses, target._uses = target._uses, source._uses
     for use in uses:
-        node, index = use
+        node: Any = use[0]
         if node.device_configurations:  # of which onnx_ir knows what else changes
             if fresh:
                 source._uses[use] = target._uses.pop(use)
-            node.replace_input_with(index, new)
+            node.replace_input_with(use[1], new)
             continue
         inputs = node._inputs
         if len(inputs) == 2:  # as most have
-            node._inputs = (inputs[0], new) if index else (new, inputs[1])
+            node._inputs = (inputs[0], new) if use[1] else (new, inputs[1])
         else:
+            index = use[1]
             node._inputs = (*inputs[:index], new, *inputs[index + 1 :])
         if not fresh:
             target._uses[use] = source._uses.pop(use)

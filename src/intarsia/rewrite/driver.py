@@ -173,8 +173,10 @@ class Driver:
             return False
         if loop is not None:
             raise RewriteError(loop)
-        edits, made, removed, lone = change
-        log.write(label, node, removed, made, self.net.traced)
+        edits, made, replaced, lone = change
+        traced = self.net.traced
+        known = [node, *(edit[1] for edit in edits if edit[0] is Removed)] if traced else ()
+        log.write(label, node, replaced, made, known)
         if len(log.events) > self.budget:
             self._no_end()
         for new in made:
@@ -230,7 +232,8 @@ class Driver:
         near: dict[ir.Node, None] = {}
         # One reader less may be what a pattern waited for.
         for value in lone:
-            for reader, _ in value._uses:
+            for use in value._uses:
+                reader = use[0]
                 if reader not in made and reader._graph is self.net.graph:  # not in a body
                     near[reader] = None
         if sweeping and near:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ class Fired(NamedTuple):
 
     pattern: str
     root: ir.Node
-    removed: list[ir.Node]
+    replaced: tuple[str, ...]
     nodes: list[ir.Node]
 
     @property
@@ -25,10 +26,6 @@ class Fired(NamedTuple):
     @property
     def kind(self) -> str:
         return self.root.op_type
-
-    @property
-    def replaced(self) -> tuple[str, ...]:
-        return tuple(str(node.name) for node in self.removed)
 
     @property
     def made(self) -> tuple[str, ...]:
@@ -53,28 +50,28 @@ class RewriteLog:
     `exhausted` says that the run ended because `limit` rewrites were made.
     """
 
-    events: list[tuple[str, ir.Node, list[ir.Node], list[ir.Node]]] = field(default_factory=list)
+    events: list[tuple[str, ir.Node, list[str], list[ir.Node]]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     exhausted: bool = False
 
     @property
     def fired(self) -> list[Fired]:
-        return [Fired(*event) for event in self.events]
+        """The rewrites, in order."""
+        return [Fired(label, root, tuple(replaced), made) for label, root, replaced, made in self.events]
 
     def __len__(self) -> int:
         return len(self.events)
 
     def write(
-        self, pattern: str, root: ir.Node, removed: list[ir.Node], made: list[ir.Node], traced: bool
+        self, pattern: str, root: ir.Node, replaced: list[str], made: list[ir.Node], known: Sequence[ir.Node]
     ) -> None:
-        """Note a rewrite, and on every new layer where it comes from; `traced` says that old ones know."""
-        self.events.append((pattern, root, removed, made))
-        props = {"pattern": pattern, "replaced": ", ".join([node._name for node in removed])}  # type: ignore[misc]
-        if traced:
-            layers = [root, *removed]
-            known = [node.metadata_props for node in layers if node.metadata_props]
-            origin = next((each for each in known if "source" in each), known[0] if known else {})
+        """Note a rewrite, and on every new layer where it comes from; `known` may know it."""
+        self.events.append((pattern, root, replaced, made))
+        props = {"pattern": pattern, "replaced": ", ".join(replaced)}
+        if known:
+            told = [node.metadata_props for node in known if node.metadata_props]
+            origin = next((each for each in told if "source" in each), told[0] if told else {})
             props = {**origin, **props}
         for node in made:
             if node._metadata_props is None:

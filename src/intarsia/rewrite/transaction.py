@@ -19,9 +19,9 @@ from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
-# A rewrite that stands: all it did, the layers it made, those it took out, and tensors that may have
+# A rewrite that stands: all it did, the layers it made, the names of those it took out, tensors that may have
 # one reader left.
-Change = tuple[list[Edit], list[ir.Node], list[ir.Node], list[ir.Value]]
+Change = tuple[list[Edit], list[ir.Node], list[str], list[ir.Value]]
 
 
 def attempt(
@@ -62,7 +62,7 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
     if not edits:
         raise RewriteError("it said that it rewrote the layer and changed nothing")
     made: list[ir.Node] = []
-    removed: list[ir.Node] = []
+    removed: list[str] = []
     dead: list[ir.Node] = []
     retyped: list[ir.Node] = []
     lone: list[ir.Value] = []
@@ -102,7 +102,7 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
             _, node, inputs, _, _, released, _ = edit
             if not is_dead(node):
                 raise NetworkError(f"layer {node.name} was removed and is still read")
-            removed.append(node)
+            removed.append(str(node.name))
             dead += [value._producer for value in inputs if value is not None and value._producer]
             dead += [value._producer for *_, value in released if value._producer]
         elif kind is Marked:
@@ -116,8 +116,8 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
             spare = True
     if spare:  # what was made and not needed is no part of the story
         made = [node for node in made if node._graph is graph]
-        new = {edit[1] for edit in edits if edit[0] is Added}
-        removed = [node for node in removed if node not in new]
+        new = {edit[1].name for edit in edits if edit[0] is Added}
+        removed = [name for name in removed if name not in new]
         if all(edit[0] in (Added, Removed, Constant) for edit in edits) and not (made or removed):
             raise RewriteError("it said that it rewrote the layer and changed nothing")
     return edits, made, removed, lone

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from intarsia.network.network import Network, Tensor, here
 from intarsia.network.ops.core import Operand
-from intarsia.network.signature import FLayerInfoMemo, Form, record_signature
+from intarsia.network.signature import FLayerInfoMemo, plain_form, record_signature
 
 Unary = Callable[[Operand], Tensor]
 Binary = Callable[[Operand, Operand], Tensor]
@@ -27,8 +27,8 @@ def of_one(functional: Unary, op_type: str, makes: ir.DataType | None) -> Unary:
 
     The layer makes the dtype of its operand, unless it always `makes` another.
     """
-    anyhow = record_signature(functional)
-    form, hint = Form.of(functional), op_type.lower()
+    anyhow, hint = record_signature(functional), op_type.lower()
+    plain_form(op_type, functional)
 
     @functools.wraps(functional)
     def recorded(x: Operand) -> Tensor:
@@ -39,15 +39,15 @@ def of_one(functional: Unary, op_type: str, makes: ir.DataType | None) -> Unary:
         shape, kind = value._shape, value._type
         if shape is None or kind is None or not shape._frozen:
             return anyhow(x)
-        return _made(net, form, net.add_alike(op_type, hint, (value,), makes or kind._dtype, shape))
+        return _made(net, net.add_alike(op_type, hint, (value,), makes or kind._dtype, shape))
 
     return recorded
 
 
 def of_two(functional: Binary, op_type: str, makes: ir.DataType | None) -> Binary:
     """`of_one` of a functional of two operands, which have one dtype."""
-    anyhow = record_signature(functional)
-    form, hint = Form.of(functional), op_type.lower()
+    anyhow, hint = record_signature(functional), op_type.lower()
+    plain_form(op_type, functional)
 
     @functools.wraps(functional)
     def recorded(a: Operand, b: Operand) -> Tensor:
@@ -62,15 +62,15 @@ def of_two(functional: Binary, op_type: str, makes: ir.DataType | None) -> Binar
         dtype = kind._dtype
         if dtype is not other._dtype or not shape._frozen:
             return anyhow(a, b)
-        return _made(net, form, net.add_alike(op_type, hint, (x, y), makes or dtype, shape))
+        return _made(net, net.add_alike(op_type, hint, (x, y), makes or dtype, shape))
 
     return recorded
 
 
-def _made(net: Network, form: Form, node: Any) -> Tensor:
-    """What a layer makes, once its call is recorded."""
-    memo = net.memo or FLayerInfoMemo.of(net)
-    memo.infos[node._name] = (form, node)
+def _made(net: Network, node: Any) -> Tensor:
+    """What a layer makes; its call need not be recorded, but from now on what is redirected is."""
+    if net.memo is None:
+        FLayerInfoMemo.of(net)
     view = _new(Tensor)
     view.value = node._outputs[0]
     return view
