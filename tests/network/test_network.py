@@ -328,6 +328,26 @@ def test_raw_nodes_are_found_by_name() -> None:
     assert net.get_layer_by_name("mine") is None and layer(net, "another").kind == "Neg"
 
 
+def test_a_layer_that_is_gone_is_missed_without_a_walk() -> None:
+    net = diamond()
+    with net_guard(net):
+        F.exp(net.get_inputs()[0])
+    layer(net, "exp").mark_as_removed()
+    assert net.get_layer_by_name("exp") is None
+    known = net.by_name
+    with net_guard(net):
+        F.log(net.get_inputs()[0])
+    for name in ("exp", "nowhere", "log_1"):
+        assert net.get_layer_by_name(name) is None
+    assert layer(net, "log").kind == "Log" and net.by_name is known
+    # One raw node goes and another comes, under a name that was taken once.
+    net.graph.remove(layer(net, "log").node, safe=True)
+    net.graph.append(raw_neg(net.get_inputs()[0], "exp"))
+    assert layer(net, "exp").kind == "Neg" and net.get_layer_by_name("log") is None
+    layer(net, "exp").node.name = "renamed"
+    assert net.get_layer_by_name("exp") is None and layer(net, "renamed").kind == "Neg"
+
+
 def test_raw_moves_are_noticed() -> None:
     net = diamond()
     first, last = layer(net, "add").node, raw_neg(net.get_inputs()[0], "mine")

@@ -85,24 +85,28 @@ _new = object.__new__
 _tuple = tuple.__new__
 
 
-class _Taken:
+class Taken:
     """The names of a network, as `onnx_ir` asks for them before it names something itself."""
 
     def __init__(self, names: dict[str, int]) -> None:
         self._names = names
+        self.grew = not SHORT  # whether nodes may have come to the graph since this was set to false
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def add(self, name: str) -> None:
         self._names.setdefault(name, 0)
+        self.grew = True
 
 
-def share_names(graph: ir.Graph, names: dict[str, int]) -> None:
+def share_names(graph: ir.Graph, names: dict[str, int]) -> Taken:
     """Let a graph give no name that is in `names`, and note there those of the nodes appended to it."""
+    taken = Taken(names)
     if SHORT:
         known: Any = graph._name_authority
-        known._value_names = known._node_names = _Taken(names)
+        known._value_names = known._node_names = taken
+    return taken
 
 
 def make_node(

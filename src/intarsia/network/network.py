@@ -20,7 +20,7 @@ from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
 from intarsia.network.journal import Added, Constant, Edit, Given, Marked
 from intarsia.network.layer import Layer as Layer
-from intarsia.network.make import make_node, share_names
+from intarsia.network.make import SHORT, make_node, share_names
 from intarsia.network.order import Order
 from intarsia.network.raw import name_of
 from intarsia.network.redirect import copied, replace_read, replace_value
@@ -61,7 +61,7 @@ class Network:
         self.made: list[ir.Node] | None = None  # by the functional that runs now
         self.by_name: dict[str, ir.Node] | None = None  # by name, from the first time one is asked for
         self._names: dict[str, int] = {}
-        share_names(graph, self._names)
+        self._taken = share_names(graph, self._names)
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
         self.anchor: ir.Node | None = None
         self.scope = ""  # how layers made now are called
@@ -111,10 +111,12 @@ class Network:
     def get_layer_by_name(self, name: str) -> Layer | None:
         node = None if self.by_name is None else self.by_name.get(name)
         if node is None or node.graph is not self.graph or node.name != name:
-            # Raw nodes come and go without a word: only a name nobody ever took is known to be missing.
-            if self.by_name is None or len(self.by_name) != len(self.graph) or name in self._names:
+            # Raw nodes come, go and change their names without a word to us.
+            stale = node is not None or self.by_name is None or self._taken.grew
+            if stale or len(self.by_name) != len(self.graph):  # type: ignore[arg-type]
                 self.by_name = {name_of(node): node for node in self.graph}
-            node = self.by_name.get(name)
+                self._taken.grew = not SHORT
+            node = self.by_name.get(name)  # type: ignore[union-attr]
         return None if node is None else Layer(node)
 
     def is_input(self, tensor: Tensor) -> bool:
@@ -237,7 +239,9 @@ class Network:
         graph, anchor, journal = self.graph, self.anchor, self.journal
         if anchor is None or anchor._graph is not graph:
             self.order.check(node, reads)
+            grew = self._taken.grew
             graph.append(node)
+            self._taken.grew = grew
             self.order.appended(node)
         else:
             self.order.put(node, anchor, reads)
