@@ -17,6 +17,8 @@ from intarsia.pipeline.flow import Flow
 from intarsia.pipeline.signature import tensor_spec
 from intarsia.pipeline.trace import Trace
 
+_PASSES = 2  # over the graph, each node timed in both
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -61,18 +63,21 @@ def profile(
     flow: Flow,
     tensors: Sequence[torch.Tensor],
     *,
-    repeats: int = 3,
+    repeats: int = 2,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Cost]:
-    """Measure every node at the given inputs; equal nodes are measured once.
+    """Measure every node at the given inputs; of equal nodes one in each pass.
 
     Each node runs alone, once to warm up and then `repeats` times, forward and backward; the least time
-    counts. The model's buffers and the random state are as before when it returns.
+    counts, of two passes over the graph: what disturbs the machine for a moment meets a node only once.
+    The model's buffers and the random state are as before when it returns.
     """
-    runner = _Profiler(flow.trace, repeats, len(flow.nodes), progress)
+    runner = _Profiler(flow.trace, repeats, _PASSES * len(flow.nodes), progress)
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
-        runner.run(*_placeholders(flow.trace, tensors))
+        for _ in range(_PASSES):
+            runner.known.clear()
+            runner.run(*_placeholders(flow.trace, tensors))
     saved, weights = saved_bytes(flow), weight_bytes(flow)
     none = Cost()
     return [
@@ -116,6 +121,7 @@ class _Profiler(fx.Interpreter):
         self.repeats, self.count, self.progress = repeats, count, progress
         self.costs: dict[fx.Node, Cost] = {}
         self.known: dict[Any, Cost] = {}
+        self.done = 0
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -127,9 +133,10 @@ class _Profiler(fx.Interpreter):
             cost = _measure(n.target, args, kwargs, self.repeats)  # type: ignore[arg-type]
             if key is not None:
                 self.known[key] = cost
-        self.costs[n] = cost
+        self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])
+        self.done += 1
         if self.progress is not None:
-            self.progress(len(self.costs), self.count)
+            self.progress(self.done, self.count)
         grows = any(
             isinstance(v, torch.Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs))
         )
@@ -138,6 +145,14 @@ class _Profiler(fx.Interpreter):
         return pytree.tree_map_only(
             torch.Tensor, lambda v: v.detach().requires_grad_(grows and v.is_floating_point()), value
         )
+
+
+def _least(a: Cost, b: Cost) -> Cost:
+    return Cost(
+        min(a.forward, b.forward),
+        min(a.backward_input, b.backward_input),
+        min(a.backward_weight, b.backward_weight),
+    )
 
 
 def _measure(target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
