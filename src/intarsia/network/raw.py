@@ -45,6 +45,8 @@ def _name_slots() -> None:
     for name in ("_uses", "_producer", "_is_graph_output"):
         if not hasattr(ir.Value, name):
             setattr(ir.Value, name, property(methodcaller(name.removeprefix("_"))))
+    if not hasattr(ir.Shape, "_frozen"):
+        ir.Shape._frozen = property(attrgetter("frozen"))  # type: ignore[attr-defined]
     attributes: Any = type(ir.Node("", "Relu", []).attributes)
     if not hasattr(ir.Node("", "Relu", []).attributes, "data"):
         attributes.data = property(lambda self: self)

@@ -26,7 +26,7 @@ def remove_dead(
     labels, by_name, short = net.order.labels, net.by_name, make.SHORT
     infos: dict[str, Any] = {} if net.memo is None else net.memo.infos
     idle = nodes if feeders else []
-    listed: Any = graph._nodes
+    listed: Any = graph._nodes if short else None
     while nodes:
         node: Any = nodes.pop()
         if node._graph is not graph:
