@@ -46,7 +46,7 @@ def _name_slots() -> None:
         if not hasattr(ir.Value, name):
             setattr(ir.Value, name, property(methodcaller(name.removeprefix("_"))))
     if not hasattr(ir.Shape, "_frozen"):
-        ir.Shape._frozen = property(attrgetter("frozen"))  # type: ignore[attr-defined]
+        setattr(ir.Shape, "_frozen", property(attrgetter("frozen")))  # noqa: B010
     attributes: Any = type(ir.Node("", "Relu", []).attributes)
     if not hasattr(ir.Node("", "Relu", []).attributes, "data"):
         attributes.data = property(lambda self: self)
