@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+import pytest
 import torch
 
+from intarsia.errors import NetworkError
 from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.network.bodies import bodies_of, outer_reads, owner_in
@@ -138,3 +140,58 @@ def test_a_body_is_the_one_reader_left() -> None:
 
     assert len(manager("Relu", by_another).rewrite(net)) == 1
     net.verify()
+
+
+def test_a_raw_layer_with_bodies_lets_go_of_what_they_read() -> None:
+    net = Network()
+    with net_guard(net):
+        x, condition = Tensor("x", torch.float32, (2, 3)), Tensor("c", torch.bool, ())
+        inside = F.exp(x)
+    made = ir.Value(name="raw", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2, 3]))
+    branches = [
+        ir.AttrGraph(name, body(kind, inside))
+        for name, kind in (("then_branch", "Relu"), ("else_branch", "Neg"))
+    ]
+    raw = ir.Node("", "If", [condition.value], branches, name="raw", outputs=[made])
+    net.graph.append(raw)
+    Layer(raw).mark_as_removed()
+    assert not inside.get_users()
+    inside.get_parent().mark_as_removed()
+    net.verify()
+
+
+def test_a_layer_with_bodies_that_is_taken_back_reads_nothing() -> None:
+    net, inside = branching()
+    before, readers = str(net), inside.value.uses()
+
+    def fresh(layer: Layer) -> bool:
+        branch(net, net.get_inputs()[1], body("Relu", inside), body("Neg", inside))
+        return False
+
+    def shared(layer: Layer) -> bool:  # its bodies are those of the If that stands there
+        branch(net, net.get_inputs()[1], *bodies_of(layer.node))
+        return False
+
+    for act in (fresh, shared):
+        assert not manager("If", act).rewrite(net).fired
+        assert str(net) == before and inside.value.uses() == readers
+        net.verify()
+    (holder,) = (layer.node for layer in net.get_layers() if layer.kind == "If")
+    assert all(owner_in(net.graph, use.node) is holder for use in readers)
+
+
+def test_verify_counts_only_a_bodys_own_tensors() -> None:
+    net = Network()
+    with net_guard(net):
+        x, condition = Tensor("x", torch.float32, (2, 3)), Tensor("c", torch.bool, ())
+        outer = F.exp(x)
+        inner = Network("inner")
+        with net_guard(inner):
+            first = F.neg(outer)
+            F.relu(first).mark_output("made")
+        branch(net, condition, inner.graph, body("Abs", outer)).mark_output("y")
+    net.verify()
+    use = next(iter(first.value.uses()))
+    first.value._uses[type(use)(use.node, 7)] = None
+    with pytest.raises(NetworkError, match="neg believes that layer relu reads it"):
+        net.verify()

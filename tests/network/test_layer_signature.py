@@ -85,6 +85,40 @@ def test_only_a_layer_that_is_one_call_stands_for_it_unasked() -> None:
         assert memo.get(layer) is None and memo.get("max") is None and not info.is_true()
 
 
+def test_a_layer_that_stands_for_its_call_tells_what_is_true_now() -> None:
+    net, other = Network(), Network()
+    x, z = given_input(net), given_input(net, "z")
+    with net_guard(net):
+        memo = FLayerInfoMemo.instance()
+        first, second = F.op("Relu", x), F.op("Neg", x)
+        F.op("Exp", first).mark_output("y")
+        held = memo.get(first.get_parent())
+        first.replace_all_uses_with(second)
+        assert held is not None and held.is_true() and held.raw_outputs == second
+        assert info_of(first).raw_outputs == second
+        first.get_parent().replace_input(0, z)
+        assert held.is_true() and held.raw_inputs == {"x": z} == info_of(first).raw_inputs
+        held.replace_input_with(z, x)
+        assert first.get_parent().get_inputs() == [x]
+        assert FLayerInfoMemo.of(other).get(first.get_parent()) is None
+        third, lost = F.tanh(x), F.abs(x)
+        third.replace_all_uses_with(lost)
+        lost.get_parent().mark_as_removed()
+        assert memo.get(third.get_parent()) is None
+        first.get_parent().mark_as_removed()
+        assert not held.is_true() and held.raw_inputs == {"x": x}
+
+
+def test_calls_follow_layers_and_not_their_names() -> None:
+    net = Network()
+    x = given_input(net)
+    with net_guard(net):
+        soft, made = F.softmax(x, axis=1), F.elu(x)
+    one, other = soft.get_parent().node, made.get_parent().node
+    one.name, other.name = other.name, one.name
+    assert FLayerInfoMemo.of(net).get(Layer(one)) is None
+
+
 def test_replacing_an_input_changes_the_layer_too() -> None:
     net = Network()
     x, z = given_input(net), given_input(net, "z")

@@ -360,6 +360,41 @@ def test_raw_moves_are_noticed() -> None:
     assert net.order.of(last) < net.order.of(first)
 
 
+def test_order_is_kept_where_labels_are_made_midway() -> None:
+    def given() -> tuple[Network, Tensor, Layer]:
+        net = diamond()
+        a = net.get_inputs()[0]
+        raw = [raw_neg(a, name) for name in ("first", "second")]
+        net.graph.extend(raw)  # which have no labels
+        with net_guard(net):
+            return net, F.exp(a), Layer(raw[1])
+
+    net, made, layer = given()
+    with net_guard(net), net.before(layer):
+        F.log(made)
+    net.verify()
+    net, made, layer = given()
+    layer.replace_input(0, made)
+    net.verify()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_layer_before_one_without_a_label(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make, "SHORT", short and make.SHORT)
+    net = diamond()
+    a = net.get_inputs()[0]
+    raw = raw_neg(a, "raw")
+    net.graph.append(raw)
+    with net_guard(net):
+        with net.before(Layer(raw)):
+            made = F.exp(a)
+        with net.before(layer(net, "mul")):
+            F.log(made)
+    net.verify()
+    labels = [net.order.of(node) for node in net.graph]
+    assert labels == sorted(labels)
+
+
 def test_an_input_keeps_its_name() -> None:
     net = Network()
     with net_guard(net):

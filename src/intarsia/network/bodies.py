@@ -20,10 +20,21 @@ def bodies_of(node: ir.Node) -> list[ir.Graph]:
     return found
 
 
-def own_bodies(node: ir.Node) -> None:
-    """Note in the bodies of a layer that they are its own; one that held them before gives them up."""
-    for body in bodies_of(node):
-        body.meta[_OWNER] = node
+def own_bodies(node: ir.Node, *, lost: bool = False) -> list[tuple[ir.Graph, ir.Node | None]]:
+    """Note in the bodies of a layer that they are its own; each with the layer that gives it up.
+
+    `lost` are those alone that nobody owns.
+    """
+    taken = [(body, body.meta.get(_OWNER)) for body in bodies_of(node)]
+    for body, before in taken:
+        if before is None or not lost:
+            body.meta[_OWNER] = node
+    return taken
+
+
+def own_body(body: ir.Graph, owner: ir.Node | None) -> None:
+    """Let a body be a layer's, or nobody's."""
+    body.meta[_OWNER] = owner
 
 
 def outer_reads(node: ir.Node, *, owned: bool = False) -> tuple[Read, ...]:
@@ -33,7 +44,7 @@ def outer_reads(node: ir.Node, *, owned: bool = False) -> tuple[Read, ...]:
     """
     found: list[Read] = []
     for body in bodies_of(node):
-        holder = body.meta.get(_OWNER, node)
+        holder = body.meta.get(_OWNER) or node
         if owned and holder is not node and holder.graph is not None:
             continue
         inner = list(body.all_nodes())

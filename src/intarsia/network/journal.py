@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnx_ir as ir
 
+from intarsia.network.bodies import Read, outer_reads, own_body
+
 if TYPE_CHECKING:
-    from intarsia.network.bodies import Read
     from intarsia.network.network import Network
     from intarsia.network.signature import Call, FLayerInfo
 
@@ -17,6 +18,13 @@ class Added(NamedTuple):
 
     node: ir.Node
     inferred: bool
+
+
+class Owned(NamedTuple):
+    """A layer that was added took over the body of another, or of none."""
+
+    body: ir.Graph
+    before: ir.Node | None
 
 
 class Removed(NamedTuple):
@@ -125,8 +133,9 @@ def undo(net: Network, edits: list[Edit]) -> None:
             _move_back(net, edit)
         elif isinstance(edit, Redirected):
             edit.node.replace_input_with(edit.slot, edit.old)
-            if net.memo is not None:
-                net.memo.read_moved_back(edit.node)
+            net.memo.read_moved_back(edit.node)
+        elif isinstance(edit, Owned):
+            own_body(edit.body, edit.before)
         elif isinstance(edit, Recorded):
             edit.info.say(edit.call, edit.outputs, edit.time)
         elif isinstance(edit, Constant):
@@ -149,6 +158,8 @@ def undo(net: Network, edits: list[Edit]) -> None:
 
 
 def _take_out(net: Network, node: ir.Node) -> None:
+    for inner, index, _ in outer_reads(node, owned=True):
+        inner.replace_input_with(index, None)
     node.resize_inputs(0)
     net.graph.remove(node)
     net.forget_layer(node)
@@ -161,8 +172,7 @@ def _move_back(net: Network, edit: Moved) -> None:
         net.graph.outputs[position] = edit.old
     for node, index in edit.uses:
         node.replace_input_with(index, edit.old)
-    if net.memo is not None:
-        net.memo.uses_moved_back(edit.old)
+    net.memo.uses_moved_back(edit.old)
 
 
 def _order_again(net: Network, edit: Ordered) -> None:

@@ -12,15 +12,15 @@ import onnx_ir as ir
 import torch
 
 from intarsia.errors import NetworkError
-from intarsia.network import dtypes
+from intarsia.network import dtypes, make
 from intarsia.network.attributes import to_attr
-from intarsia.network.bodies import bodies_of, outer_reads, own_bodies
+from intarsia.network.bodies import outer_reads, own_bodies
 from intarsia.network.guard import default_net as default_net
 from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
-from intarsia.network.journal import Added, Constant, Edit, Given, Marked
+from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Owned
 from intarsia.network.layer import Layer as Layer
-from intarsia.network.make import SHORT, make_node, share_names
+from intarsia.network.make import make_node, share_names
 from intarsia.network.order import Order
 from intarsia.network.raw import name_of
 from intarsia.network.redirect import copied, replace_read, replace_value
@@ -34,7 +34,7 @@ from intarsia.network.types import raw_shape as raw_shape
 from intarsia.network.uses import is_dead
 
 if TYPE_CHECKING:
-    from intarsia.network.signature import Call, FLayerInfo, FLayerInfoMemo
+    from intarsia.network.signature import Call, FLayerInfo
 
 _lower = functools.cache(str.lower)
 
@@ -55,7 +55,9 @@ class Network:
     def _own(self, graph: ir.Graph) -> None:
         self.graph = graph
         graph.meta["intarsia.network"] = self
-        self.memo: FLayerInfoMemo | None = None
+        from intarsia.network.signature import FLayerInfoMemo
+
+        self.memo = FLayerInfoMemo(self)
         self.journal: list[Edit] | None = None  # kept while a rewrite is tried
         self.order = Order(self)
         self.made: list[ir.Node] | None = None  # by the functional that runs now
@@ -109,13 +111,14 @@ class Network:
         return (Layer(node) for node in self.graph)
 
     def get_layer_by_name(self, name: str) -> Layer | None:
+        """The layer of this name; a name given to a raw node is not seen until a raw node comes or goes."""
         node = None if self.by_name is None else self.by_name.get(name)
         if node is None or node.graph is not self.graph or node.name != name:
-            # Raw nodes come, go and change their names without a word to us.
+            # Raw nodes come and go without a word to us.
             stale = node is not None or self.by_name is None or self._taken.grew
             if stale or len(self.by_name) != len(self.graph):  # type: ignore[arg-type]
                 self.by_name = {name_of(node): node for node in self.graph}
-                self._taken.grew = not SHORT
+                self._taken.grew = not make.SHORT
             node = self.by_name.get(name)  # type: ignore[union-attr]
         return None if node is None else Layer(node)
 
@@ -214,12 +217,13 @@ class Network:
         node = make_node(domain, op_type, inputs, given, made, version, layer_name, origin)
         if domain and domain not in self.graph.opset_imports:
             self.graph.opset_imports[domain] = 1
-        reads: Sequence[ir.Value | None] = inputs
-        if attributes and bodies_of(node):
-            own_bodies(node)
-            self.has_bodies = True
-            reads = [*inputs, *(value for *_, value in outer_reads(node))]
-        self._place(node, layer_name, inferred, reads)
+        if not attributes or not (owned := own_bodies(node)):
+            self._place(node, layer_name, inferred, inputs)
+            return node
+        self.has_bodies = True
+        self._place(node, layer_name, inferred, [*inputs, *(value for *_, value in outer_reads(node))])
+        if self.journal is not None:
+            self.journal += [(Owned, body, before) for body, before in owned]
         return node
 
     def add_alike(
@@ -290,14 +294,13 @@ class Network:
         if self.by_name is not None:
             self.by_name.pop(name, None)
         self.order.removed(node)
-        if self.memo is not None:
-            self.memo.remove(name)
+        self.memo.remove(name)
 
     def restored(self, node: ir.Node, info: FLayerInfo | Call | None) -> None:
         """Remember a layer that came back."""
         if self.by_name is not None:
             self.by_name[str(node.name)] = node
-        if info is not None and self.memo is not None:
+        if info is not None:
             self.memo.restore(str(node.name), info)
 
     def forget_constant(self, key: Any) -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network import make
-from intarsia.network.bodies import bodies_of
+from intarsia.network.bodies import own_bodies
 from intarsia.network.journal import Ordered
 from intarsia.network.make import next_of, nodes_of
 
@@ -79,7 +79,7 @@ class Order:
         self._graph.insert_before(anchor, node)
         low = self._lows.get(anchor, high - _GAP)
         gap = (high - low) >> 1
-        if gap <= 0:
+        if gap <= 0 or anchor not in self.labels:
             self.relabel()
             return
         self.labels[node] = label = low + (gap if gap < _STEP else _STEP)
@@ -89,7 +89,10 @@ class Order:
         """`put` of a layer that reads what has no label yet, or is not made before the anchor."""
         self.check(node, reads)
         makers = [value._producer for value in reads if value is not None and value._producer]
-        last = max((maker for maker in makers if maker._graph is self._graph), key=self.of, default=None)
+        makers = [maker for maker in makers if maker._graph is self._graph]
+        for one in (anchor, *makers):  # all have labels before any two are compared: a new one changes others
+            self.of(one)
+        last = max(makers, key=self.of, default=None)
         if last is None or self.of(last) < self.of(anchor):
             self.put(node, anchor, ())
         elif (behind := next_of(self._graph, last)) is None:
@@ -146,5 +149,5 @@ class Order:
         self.labels[None] = self._last = 0
         for node in self._graph:
             self.appended(node)
-            if node._attributes.data and bodies_of(node):
+            if node._attributes.data and own_bodies(node, lost=True):
                 self._net.has_bodies = True

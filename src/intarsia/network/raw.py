@@ -47,6 +47,9 @@ def _name_slots() -> None:
             setattr(ir.Value, name, property(methodcaller(name.removeprefix("_"))))
     if not hasattr(ir.Shape, "_frozen"):
         setattr(ir.Shape, "_frozen", property(attrgetter("frozen")))  # noqa: B010
+    for kind in (ir.TensorType, ir.SparseTensorType, ir.SequenceType, ir.OptionalType):
+        if not hasattr(kind, "_dtype"):
+            setattr(kind, "_dtype", property(attrgetter("dtype")))  # noqa: B010
     attributes: Any = type(ir.Node("", "Relu", []).attributes)
     if not hasattr(ir.Node("", "Relu", []).attributes, "data"):
         attributes.data = property(lambda self: self)

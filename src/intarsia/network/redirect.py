@@ -47,8 +47,7 @@ def replace_value(net: Network, before: ir.Value, after: ir.Value) -> bool:
         moved = (Moved, before, after, uses, (), False)
     if net.journal is not None:
         net.journal.append(moved)
-    if net.memo is not None:
-        net.memo.uses_moved(before, after)
+    net.memo.uses_moved(before, after)
     return True
 
 
@@ -75,8 +74,7 @@ def replace_read(net: Network, reader: ir.Node, index: int, new: ir.Value) -> No
     reader.replace_input_with(index, new)
     if net.journal is not None:
         net.journal.append((Redirected, reader, index, old, new))
-    if net.memo is not None:
-        net.memo.read_moved(net, reader, old, new)
+    net.memo.read_moved(net, reader, old, new)
 
 
 def _is_copy(value: ir.Value, of: ir.Value) -> bool:
@@ -99,10 +97,11 @@ def _order_uses(
 ) -> None:
     """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
     graph, order = net.graph, net.order
-    limit, early = order.of(maker), []
+    early = []
+    order.of(maker)  # has a label from now on; asked for again behind each reader, which may label all anew
     for node, _ in uses:
         reader = node if graph_of(node) is graph else _owner(net, node)
-        if order.of(reader) <= limit:
+        if order.of(reader) <= order.of(maker):
             early.append(reader)
     if not early:
         return
@@ -116,7 +115,7 @@ def _order_uses(
         for value in node.outputs:
             for user, _ in value.uses():
                 reader = user if user.graph is net.graph else _owner(net, user)
-                if reader not in region and order.of(reader) <= limit:
+                if reader not in region and order.of(reader) <= order.of(maker):
                     region[reader] = None
                     stack.append(reader)
     moving = sorted(region, key=order.of)

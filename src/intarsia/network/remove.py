@@ -22,9 +22,9 @@ def remove_dead(
     Gives the names of those that went; `lone` is given tensors they read that may have one reader left.
     """
     gone: list[str] = []
-    graph, journal, has_bodies = net.graph, net.journal, net.has_bodies
+    graph, journal = net.graph, net.journal
     labels, by_name, short = net.order.labels, net.by_name, make.SHORT
-    infos: dict[str, Any] = {} if net.memo is None else net.memo.infos
+    infos = net.memo.infos
     idle = nodes if feeders else []
     listed: Any = graph._nodes if short else None
     while nodes:
@@ -43,7 +43,7 @@ def remove_dead(
             info = infos.pop(name, None)
             if by_name is not None:
                 by_name.pop(name, None)
-            released = outer_reads(node, owned=True) if has_bodies else ()
+            released = outer_reads(node, owned=True) if net.has_bodies else ()
             if short and not released and not node.device_configurations:
                 index = 0
                 for value in inputs:

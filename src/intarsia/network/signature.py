@@ -64,16 +64,6 @@ class FLayerInfo:
         self._call = (args, kwargs)
         self._memo = memo
 
-    @staticmethod
-    def of_plain(memo: FLayerInfoMemo, node: ir.Node) -> FLayerInfo | None:
-        """The call that a layer stands for by itself; None if it is not one functional's."""
-        form = _PLAIN.get((node.op_type, len(node.inputs)))
-        if form is None or node.domain or node.attributes or node.graph is None or None in node.inputs:
-            return None
-        read = tuple(Tensor.of(value) for value in node.inputs if value is not None)
-        made = Tensor.of(memo.follow(node.outputs[0], 0))
-        return FLayerInfo(memo, (form, read, {}, made, [node], memo.clock))
-
     # Tensors that were replaced since the call are looked up when asked for: most never are.
     @property
     def raw_inputs(self) -> dict[str, Any]:
@@ -135,6 +125,15 @@ class FLayerInfo:
         call = tuple(_map(part, lambda t: new if t == old else t) for part in now)
         self.say(call, self.raw_outputs, self._memo.clock)
 
+    def made(self, node: ir.Node) -> bool:
+        """Whether the call made this layer."""
+        return node in self._made
+
+    def claim(self, node: ir.Node) -> None:
+        """Let this be the call that made a layer."""
+        if node not in self._made:
+            self._made = [*self._made, node]
+
     def stands_for(self, node: ir.Node, value: ir.Value) -> bool:
         """Whether the call is this one layer and mentions this tensor once."""
         if self._made != [node] or self._memo.is_rewired(node, self._time):
@@ -154,6 +153,41 @@ class FLayerInfo:
     replace_output_uses_with = replace_outputs_uses_with
 
 
+class _OwnRecord(FLayerInfo):
+    """The call of a functional that is one layer, as the layer itself says it."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, memo: FLayerInfoMemo, form: Form, node: ir.Node) -> None:
+        made = Tensor.of(memo.follow(node.outputs[0], 0))
+        super().__init__(memo, (form, _reads(node), {}, made, [node], memo.clock))
+        self._node = node
+
+    @staticmethod
+    def of(memo: FLayerInfoMemo, node: ir.Node) -> FLayerInfo | None:
+        """None if the layer is not one functional's alone."""
+        form = _PLAIN.get((node.op_type, len(node.inputs)))
+        if form is None or node.domain or node.attributes or None in node.inputs:
+            return None
+        return _OwnRecord(memo, form, node)
+
+    @property
+    def raw_inputs(self) -> dict[str, Any]:
+        if self._node.graph is None:
+            return super().raw_inputs  # as it was when the layer was asked
+        return dict(zip(self.signature.parameters, _reads(self._node), strict=True))
+
+    def is_true(self) -> bool:
+        return self._node.graph is not None and self.raw_outputs.value.graph is not None
+
+    def mention(self, net: Network, old: Tensor, new: Tensor) -> None:
+        pass  # it says what the layer reads
+
+
+def _reads(node: ir.Node) -> tuple[Tensor, ...]:
+    return tuple(Tensor.of(value) for value in node.inputs if value is not None)
+
+
 class FLayerInfoMemo:
     """The calls of one network, by layer name, but for those that the layers say themselves."""
 
@@ -171,23 +205,26 @@ class FLayerInfoMemo:
 
     @staticmethod
     def of(net: Network) -> FLayerInfoMemo:
-        if net.memo is None:
-            net.memo = FLayerInfoMemo(net)
         return net.memo
 
     def add(self, layer_name: str, info: FLayerInfo) -> None:
+        """Let this be the call that made a layer."""
+        if (layer := self._net.get_layer_by_name(layer_name)) is not None:
+            info.claim(layer.node)
         self.infos[layer_name] = info
 
     def get(self, layer: str | Layer) -> FLayerInfo | None:
         """The call that made this layer's result; None if none was recorded or it is true no more."""
         name = layer if isinstance(layer, str) else layer.name
+        found = self._net.get_layer_by_name(name) if isinstance(layer, str) else layer
+        if found is None or found.node.graph is not self._net.graph:
+            return None
         info = self.infos.get(name)
-        if info is None:
-            found = self._net.get_layer_by_name(name) if isinstance(layer, str) else layer
-            return None if found is None else FLayerInfo.of_plain(self, found.node)
         if isinstance(info, tuple):
             info = self.infos[name] = FLayerInfo(self, info)
-        return info if info.is_true() else None
+        if info is None or not info.made(found.node):
+            info = _OwnRecord.of(self, found.node)
+        return info if info is not None and info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:
         self.infos.pop(layer if isinstance(layer, str) else layer.name, None)
@@ -262,7 +299,7 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
             return result
         if outer is not None:
             outer += made
-        memo = net.memo or FLayerInfoMemo.of(net)
+        memo = net.memo
         call: Call = (form, args, kwargs, result, made, memo.clock)
         if type(result) is Tensor:
             # A functional may hand back a tensor that was there before: that one keeps its own call.

@@ -46,7 +46,8 @@ def verify_links(
                     raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
                 if (node, index) not in read._uses:
                     raise NetworkError(f"{read.name} does not know that layer {node.name} reads it")
-                reads += 1
+                if read not in outside:
+                    reads += 1
             index += 1  # noqa: SIM113  (enumerate costs as much as the rest)
         if bodies and node._attributes.data:
             for attr in node.attributes.values():

@@ -12,7 +12,18 @@ from intarsia.network import Network, Tensor
 from intarsia.network.attributes import from_attr
 from intarsia.network.bodies import owner_in
 from intarsia.network.infer import Made, has_rule, infer
-from intarsia.network.journal import Added, Constant, Edit, Marked, Moved, Redirected, Removed, Typed, undo
+from intarsia.network.journal import (
+    Added,
+    Constant,
+    Edit,
+    Marked,
+    Moved,
+    Owned,
+    Redirected,
+    Removed,
+    Typed,
+    undo,
+)
 from intarsia.network.network import Shape, raw_shape
 from intarsia.network.remove import remove_dead
 from intarsia.network.uses import is_dead
@@ -118,7 +129,7 @@ def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
         made = [node for node in made if node._graph is graph]
         new = {edit[1].name for edit in edits if edit[0] is Added}
         removed = [name for name in removed if name not in new]
-        if all(edit[0] in (Added, Removed, Constant) for edit in edits) and not (made or removed):
+        if all(edit[0] in (Added, Owned, Removed, Constant) for edit in edits) and not (made or removed):
             raise RewriteError("it said that it rewrote the layer and changed nothing")
     return edits, made, removed, lone
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intarsia.network.network import Network, Tensor, here
+from intarsia.network.network import Tensor, here
 from intarsia.network.ops.core import Operand
-from intarsia.network.signature import FLayerInfoMemo, plain_form, record_signature
+from intarsia.network.signature import plain_form, record_signature
 
 Unary = Callable[[Operand], Tensor]
 Binary = Callable[[Operand, Operand], Tensor]
@@ -39,7 +39,7 @@ def of_one(functional: Unary, op_type: str, makes: ir.DataType | None) -> Unary:
         shape, kind = value._shape, value._type
         if shape is None or kind is None or not shape._frozen:
             return anyhow(x)
-        return _made(net, net.add_alike(op_type, hint, (value,), makes or kind._dtype, shape))
+        return _made(net.add_alike(op_type, hint, (value,), makes or kind._dtype, shape))
 
     return recorded
 
@@ -62,15 +62,13 @@ def of_two(functional: Binary, op_type: str, makes: ir.DataType | None) -> Binar
         dtype = kind._dtype
         if dtype is not other._dtype or not shape._frozen:
             return anyhow(a, b)
-        return _made(net, net.add_alike(op_type, hint, (x, y), makes or dtype, shape))
+        return _made(net.add_alike(op_type, hint, (x, y), makes or dtype, shape))
 
     return recorded
 
 
-def _made(net: Network, node: Any) -> Tensor:
-    """What a layer makes; its call need not be recorded, but from now on what is redirected is."""
-    if net.memo is None:
-        FLayerInfoMemo.of(net)
+def _made(node: Any) -> Tensor:
+    """What a layer makes."""
     view = _new(Tensor)
     view.value = node._outputs[0]
     return view
