@@ -6,6 +6,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from intarsia.errors import NetworkError
 from intarsia.network import FLayerInfoMemo, Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
 
@@ -45,6 +46,35 @@ def test_operands_that_differ_take_the_long_way() -> None:
         a, row = Tensor("a", torch.float32, (2, 3)), Tensor("row", torch.float32, (3,))
         assert (a + row).shape == (a * 2.0).shape == (2, 3)
         assert F.greater(row, a).dtype == ir.DataType.BOOL
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "said"),
+    [
+        (
+            "logical_and",
+            (torch.float32, torch.float32),
+            "reads .* as A, which And does not take as FLOAT",
+        ),
+        ("logical_not", (torch.float32,), "which Not does not take as FLOAT"),
+        ("relu", (torch.bool,), "which Relu does not take as BOOL"),
+        ("maximum", (torch.bool, torch.bool), "which Max does not take as BOOL"),
+        (
+            "add",
+            (torch.float32, torch.int64),
+            "reads .*f32.* and .*i64.*, which Add takes as one dtype",
+        ),
+    ],
+)
+def test_dtypes_that_an_operator_does_not_take(name: str, dtypes: tuple[torch.dtype, ...], said: str) -> None:
+    net = Network()
+    with net_guard(net):
+        given = [Tensor(letter, dtype, (2,)) for letter, dtype in zip("ab", dtypes, strict=False)]
+        with pytest.raises(NetworkError, match=said):
+            getattr(F, name)(*given)
+        with pytest.raises(NetworkError, match="a layer has 1 inputs; Add takes 2 to 2"):
+            F.op("Add", given[0])
+    assert not len(net)
 
 
 def test_a_call_is_not_confused_by_an_older_move_of_what_it_reads_now() -> None:

@@ -53,6 +53,40 @@ def test_a_tensor_of_another_network_is_taken_back() -> None:
     net.verify()
 
 
+def test_operands_that_an_operator_does_not_take_are_taken_back() -> None:
+    net, z = two_deep()
+    before = str(net)
+
+    @rule(lambda op, x: op.Relu(x))
+    def mixed(net: Network, x: Tensor) -> Tensor:
+        return F.add(x, F.cast(x, torch.int64))
+
+    @rule(lambda op, x: op.Relu(x))
+    def lone(net: Network, x: Tensor) -> Tensor:
+        return F.op("Add", x)
+
+    def by_hand(layer: Layer) -> bool:
+        (read,), (old,) = layer.get_inputs(), layer.get_outputs()
+        made = net.add_layer("Not", [read], outputs=[(old.dtype, old.shape)])
+        old.replace_all_uses_with(made.get_outputs()[0])
+        return True
+
+    def redirected(layer: Layer) -> bool:
+        layer.replace_input(0, F.cast(z, torch.bool))
+        return True
+
+    for pattern, said in (
+        (mixed, "which Add takes as one dtype"),
+        (lone, "has 1 inputs; Add takes 2 to 2"),
+        (Acts("Relu", by_hand), "which Not does not take as FLOAT"),
+        (Acts("Relu", redirected), "which Relu does not take as BOOL"),
+    ):
+        with pytest.raises(RewriteError, match=f"at layer relu .* was taken back: .*{said}"):
+            manager(pattern).rewrite(net)
+        assert str(net) == before
+        net.verify()
+
+
 def test_what_was_made_and_not_needed_is_not_in_the_log() -> None:
     net, _ = two_deep()
 

@@ -9,7 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.network import Shape, Tensor
+from intarsia.network.schema import schema_of
+from intarsia.network.tensor import Tensor
+from intarsia.network.types import Shape
 
 Made = list[tuple[ir.DataType, Shape]]
 Rule = Callable[[Sequence[Tensor | None], Mapping[str, Any], int], Made]
@@ -35,6 +37,9 @@ def infer(
     rule = _RULES.get((domain, op_type))
     if rule is None:
         raise NetworkError(f"no shape rule for {domain + '::' if domain else ''}{op_type}")
+    schema = schema_of(domain, op_type)
+    if schema is not None and (why := schema.misfit(op_type, inputs)):
+        raise NetworkError(f"a layer {why}")
     return rule(inputs, attributes, outputs)
 
 

@@ -1,14 +1,27 @@
-"""What ONNX says of an operator: how many inputs and outputs, which attributes by default."""
+"""What ONNX says of an operator: how many inputs and of which dtypes, which attributes by default."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import onnx_ir as ir
 from onnx import defs, helper
 
-from intarsia.network.network import OPSET
+from intarsia.network.tensor import Tensor
+from intarsia.network.types import OPSET
+
+_DTYPES = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}
+
+
+class Formal(NamedTuple):
+    """One input as the operator defines it; inputs of one `variable` have one dtype."""
+
+    name: str
+    variable: str | None
+    dtypes: frozenset[ir.DataType]
 
 
 @dataclass(frozen=True)
@@ -20,6 +33,25 @@ class Schema:
     max_outputs: int
     defaults: dict[str, Any]
     has_attributes: bool
+    inputs: tuple[Formal, ...]  # the last stands for all that follow
+
+    def misfit(self, op_type: str, inputs: Sequence[Tensor | None]) -> str | None:
+        """Why the operator cannot have these inputs; None if it can."""
+        if not self.min_inputs <= len(inputs) <= self.max_inputs:
+            return f"has {len(inputs)} inputs; {op_type} takes {self.min_inputs} to {self.max_inputs}"
+        last = len(self.inputs) - 1
+        bound: dict[str, Tensor] = {}
+        for place, tensor in enumerate(inputs):
+            if tensor is None:
+                continue
+            name, variable, dtypes = self.inputs[min(place, last)]
+            if tensor.dtype not in dtypes:
+                return f"reads {tensor!r} as {name}, which {op_type} does not take as {tensor.dtype.name}"
+            if variable is not None:
+                other = bound.setdefault(variable, tensor)
+                if other.dtype != tensor.dtype:
+                    return f"reads {other!r} and {tensor!r}, which {op_type} takes as one dtype"
+        return None
 
 
 @functools.cache
@@ -39,4 +71,19 @@ def schema_of(domain: str, op_type: str) -> Schema | None:
         if attr.default_value.type
     }
     plain = {name: v.decode() if isinstance(v, bytes) else v for name, v in defaults.items()}
-    return Schema(found.min_input, found.max_input, found.max_output, plain, bool(found.attributes))
+    return Schema(
+        found.min_input,
+        found.max_input,
+        found.max_output,
+        plain,
+        bool(found.attributes),
+        tuple(_formal(one, found) for one in found.inputs),
+    )
+
+
+def _formal(one: defs.OpSchema.FormalParameter, of: defs.OpSchema) -> Formal:
+    allowed = {each.type_param_str: each.allowed_type_strs for each in of.type_constraints}
+    names = allowed.get(one.type_str, [one.type_str])
+    free = one.option == defs.OpSchema.FormalParameterOption.Variadic and not one.is_homogeneous
+    dtypes = frozenset(_DTYPES[name] for name in names if name in _DTYPES)
+    return Formal(one.name, None if free else one.type_str, dtypes)

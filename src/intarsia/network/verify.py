@@ -99,15 +99,12 @@ def verify_layer(node: ir.Node) -> None:
     from intarsia.network.network import Tensor
     from intarsia.network.schema import schema_of
 
+    inputs = [None if value is None else Tensor.of(value) for value in node.inputs]
     schema = schema_of(node.domain, node.op_type)
-    if schema is not None and not schema.min_inputs <= len(node.inputs) <= schema.max_inputs:
-        raise NetworkError(
-            f"layer {node.name} has {len(node.inputs)} inputs; {node.op_type} takes"
-            f" {schema.min_inputs} to {schema.max_inputs}"
-        )
+    if schema is not None and (why := schema.misfit(node.op_type, inputs)):
+        raise NetworkError(f"layer {node.name} {why}")
     if not has_rule(node.domain, node.op_type):
         return
-    inputs = [None if value is None else Tensor.of(value) for value in node.inputs]
     attributes = {name: from_attr(attr) for name, attr in node.attributes.items()}
     for value, (dtype, shape) in zip(
         node.outputs, infer(node.domain, node.op_type, inputs, attributes, len(node.outputs)), strict=False

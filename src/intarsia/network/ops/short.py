@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from intarsia.network.network import Tensor, here
 from intarsia.network.ops.core import Operand
+from intarsia.network.schema import schema_of
 from intarsia.network.signature import plain_form, record_signature
 
 Unary = Callable[[Operand], Tensor]
@@ -27,7 +28,7 @@ def of_one(functional: Unary, op_type: str, makes: ir.DataType | None) -> Unary:
 
     The layer makes the dtype of its operand, unless it always `makes` another.
     """
-    anyhow, hint = record_signature(functional), op_type.lower()
+    anyhow, hint, takes = record_signature(functional), op_type.lower(), _takes(op_type)
     plain_form(op_type, functional)
 
     @functools.wraps(functional)
@@ -37,7 +38,7 @@ def of_one(functional: Unary, op_type: str, makes: ir.DataType | None) -> Unary:
             return anyhow(x)
         value: Any = x.value
         shape, kind = value._shape, value._type
-        if shape is None or kind is None or not shape._frozen:
+        if shape is None or kind is None or not shape._frozen or kind._dtype not in takes:
             return anyhow(x)
         return _made(net.add_alike(op_type, hint, (value,), makes or kind._dtype, shape))
 
@@ -46,7 +47,7 @@ def of_one(functional: Unary, op_type: str, makes: ir.DataType | None) -> Unary:
 
 def of_two(functional: Binary, op_type: str, makes: ir.DataType | None) -> Binary:
     """`of_one` of a functional of two operands, which have one dtype."""
-    anyhow, hint = record_signature(functional), op_type.lower()
+    anyhow, hint, takes = record_signature(functional), op_type.lower(), _takes(op_type)
     plain_form(op_type, functional)
 
     @functools.wraps(functional)
@@ -60,11 +61,17 @@ def of_two(functional: Binary, op_type: str, makes: ir.DataType | None) -> Binar
         if shape is None or shape is not y._shape or kind is None or other is None:
             return anyhow(a, b)
         dtype = kind._dtype
-        if dtype is not other._dtype or not shape._frozen:
+        if dtype is not other._dtype or not shape._frozen or dtype not in takes:
             return anyhow(a, b)
         return _made(net.add_alike(op_type, hint, (x, y), makes or dtype, shape))
 
     return recorded
+
+
+def _takes(op_type: str) -> frozenset[ir.DataType]:
+    """The dtypes that all operands may have."""
+    schema = schema_of("", op_type)
+    return frozenset.intersection(*(one.dtypes for one in schema.inputs)) if schema else frozenset()
 
 
 def _made(node: Any) -> Tensor:
