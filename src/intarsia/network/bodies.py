@@ -21,9 +21,9 @@ def bodies_of(node: ir.Node) -> list[ir.Graph]:
 
 
 def own_bodies(node: ir.Node, *, lost: bool = False) -> list[tuple[ir.Graph, ir.Node | None]]:
-    """Note in the bodies of a layer that they are its own; each with the layer that gives it up.
+    """Note in the bodies of a layer that they are its own; gives each with the layer that owned it before.
 
-    `lost` are those alone that nobody owns.
+    With `lost` a body that another layer owns stays that layer's.
     """
     taken = [(body, body.meta.get(_OWNER)) for body in bodies_of(node)]
     for body, before in taken:

@@ -53,15 +53,15 @@ class Network:
         self._own(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name))
 
     def _own(self, graph: ir.Graph) -> None:
-        self.graph = graph
-        graph.meta["intarsia.network"] = self
         from intarsia.network.signature import FLayerInfoMemo
 
+        self.graph = graph
+        graph.meta["intarsia.network"] = self
         self.memo = FLayerInfoMemo(self)
         self.journal: list[Edit] | None = None  # kept while a rewrite is tried
         self.order = Order(self)
         self.made: list[ir.Node] | None = None  # by the functional that runs now
-        self.by_name: dict[str, ir.Node] | None = None  # by name, from the first time one is asked for
+        self.by_name: dict[str, ir.Node] | None = None  # from the first time one is asked for
         self._names: dict[str, int] = {}
         self._taken = share_names(graph, self._names)
         self._constants: dict[tuple[ir.DataType, tuple[int, ...], bytes], ir.Value] = {}
