@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import intarsia
-from intarsia import zoo
-from intarsia.runtime.agree import relative_error
+from intarsia.cli import zoo
+from intarsia.compare import relative_error
 from intarsia.timing import race
 
 LINE_UPS = {"onnxruntime": ["onnxruntime"], "openvino": ["openvino"]}

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import intarsia
-from intarsia import zoo
+from intarsia.cli import zoo
 
 
 def peers(thing: zoo.Specimen, folder: Path) -> dict[str, Callable[[], object]]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import intarsia
-from intarsia import zoo
+from intarsia.cli import zoo
 from intarsia.timing import race
 
 NAMES = ("resnet50", "mobilenet_v2", "bert", "gpt2", "llama", "vit")

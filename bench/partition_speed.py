@@ -21,9 +21,9 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupport
 from torch.fx.passes.splitter_base import _SplitterBase, _SplitterSettingBase
 
+from intarsia.graph.nodes import compute_nodes
+from intarsia.graph.plan_text import plan_text
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract, greedy
-from intarsia.partition.nodes import compute_nodes
-from intarsia.partition.text import plan_text
 
 aten = torch.ops.aten
 SUPPORTED, UNSUPPORTED = aten.sin.default, aten.lgamma.default

@@ -17,11 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import nn
 
+from intarsia.cli.pipeline_demo import TinyGPT
 from intarsia.pipeline import split
-from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.demo import TinyGPT
-from intarsia.pipeline.schedule import schedule
-from intarsia.pipeline.simulate import simulate
+from intarsia.pipeline.schedule.schedules import schedule
+from intarsia.pipeline.schedule.simulate import simulate
+from intarsia.pipeline.stages.cost import Cost
 
 
 def mlp(width: int, depth: int) -> nn.Module:

@@ -21,9 +21,9 @@ from transformers import BertConfig, BertModel
 from intarsia.convert import dryrun, registry
 from intarsia.convert.interpreter import constant_of
 from intarsia.engines import OnnxRuntime, OpenVINO
+from intarsia.graph.nodes import is_compute
 from intarsia.lower import lower
 from intarsia.partition import support
-from intarsia.partition.nodes import is_compute
 
 
 def bert(layers: int) -> fx.GraphModule:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import intarsia
-from intarsia import zoo
-from intarsia.capture import capture
-from intarsia.runtime.agree import relative_error
+from intarsia.capture.export import capture
+from intarsia.cli import zoo
+from intarsia.compare import relative_error
 
 pytest.importorskip("transformers", reason="the architectures come from Hugging Face configurations")
 pytest.importorskip("onnxruntime", reason="the engine under test")

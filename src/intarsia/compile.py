@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from intarsia.build.builder import Builder, Rewrite, run_in_pytorch
+from intarsia.capture.input import resolve_call
+from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
 from intarsia.errors import PartitionError
-from intarsia.inputs import resolve_call
 from intarsia.lower import Lowered
+from intarsia.lower.generalize import Call, lower_model
+from intarsia.lower.lowered import example_inputs
+from intarsia.lower.range_ends import corners
 from intarsia.network import Network
 from intarsia.partition import STRATEGIES, PartitionOptions, Strategy
 from intarsia.partition.support import support_table
 from intarsia.rewrite import apply
-from intarsia.runtime.build import Builder, Rewrite, run_in_pytorch
-from intarsia.runtime.corners import corners
-from intarsia.runtime.stitch import Compiled, example_inputs
-from intarsia.runtime.widen import Call, lowered_call
+from intarsia.runtime.compiled import Compiled
 
 
 def compile(
@@ -54,7 +56,9 @@ def compile(
     """
     usable, notes = resolve_engines(engines)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-    lowered, call = lowered_call(model, args, kwargs, dynamic_shapes, settle=verify)
+    lowered, call = lower_model(
+        model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=verify
+    )
     builder = Builder(
         lowered.module,
         usable,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from intarsia.engines import OpenVINO
-from intarsia.engines.openvino_limits import HANDS_NAN_ON
+from intarsia.engines.openvino.limits import HANDS_NAN_ON
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 

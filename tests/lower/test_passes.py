@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.capture import capture
+from intarsia.capture.export import capture
 from intarsia.convert import registry
 from intarsia.errors import LoweringError
 from intarsia.lower import Lowered, Role, lower, lowering_pass

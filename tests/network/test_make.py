@@ -7,8 +7,9 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from intarsia.network import Network, make
-from intarsia.network.remove import remove_dead
+from intarsia.network import Network
+from intarsia.network.edit import make
+from intarsia.network.edit.remove import remove_dead
 
 
 def test_the_installed_onnx_ir_allows_the_short_way() -> None:

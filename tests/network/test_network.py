@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from tests.network.diamond import diamond, layer
 
 from intarsia.errors import NetworkError
-from intarsia.network import Network, Tensor, default_net, make, net_guard
+from intarsia.network import Network, Tensor, default_net, net_guard
 from intarsia.network import functional as F
-from intarsia.network.journal import undo
-from intarsia.network.raw import FAST
-from intarsia.network.remove import remove_dead
+from intarsia.network.edit import make
+from intarsia.network.edit.journal import undo
+from intarsia.network.edit.raw import FAST
+from intarsia.network.edit.remove import remove_dead
 
 
 def test_look_ups() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from intarsia.engines.openvino.intervals import Interval, network_ranges, whole
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.network.ranges import Interval, network_ranges, whole
 
 INT, FLOAT = torch.int64, torch.float32
 Step = tuple[Callable[..., Tensor], Callable[..., torch.Tensor], int]

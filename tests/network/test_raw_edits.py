@@ -6,8 +6,9 @@ import onnx_ir as ir
 import pytest
 from tests.network.diamond import diamond, layer
 
-from intarsia.network import Layer, Network, Tensor, make, net_guard
+from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
+from intarsia.network.edit import make
 
 
 def raw_neg(read: Tensor, name: str) -> ir.Node:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.partition import Piece, SupportTable
-from intarsia.partition.nodes import compute_nodes, op_name
 
 REASON = "no converter"
 

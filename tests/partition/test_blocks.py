@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.partition.blocks import split_by_weight, too_small, weights_of, work
-from intarsia.partition.nodes import compute_nodes, op_name
 
 from .graphs import lower
 

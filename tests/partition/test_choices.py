@@ -8,8 +8,8 @@ from torch import nn
 
 import intarsia
 from intarsia.errors import PartitionError
+from intarsia.graph.nodes import op_name
 from intarsia.partition import PartitionOptions
-from intarsia.partition.nodes import op_name
 
 pytest.importorskip("onnxruntime", reason="an engine under test")
 pytest.importorskip("openvino", reason="an engine under test")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Segment, SupportTable, dependency, extract
-from intarsia.partition.nodes import compute_nodes, op_name
 
 from .graphs import equal, lower, refuse, run_pieces, table_by
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from intarsia import zoo
-from intarsia.capture import capture
+from intarsia.capture.export import capture
+from intarsia.cli import zoo
 from intarsia.convert import registry
 from intarsia.lower import lower
 from intarsia.partition import STRATEGIES, PartitionOptions, dependency

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from intarsia.build.builder import Builder
 from intarsia.engines import resolve_engines
+from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import STRATEGIES, PartitionOptions
-from intarsia.partition.nodes import compute_nodes
 from intarsia.partition.support import support_table
-from intarsia.runtime.build import Builder
 from intarsia.runtime.inlay import Inlay
 
 from .test_random_models import programs, trace

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from intarsia.graph.nodes import op_name
 from intarsia.partition import STRATEGIES, PartitionOptions, extract
-from intarsia.partition.nodes import op_name
 
 from .graphs import equal, run_pieces, table_by
 

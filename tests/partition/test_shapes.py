@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.annotate import run_on
+from intarsia.capture.annotate import run_on, wanted_engine
+from intarsia.capture.input import Input, honest_sizes, resolve
 from intarsia.errors import InputError, PartitionError
-from intarsia.inputs import Input, honest_sizes, resolve
+from intarsia.graph.border import borders
+from intarsia.graph.nodes import compute_nodes
+from intarsia.graph.shapes import segment_shapes
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract
-from intarsia.partition.annotations import wanted_engine
-from intarsia.partition.border import borders
-from intarsia.partition.nodes import compute_nodes
-from intarsia.partition.shapes import segment_shapes
 
 from .graphs import equal, lower, refuse, run_pieces
 

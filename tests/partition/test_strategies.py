@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import PartitionError
+from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.partition import (
     STRATEGIES,
     PartitionOptions,
@@ -21,7 +22,6 @@ from intarsia.partition import (
     greedy,
     hierarchical,
 )
-from intarsia.partition.nodes import compute_nodes, op_name
 
 from .graphs import Lgamma, equal, lower, refuse, run_pieces, table_by
 

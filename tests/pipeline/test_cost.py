@@ -9,9 +9,9 @@ import torch
 from pipeline_zoo import make
 from torch.autograd.graph import saved_tensors_hooks
 
-from intarsia.pipeline.cost import Cost, profile, saved_bytes, total, weight_bytes
-from intarsia.pipeline.flow import Flow
-from intarsia.pipeline.trace import trace
+from intarsia.pipeline.stages.cost import Cost, profile, saved_bytes, total, weight_bytes
+from intarsia.pipeline.stages.flow import Flow
+from intarsia.pipeline.stages.trace import trace
 
 
 def really_kept(model, args, kwargs):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from intarsia.pipeline import GPipe
-from intarsia.pipeline.checkpoint import graph_is_kept
+from intarsia.pipeline.gpipe.checkpoint import graph_is_kept
 
 CONCURRENT = [("always", None), ("except_last", None), ("never", True)]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.cut import choose_cuts
+from intarsia.pipeline.stages.cut import choose_cuts
 
 
 def loads(weights, cuts, speeds):

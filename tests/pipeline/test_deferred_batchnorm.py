@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from intarsia.pipeline import GPipe
-from intarsia.pipeline.batchnorm import DeferredBatchNorm
+from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 
 convert = DeferredBatchNorm.convert_deferred_batch_norm
 

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from intarsia.pipeline.checkpoint import Checkpointing, checkpoint, is_checkpointing, is_recomputing
-from intarsia.pipeline.copy import Copy, Wait
-from intarsia.pipeline.dependency import Fork, Join, fork, join
-from intarsia.pipeline.microbatch import Batch
-from intarsia.pipeline.phony import get_phony
-from intarsia.pipeline.stream import (
+from intarsia.pipeline.gpipe.checkpoint import Checkpointing, checkpoint, is_checkpointing, is_recomputing
+from intarsia.pipeline.gpipe.copy import Copy, Wait
+from intarsia.pipeline.gpipe.dependency import Fork, Join, fork, join
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.phony import get_phony
+from intarsia.pipeline.gpipe.stream import (
     CPUStream,
     current_stream,
     default_stream,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from intarsia.pipeline import GPipe
-from intarsia.pipeline.gpipe import BalanceError, split_module, verify_module
+from intarsia.pipeline.gpipe.gpipe import BalanceError, split_module, verify_module
 
 CPUS = ["cpu"] * 4
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from intarsia.pipeline import GPipe, pop, skippable, stash
-from intarsia.pipeline.skip import Namespace
+from intarsia.pipeline.gpipe.skip import Namespace
 
 
 @skippable(stash=["skip"])

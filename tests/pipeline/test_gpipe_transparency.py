@@ -12,7 +12,7 @@ from pipeline_compare import MODES, assert_same, chunked, cuts, one_thread  # no
 from torch import nn
 
 from intarsia.pipeline import GPipe, pop, skippable, stash
-from intarsia.pipeline.skip import Namespace
+from intarsia.pipeline.gpipe.skip import Namespace
 
 
 class Residual(nn.Module):

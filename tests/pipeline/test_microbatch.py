@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intarsia.pipeline.microbatch import Batch, check, gather, scatter
+from intarsia.pipeline.gpipe.microbatch import Batch, check, gather, scatter
 
 a, b = torch.tensor(42), torch.tensor(21)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from intarsia.pipeline.cli import app
-from intarsia.pipeline.draw import ascii_gantt
-from intarsia.pipeline.schedule import schedule
+from intarsia.cli.pipeline import app
+from intarsia.pipeline.schedule.draw import ascii_gantt
+from intarsia.pipeline.schedule.schedules import schedule
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -37,7 +37,7 @@ def test_run_under_torchrun(name):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     environment.pop("RANK", None)
-    command = [sys.executable, "-m", "intarsia.pipeline.cli", "run", "--schedule", name, "--steps", "2"]
+    command = [sys.executable, "-m", "intarsia.cli.pipeline", "run", "--schedule", name, "--steps", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("gradients equal the plain model's") == 2

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from intarsia.pipeline import GPipe
-from intarsia.pipeline.cores import shared_cores
-from intarsia.pipeline.microbatch import Batch
-from intarsia.pipeline.pipeline import Pipeline, clock_cycles
-from intarsia.pipeline.worker import Task, spawn_workers
+from intarsia.pipeline.gpipe.cores import shared_cores
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.pipeline import Pipeline, clock_cycles
+from intarsia.pipeline.gpipe.worker import Task, spawn_workers
 
 
 def test_clock_cycles():
@@ -211,7 +211,7 @@ def test_a_first_run_does_not_import_the_compiler():
     program = """
 import sys, torch
 from torch import nn
-from intarsia.pipeline.gpipe import GPipe
+from intarsia.pipeline.gpipe.gpipe import GPipe
 had = "torch._dynamo" in sys.modules
 layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2), nn.Dropout())
 GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")(torch.rand(4, 2)).sum().backward()

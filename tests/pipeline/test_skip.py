@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from intarsia.pipeline import GPipe, is_checkpointing, is_recomputing
-from intarsia.pipeline.checkpoint import enable_checkpointing, enable_recomputing
-from intarsia.pipeline.dependency import fork, join
-from intarsia.pipeline.microbatch import Batch
-from intarsia.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
-from intarsia.pipeline.skip.layout import SkipLayout, inspect_skip_layout
-from intarsia.pipeline.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
-from intarsia.pipeline.skip.tracker import (
+from intarsia.pipeline.gpipe.checkpoint import enable_checkpointing, enable_recomputing
+from intarsia.pipeline.gpipe.dependency import fork, join
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
+from intarsia.pipeline.gpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
+from intarsia.pipeline.gpipe.skip.tracker import (
     SkipTracker,
     SkipTrackerThroughPortals,
     SkipTrackerThroughPotals,

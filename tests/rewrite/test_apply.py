@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.capture import capture
+from intarsia.capture.export import capture
 from intarsia.convert import registry
 from intarsia.convert.interpreter import convert
 from intarsia.engines import OnnxRuntime, OpenVINO

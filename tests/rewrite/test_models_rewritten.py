@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from intarsia import zoo
-from intarsia.capture import capture
+from intarsia.capture.export import capture
+from intarsia.cli import zoo
 from intarsia.convert import registry
 from intarsia.convert.interpreter import convert
 from intarsia.engines import OnnxRuntime, OpenVINO

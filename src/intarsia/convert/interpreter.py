@@ -12,8 +12,8 @@ from torch import fx
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.evaluators import EVALUATORS, evaluate
 from intarsia.convert.registry import Converter, registry
-from intarsia.convert.source import origin_of
 from intarsia.errors import ConversionError, IntarsiaError
+from intarsia.graph.source import origin_of
 from intarsia.network import Dim, Network, Shape, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
 

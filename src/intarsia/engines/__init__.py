@@ -10,8 +10,8 @@ from intarsia.engines.base import GraphEngine as GraphEngine
 from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
 from intarsia.engines.base import Program as Program
-from intarsia.engines.onnxruntime import OnnxRuntime as OnnxRuntime
-from intarsia.engines.openvino import OpenVINO as OpenVINO
+from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
+from intarsia.engines.openvino.engine import OpenVINO as OpenVINO
 from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 

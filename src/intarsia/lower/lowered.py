@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -53,3 +54,9 @@ class Lowered:
     input_names: tuple[str, ...]
     range_constraints: dict[Any, Any]
     guards: tuple[str, ...] = ()  # what else the graph takes for granted about sizes, as export writes it
+
+
+def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What the graph is fed for an example call, in the order of its placeholders."""
+    flat, _ = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    return [lowered.buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in lowered.inputs]

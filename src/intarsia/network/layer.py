@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.attributes import from_attr
+from intarsia.network.edit.raw import graph_of
 from intarsia.network.guard import network_of
-from intarsia.network.raw import graph_of
 from intarsia.network.tensor import Tensor
 
 if TYPE_CHECKING:

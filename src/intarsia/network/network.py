@@ -12,26 +12,27 @@ import onnx_ir as ir
 import torch
 
 from intarsia.errors import NetworkError
-from intarsia.network import dtypes, make
+from intarsia.network import dtypes
 from intarsia.network.attributes import to_attr
 from intarsia.network.bodies import outer_reads, own_bodies
+from intarsia.network.edit import make
+from intarsia.network.edit.journal import Added, Constant, Edit, Given, Marked, Owned
+from intarsia.network.edit.make import make_node, share_names
+from intarsia.network.edit.order import Order
+from intarsia.network.edit.raw import name_of
+from intarsia.network.edit.redirect import copied, replace_read, replace_value
+from intarsia.network.edit.remove import remove_dead
+from intarsia.network.edit.uses import is_dead
 from intarsia.network.guard import default_net as default_net
 from intarsia.network.guard import here as here
 from intarsia.network.guard import net_guard as net_guard
-from intarsia.network.journal import Added, Constant, Edit, Given, Marked, Owned
 from intarsia.network.layer import Layer as Layer
-from intarsia.network.make import make_node, share_names
-from intarsia.network.order import Order
-from intarsia.network.raw import name_of
-from intarsia.network.redirect import copied, replace_read, replace_value
-from intarsia.network.remove import remove_dead
 from intarsia.network.tensor import Tensor as Tensor
 from intarsia.network.types import MICROSOFT as MICROSOFT
 from intarsia.network.types import OPSET as OPSET
 from intarsia.network.types import Dim as Dim
 from intarsia.network.types import Shape as Shape
 from intarsia.network.types import raw_shape as raw_shape
-from intarsia.network.uses import is_dead
 
 if TYPE_CHECKING:
     from intarsia.network.signature import Call, FLayerInfo

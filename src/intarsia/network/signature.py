@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.journal import Recorded
+from intarsia.network.edit.journal import Recorded
+from intarsia.network.edit.raw import name_of, producer_of
 from intarsia.network.network import Layer, Network, Tensor, default_net, here
-from intarsia.network.raw import name_of, producer_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import torch
 
 from intarsia.errors import NetworkError
+from intarsia.network.edit.raw import shape_of, type_of
 from intarsia.network.guard import default_net, network_of
-from intarsia.network.raw import shape_of, type_of
 from intarsia.network.types import Dim, Shape, known_dims
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.make import nodes_of
+from intarsia.network.edit.make import nodes_of
 
 if TYPE_CHECKING:
     from intarsia.network.network import Dim, Network, Shape
@@ -95,7 +95,7 @@ def _verify_uses(known: set[ir.Value]) -> None:
 def verify_layer(node: ir.Node) -> None:
     """Arity as the operator has it; dtype and shape of the outputs as its rule infers them."""
     from intarsia.network.attributes import from_attr
-    from intarsia.network.infer import has_rule, infer
+    from intarsia.network.infer.registry import has_rule, infer
     from intarsia.network.network import Tensor
     from intarsia.network.schema import schema_of
 

@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 from torch import fx
 
+from intarsia.graph.piece import Piece, extract
+from intarsia.graph.plan import Plan, Segment
 from intarsia.partition.dependency import dependency
-from intarsia.partition.extract import Piece, extract
 from intarsia.partition.greedy import greedy
 from intarsia.partition.hierarchical import hierarchical
 from intarsia.partition.options import PartitionOptions
-from intarsia.partition.plan import Plan, Segment
 from intarsia.partition.table import PYTORCH, SupportTable
 
 Strategy: TypeAlias = Callable[[fx.GraphModule, SupportTable, PartitionOptions], Plan]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from intarsia.partition.nodes import op_name
+from intarsia.graph.nodes import op_name
+from intarsia.graph.plan import Plan
 from intarsia.partition.options import PartitionOptions
-from intarsia.partition.plan import Plan
 from intarsia.partition.table import PYTORCH, SupportTable
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from intarsia.errors import PartitionError
+from intarsia.graph.border import producer
+from intarsia.graph.nodes import is_compute, is_control_flow, is_free, is_getitem, op_name, whereabouts
+from intarsia.graph.plan import Plan, Segment
 from intarsia.partition.atomic import agree, find_groups
 from intarsia.partition.blocks import split_by_weight, too_heavy, too_small
-from intarsia.partition.border import producer
 from intarsia.partition.constrain import constrain
-from intarsia.partition.nodes import is_compute, is_control_flow, is_free, is_getitem, op_name, whereabouts
 from intarsia.partition.options import PartitionOptions
-from intarsia.partition.plan import Plan, Segment
 from intarsia.partition.schedule import Problem, Runs, merge
 from intarsia.partition.table import PYTORCH, SupportTable
 from intarsia.partition.units import Units, find_units

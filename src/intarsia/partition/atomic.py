@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.partition.nodes import is_compute, is_getitem, op_name
+from intarsia.graph.nodes import is_compute, is_getitem, op_name
 from intarsia.partition.opname import op_matcher
 from intarsia.partition.options import Atomic
 from intarsia.partition.table import SupportTable

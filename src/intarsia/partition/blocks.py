@@ -9,8 +9,8 @@ from math import prod
 import torch
 from torch import fx
 
-from intarsia.partition.nodes import is_view
-from intarsia.partition.shapes import bytes_of, size_hint
+from intarsia.graph.nodes import is_view
+from intarsia.graph.shapes import bytes_of, size_hint
 
 MIN_WORK = 6.0
 """What entering an engine costs, in units of work; see `work`."""

@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from intarsia.capture.annotate import wanted_engine
 from intarsia.errors import PartitionError
-from intarsia.partition.annotations import wanted_engine
-from intarsia.partition.nodes import compute_nodes, modules, op_name
+from intarsia.graph.nodes import compute_nodes, modules, op_name
 from intarsia.partition.opname import op_matcher
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.table import PYTORCH, SupportTable

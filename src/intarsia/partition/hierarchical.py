@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from intarsia.graph.plan import Plan
 from intarsia.partition.assemble import assemble
 from intarsia.partition.constrain import prioritise
 from intarsia.partition.options import PartitionOptions
-from intarsia.partition.plan import Plan
 from intarsia.partition.schedule import fewest
 from intarsia.partition.table import SupportTable
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.partition.nodes import op_name
+from intarsia.graph.nodes import op_name
 
 
 def op_matcher(name: object) -> Callable[[fx.Node], bool]:

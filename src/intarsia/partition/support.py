@@ -12,7 +12,7 @@ from intarsia.convert.dryrun import Signature, dry_convert, signature_of
 from intarsia.convert.interpreter import constant_of
 from intarsia.convert.registry import registry
 from intarsia.engines import Engine, NetworkEngine
-from intarsia.partition.nodes import is_compute, is_control_flow
+from intarsia.graph.nodes import is_compute, is_control_flow
 from intarsia.partition.table import SupportTable
 
 # What an engine said of a signature; it depends on nothing else but the converters' version.

@@ -9,8 +9,7 @@ from types import MappingProxyType
 from torch import fx
 
 from intarsia.errors import PartitionError
-
-PYTORCH = "pytorch"
+from intarsia.graph.plan import PYTORCH as PYTORCH
 
 
 @dataclass(frozen=True, eq=False)

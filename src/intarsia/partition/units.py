@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.partition.border import constant_value, input_symbols, producer, symbol_of
-from intarsia.partition.nodes import (
+from intarsia.graph.border import constant_value, input_symbols, producer, symbol_of
+from intarsia.graph.nodes import (
     is_compute,
     is_control_flow,
     is_creation,

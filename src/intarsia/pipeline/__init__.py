@@ -1,15 +1,15 @@
 """Pipelines: a model cut into balanced stages that work on different micro-batches at the same time."""
 
 from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_cost, balance_stages
-from intarsia.pipeline.checkpoint import is_checkpointing, is_recomputing
-from intarsia.pipeline.draw import ascii_gantt, html_gantt, svg_gantt
-from intarsia.pipeline.gpipe import BalanceError, GPipe
-from intarsia.pipeline.plan import PipelinePlan, plan_pipeline
-from intarsia.pipeline.schedule import SCHEDULES, Schedule, schedule
-from intarsia.pipeline.simulate import Simulation, simulate
-from intarsia.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
-from intarsia.pipeline.split import split
-from intarsia.pipeline.stages import Stages
+from intarsia.pipeline.gpipe.checkpoint import is_checkpointing, is_recomputing
+from intarsia.pipeline.gpipe.gpipe import BalanceError, GPipe
+from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
+from intarsia.pipeline.schedule.planner import PipelinePlan, plan_pipeline
+from intarsia.pipeline.schedule.schedules import SCHEDULES, Schedule, schedule
+from intarsia.pipeline.schedule.simulate import Simulation, simulate
+from intarsia.pipeline.stages.split import split
+from intarsia.pipeline.stages.stages import Stages
 
 __all__ = [
     "SCHEDULES",

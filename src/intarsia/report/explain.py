@@ -7,17 +7,18 @@ from typing import Any
 
 from torch import fx, nn
 
+from intarsia.capture.input import resolve_call
+from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import PartitionError
-from intarsia.inputs import resolve_call
+from intarsia.graph.border import borders
+from intarsia.graph.nodes import module_path, op_name, source_line
+from intarsia.graph.shapes import segment_shapes
+from intarsia.lower.generalize import lower_model
 from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.partition.advice import advise
-from intarsia.partition.border import borders
-from intarsia.partition.nodes import module_path, op_name, source_line
-from intarsia.partition.shapes import segment_shapes
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
-from intarsia.runtime.widen import lowered_call
 
 
 def explain(
@@ -45,7 +46,9 @@ def explain(
         raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
     usable, notes = resolve_engines(engines)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-    lowered, _ = lowered_call(model, args, kwargs, dynamic_shapes, settle=True)
+    lowered, _ = lower_model(
+        model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
+    )
     table = support_table(lowered.module, usable)
     strategy = _strategy(partition)
     return explain_graph(

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from intarsia.graph.plan import Plan
+from intarsia.graph.shapes import SegmentShapes
 from intarsia.partition.advice import Advice
-from intarsia.partition.plan import Plan
-from intarsia.partition.shapes import SegmentShapes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

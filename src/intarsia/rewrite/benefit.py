@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from intarsia.cachedir import cache_directory
+from intarsia.cache.directory import cache_directory
 from intarsia.network import Network
 from intarsia.rewrite.check import Build, random_inputs
 from intarsia.rewrite.fusions import Fusion

@@ -13,10 +13,10 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Network, net_guard
-from intarsia.network.journal import Edit, Moved, Removed
-from intarsia.network.make import nodes_of
-from intarsia.network.raw import kind_of
-from intarsia.network.uses import readers, use_count
+from intarsia.network.edit.journal import Edit, Moved, Removed
+from intarsia.network.edit.make import nodes_of
+from intarsia.network.edit.raw import kind_of
+from intarsia.network.edit.uses import readers, use_count
 from intarsia.network.verify import verify_links
 from intarsia.rewrite.log import RewriteLog
 from intarsia.rewrite.pattern import PatternRewriter

@@ -6,8 +6,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intarsia.network.raw import is_output, outputs_of, reads_of
-from intarsia.network.uses import readers
+from intarsia.network.edit.raw import is_output, outputs_of, reads_of
+from intarsia.network.edit.uses import readers
 from intarsia.rewrite.term import Call
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intarsia.network.raw import kind_of
-from intarsia.network.uses import use_count
-from intarsia.rewrite.alike import holds, is_transparent, odd_attribute, see_through
+from intarsia.network.edit.raw import kind_of
+from intarsia.network.edit.uses import use_count
+from intarsia.rewrite.equality import holds, is_transparent, odd_attribute, see_through
 from intarsia.rewrite.found import Found, leaks
 from intarsia.rewrite.straight import even_calls
 from intarsia.rewrite.term import COMMUTATIVE, Call, Either, Maybe, Number, Output, Root, Term, Var, kinds

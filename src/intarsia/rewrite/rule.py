@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
-from intarsia.network.redirect import replace_value
+from intarsia.network.edit.redirect import replace_value
 from intarsia.rewrite.found import Found
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network.schema import schema_of
-from intarsia.rewrite.alike import TRANSPARENT, holds, odd_attribute
+from intarsia.rewrite.equality import TRANSPARENT, holds, odd_attribute
 from intarsia.rewrite.term import COMMUTATIVE, Call, Number, Root, Var, parts
 
 Straight = Callable[[ir.Node], Any]

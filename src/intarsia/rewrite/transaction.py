@@ -11,8 +11,7 @@ from intarsia.errors import NetworkError, RewriteError
 from intarsia.network import Network, Tensor
 from intarsia.network.attributes import from_attr
 from intarsia.network.bodies import owner_in
-from intarsia.network.infer import Made, has_rule, infer
-from intarsia.network.journal import (
+from intarsia.network.edit.journal import (
     Added,
     Constant,
     Edit,
@@ -24,9 +23,10 @@ from intarsia.network.journal import (
     Typed,
     undo,
 )
+from intarsia.network.edit.remove import remove_dead
+from intarsia.network.edit.uses import is_dead
+from intarsia.network.infer.registry import Made, has_rule, infer
 from intarsia.network.network import Shape, raw_shape
-from intarsia.network.remove import remove_dead
-from intarsia.network.uses import is_dead
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 

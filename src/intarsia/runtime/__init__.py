@@ -1,3 +1,3 @@
 """What runs when a compiled module is called."""
 
-from intarsia.runtime.stitch import Compiled as Compiled
+from intarsia.runtime.compiled import Compiled as Compiled

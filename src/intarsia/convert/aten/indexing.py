@@ -14,7 +14,7 @@ from intarsia.convert.aten.sizes import Size, int64, size, sizes
 from intarsia.convert.aten.transpose import ordered
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
-from intarsia.network.shapes import broadcast as broadcast_shape
+from intarsia.network.infer.shapes import broadcast as broadcast_shape
 
 _MASKS = (ir.DataType.BOOL, ir.DataType.UINT8)
 

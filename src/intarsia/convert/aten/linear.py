@@ -10,8 +10,9 @@ import torch
 from intarsia.convert.aten.precision import HALVES, filled, is_empty, is_float, on_cpu, whole, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
-from intarsia.network import Tensor, shapes
+from intarsia.network import Tensor
 from intarsia.network import functional as F
+from intarsia.network.infer import shapes
 
 aten = torch.ops.aten
 _ROUNDED = 32  # products added one by one, as torch does; more would make the network long

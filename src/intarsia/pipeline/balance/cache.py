@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intarsia.cachedir import cache_directory
+from intarsia.cache.directory import cache_directory
 from intarsia.pipeline.balance.probe import LayerProbe
 
 # More than this many costs are never kept; the oldest go.

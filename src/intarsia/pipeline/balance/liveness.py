@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from intarsia.pipeline.balance.probe import LayerProbe
-from intarsia.pipeline.microbatch import Batch
-from intarsia.pipeline.skip.tracker import SkipTracker
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.skip.tracker import SkipTracker
 
 
 def live_bytes(probe: LayerProbe, batch: Batch, tracker: SkipTracker) -> int:

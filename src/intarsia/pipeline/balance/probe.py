@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intarsia.pipeline.habits import versions
-from intarsia.pipeline.microbatch import Batch
-from intarsia.pipeline.skip.tracker import SkipTracker, use_skip_tracker
+from intarsia.pipeline.gpipe.first_run import versions
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
 
 
 def layerwise_sandbox(module: nn.Sequential, device: torch.device) -> Iterator[nn.Module]:

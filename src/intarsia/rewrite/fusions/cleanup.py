@@ -8,9 +8,9 @@ import onnx_ir as ir
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
+from intarsia.network.edit.uses import readers, use_count
 from intarsia.network.network import OPSET
-from intarsia.network.uses import readers, use_count
-from intarsia.rewrite.alike import is_transparent
+from intarsia.rewrite.equality import is_transparent
 from intarsia.rewrite.fusions.fusion import Fusion, given
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
 from intarsia.rewrite.rule import rule

@@ -6,7 +6,7 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.network.uses import use_count
+from intarsia.network.edit.uses import use_count
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, order_of
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
 from intarsia.rewrite.rule import rule

@@ -8,7 +8,7 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.rewrite.alike import see_through
+from intarsia.rewrite.equality import see_through
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers
 from intarsia.rewrite.pattern import refuse
 from intarsia.rewrite.rule import rule

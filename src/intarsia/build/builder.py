@@ -1,0 +1,224 @@
+"""Pieces to programs: convert, rewrite, build, try; what fails leaves its engine and the plan is repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.convert import NodeError, convert
+from intarsia.engines import Engine, GraphEngine, GuardedProgram, NetworkEngine, Program
+from intarsia.errors import EngineError, RewriteError
+from intarsia.network import Network
+from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
+from intarsia.partition.assemble import require_full
+from intarsia.graph.nodes import compute_nodes
+from intarsia.build.repair import bisect_failure, repair
+from intarsia.partition.support import support_table
+from intarsia.compare import disagreement
+from intarsia.build.control_flow import bodies, examples_of
+from intarsia.runtime.empty import UnlessEmpty, has_empty
+from intarsia.runtime.inlay import Inlay
+
+Case = tuple[list[Any], tuple[Any, ...]]  # inputs of a piece, and what PyTorch answers
+Rewrite = Callable[[Network, NetworkEngine], None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a piece does not run on its engine, and the nodes to blame where they are known."""
+
+    reason: str
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass
+class Builder:
+    """Builds every piece of a plan; programs that stand are kept when the plan has to be repaired."""
+
+    module: fx.GraphModule
+    engines: Sequence[Engine]
+    options: PartitionOptions
+    strategy: Strategy
+    rewrite: Rewrite | None = None
+    examples: Sequence[Sequence[Any]] = ()  # inputs of the graph; every program is tried on each
+    notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
+    body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
+    _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
+
+    def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
+        """A plan whose every piece builds and answers as PyTorch does."""
+        plan = self.strategy(self.module, table, self.options)
+        while True:
+            pieces = extract(self.module, plan.verify(self.module))
+            programs, refusals = self._build_all(pieces)
+            if not refusals:
+                return plan, pieces, programs
+            repaired = repair(self.module, plan, table, refusals, self.options)
+            if repaired is None:
+                table = table.with_refusals(refusals)
+                plan = self.strategy(self.module, table, self.options)
+            else:
+                plan, table = repaired
+            if self.options.require_full_compilation:
+                require_full(plan.segments)
+
+    def _build_all(self, pieces: list[Piece]) -> tuple[list[Program], dict[fx.Node, dict[str, str]]]:
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        known = [dict(zip(placeholders, example, strict=True)) for example in self.examples]
+        programs: list[Program] = []
+        refusals: dict[fx.Node, dict[str, str]] = {}
+        for piece in pieces:
+            cases = [_case(piece, values) for values in known]
+            key = (piece.segment.engine, _contents(piece))
+            program = self._built.get(key)
+            if program is None:
+                made = self._build(piece.module, piece.segment.engine, cases)
+                if isinstance(made, Failure):
+                    refusals.update(self._blame(piece, made, cases))
+                    continue
+                program = self._built[key] = made
+            programs.append(program)
+        return programs, refusals
+
+    def _build(self, module: fx.GraphModule, engine_name: str, cases: Sequence[Case]) -> Program | Failure:
+        engine = next(engine for engine in self.engines if engine.name == engine_name)
+        if isinstance(engine, GraphEngine):
+            self._build_bodies(module, cases)
+            return engine.build(module)
+        assert isinstance(engine, NetworkEngine)
+        made = self._try_both(module, engine, cases)
+        full = [case for case in cases if not has_empty(case[0])]
+        if isinstance(made, Failure) and not made.nodes and 0 < len(full) < len(cases):
+            program = self._try_both(module, engine, full)
+            if not isinstance(program, Failure):
+                self.notes.append(
+                    f"a segment on {engine_name} leaves calls without elements to PyTorch: {made.reason}"
+                )
+                return UnlessEmpty(program, _in_pytorch(module))
+        return made
+
+    def _try_both(
+        self, module: fx.GraphModule, engine: NetworkEngine, cases: Sequence[Case]
+    ) -> Program | Failure:
+        """Try a piece rewritten and, should that fail, as it was converted."""
+        made = self._try(module, engine, cases, self.rewrite)
+        if isinstance(made, Failure) and not made.nodes and self.rewrite is not None:
+            plain = self._try(module, engine, cases, None)
+            if not isinstance(plain, Failure):
+                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {made.reason}")
+                made = plain
+        if isinstance(made, GuardedProgram):  # only now: an example that PyTorch has to answer is a failure
+            made.otherwise = _in_pytorch(module)
+        return made
+
+    def _try(
+        self,
+        module: fx.GraphModule,
+        engine: NetworkEngine,
+        cases: Sequence[Case],
+        rewrite: Rewrite | None,
+    ) -> Program | Failure:
+        """Convert, rewrite, build and, where an example is at hand, run and compare."""
+        try:
+            net = convert(module, name=engine.name)
+            if rewrite is not None:
+                rewrite(net, engine)
+            program = engine.build(net)
+        except NodeError as error:
+            return Failure(error.reason, (error.node.name,))
+        except (EngineError, RewriteError) as error:
+            return Failure(str(error))
+        for inputs, expected in cases:
+            try:
+                wrong = disagreement(program(*inputs), expected)
+            except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
+                said = next(iter(str(error).splitlines()), "")
+                return Failure(f"{engine.name} failed to run it: {type(error).__name__}: {said}")
+            if wrong is not None:
+                return Failure(f"{engine.name} answers wrongly: {wrong}")
+        return program
+
+    def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
+        """Put compiled bodies into a piece of control flow; a branch the example leaves out is not tried."""
+        found = list(bodies(module))
+        examples = examples_of(module, cases[0][0]) if found and cases else {}
+        options = replace(self.options, require_full_compilation=False)
+        for node, name, body in found:
+            example = examples.get(name)
+            tries = [] if example is None else [example]
+            inner = Builder(body, self.engines, options, self.strategy, self.rewrite, tries)
+            plan, pieces, programs = inner.run(support_table(body, self.engines))
+            setattr(module, name, Inlay(body.graph, pieces, programs))
+            self.body_plans[f"{node.name}.{name}"] = plan
+            self.body_plans.update(inner.body_plans)
+            self.notes += inner.notes
+
+    def _blame(self, piece: Piece, failure: Failure, cases: Sequence[Case]) -> dict[fx.Node, dict[str, str]]:
+        """The nodes of a failed piece that must leave its engine."""
+        engine = piece.segment.engine
+        by_name = {node.name: node for node in (*piece.segment.nodes, *piece.segment.views)}
+        if failure.nodes:
+            return {by_name[name]: {engine: failure.reason} for name in failure.nodes}
+        known = [_values(piece.module, inputs) for inputs, _ in cases]
+        suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
+
+        def fails(nodes: Sequence[fx.Node]) -> str | None:
+            part, told = _part(piece.module, engine, nodes), len(self.notes)
+            made = self._build(part.module, engine, [_case(part, values) for values in known])
+            del self.notes[told:]  # of a part that is only tried
+            return made.reason if isinstance(made, Failure) else None
+
+        blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
+        return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
+
+
+def _contents(piece: Piece) -> tuple[str, ...]:
+    """What a program made of the piece depends on: equal contents, equal program."""
+    parts = (piece.inputs, piece.segment.nodes, piece.segment.views, piece.outputs)
+    return tuple(" ".join(node.name for node in part) for part in parts)
+
+
+def _case(piece: Piece, values: dict[fx.Node, Any]) -> Case:
+    """A piece's inputs out of the values known so far, and PyTorch's answer, which is known from now on."""
+    inputs = [values[node] for node in piece.inputs]
+    expected = run_in_pytorch(piece.module, inputs)
+    values.update(zip(piece.outputs, expected, strict=True))
+    return inputs, expected
+
+
+def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
+    """Some consecutive nodes of a piece as a piece of their own."""
+    everyone = compute_nodes(module.graph)
+    inside = set(nodes)
+    first = next(i for i, node in enumerate(everyone) if node in inside)
+    last = max(i for i, node in enumerate(everyone) if node in inside)
+    ranges = [everyone[:first], everyone[first : last + 1], everyone[last + 1 :]]
+    segments = tuple(Segment(engine, tuple(r)) for r in ranges if r)
+    pieces = extract(module, Plan(segments))
+    return next(
+        piece for piece in pieces if piece.segment.nodes and piece.segment.nodes[0] is everyone[first]
+    )
+
+
+def _in_pytorch(module: fx.GraphModule) -> Program:
+    def program(*inputs: Any) -> tuple[Any, ...]:
+        return run_in_pytorch(module, inputs)
+
+    return program
+
+
+def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What PyTorch answers."""
+    with torch.no_grad():
+        return tuple(module(*inputs))
+
+
+def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
+    with torch.no_grad():
+        interpreter.run(*inputs)
+    return dict(interpreter.env)

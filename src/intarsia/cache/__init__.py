@@ -1,0 +1,1 @@
+"""What this machine has measured and built, kept on disk."""

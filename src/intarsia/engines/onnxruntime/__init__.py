@@ -1,0 +1,3 @@
+"""ONNX Runtime."""
+
+from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime

@@ -1,0 +1,194 @@
+"""Guards looked at: of inputs before the engine runs, of other tensors by layers of the model itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.engines.openvino.guard_kinds import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
+from intarsia.network import Network
+
+
+def correct(model: Any) -> None:
+    """Put exact layers in the place of those that are not."""
+    from openvino import opset13 as ov
+
+    for operation in model.get_ordered_ops():
+        kind = operation.get_type_name()
+        if kind in (
+            "Greater",
+            "GreaterEqual",
+        ):  # OpenVINO holds them to be true of NaN, but not their opposites
+            turned = ov.less if kind == "Greater" else ov.less_equal
+            _replace(
+                operation.output(0), turned(operation.input_value(1), operation.input_value(0)).output(0)
+            )
+        elif kind == "Mod" and operation.get_element_type().is_real():
+            rest = _remainder(ov, operation.input_value(0), operation.input_value(1))
+            _replace(operation.output(0), rest.output(0))
+
+
+def _remainder(ov: Any, a: Any, b: Any) -> Any:
+    """The remainder by long division; OpenVINO's own rounds the quotient.
+
+    Every difference is exact, since what is taken away is at least half of what there is.
+    """
+    rest = ov.abs(a)
+    half = ov.constant(np.array(0.5), a.get_element_type())
+    part = ov.multiply(ov.abs(b), ov.constant(np.array(2.0**23), a.get_element_type()))
+    for power in reversed(range(24)):
+        rest = ov.select(ov.less_equal(part, rest), ov.subtract(rest, part), rest)
+        part = ov.multiply(part, half) if power else part
+    return ov.select(ov.less(a, ov.constant(np.array(0.0), a.get_element_type())), ov.negative(rest), rest)
+
+
+Array = np.ndarray[Any, Any]
+
+
+def input_check(guard: Guard) -> Callable[[Array], bool]:
+    """Whether an input holds what it must; asked before the engine runs, at every call."""
+    low, high, limit = guard.low, guard.high, guard.high * guard.high
+
+    def small_squares(array: Array) -> bool:
+        if array.size > _SMALL:
+            flat = torch.from_numpy(array.reshape(-1))
+            return float(torch.dot(flat, flat)) <= limit
+        return bool(np.vdot(array, array) <= limit)
+
+    def total(array: Array) -> bool:
+        return float(np.abs(array.astype(np.float64)).sum()) <= high
+
+    def within(array: Array) -> bool:
+        if array.size > _SMALL:
+            least, most = torch.aminmax(torch.from_numpy(array))
+            return bool(low <= least.item() and most.item() <= high)
+        return not array.size or bool(low <= array.min() and array.max() <= high)
+
+    if not guard.total:
+        return within
+    return small_squares if guard.low < 0 else total  # floats of any sign, or numbers that are added up
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Guards of inputs, and those the model itself computes a number for, with the most it may be."""
+
+    given: dict[str, list[Guard]]
+    made: list[AnyGuard]
+    most: np.ndarray[Any, np.dtype[np.float32]]
+
+
+_SMALL = 8192  # numpy is sooner done with fewer elements, torch with more
+_LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
+
+
+def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
+    """Let the model compute a number for each guard that is not of an input, in one more output."""
+    from openvino import opset13 as ov
+
+    tensors = {
+        name: output
+        for operation in model.get_ordered_ops()
+        if operation.get_type_name() != "Result"
+        for output in operation.outputs()
+        for name in output.get_names()
+    }
+    inputs = {t.name for t in net.get_inputs() if t.dtype in _LOOKED_AT}
+    # Sizes that the reader knows it has computed itself, with 64 bits.
+    folded = guards.sizes - set(tensors)
+    given: dict[str, list[Guard]] = {}
+    made: list[AnyGuard] = []
+    for guard in guards.all():
+        if isinstance(guard, Guard) and guard.tensor in inputs:
+            given.setdefault(guard.tensor, []).append(guard)  # cheaper than a layer, and int64 is seen whole
+        elif not folded.intersection(guard.tensors):
+            made.append(guard)
+    for name, index in guards.held.items():
+        if name in tensors:
+            _hold(ov, tensors[name], index, tensors)
+    numbers = [_number(ov, guard, tensors) for guard in made]
+    if numbers:
+        flat = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in numbers]
+        model.add_results([ov.result(ov.concat(flat, 0) if len(flat) > 1 else flat[0])])
+        model.validate_nodes_and_infer_types()
+    return Checks(given, made, np.array([most for _, most in numbers], dtype=np.float32))
+
+
+def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
+    """A scalar, and the most it may be; NaN is more than anything."""
+    if isinstance(guard, Guard) and guard.total:
+        x = tensors[guard.tensor]
+        return ov.reduce_l1(_float(ov, x), _axes(ov, x), False), guard.high
+    return _count(ov, _holds(ov, guard, tensors)), 0.5
+
+
+def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
+    """Where a guard holds, element by element; of NaN no comparison holds."""
+    if isinstance(guard, Product):
+        product = ov.multiply(_float(ov, tensors[guard.one]), _float(ov, tensors[guard.other]))
+        return ov.less_equal(ov.abs(product), _scalar(ov, guard.high))
+    x = _float(ov, tensors[guard.tensor])
+    if isinstance(guard, Quotient):
+        size, divisor = ov.abs(x), ov.abs(_float(ov, tensors[guard.divisor]))
+        few = ov.less(size, ov.multiply(divisor, _scalar(ov, 2.0**24)))
+        plain = ov.logical_and(ov.less(_scalar(ov, 1e-30), divisor), ov.less(divisor, _scalar(ov, 1e30)))
+        return ov.logical_or(ov.logical_and(few, plain), ov.less(size, divisor))
+    if isinstance(guard, NonZero):
+        return ov.not_equal(x, _scalar(ov, 0.0))
+    if isinstance(guard, Index):
+        # From -n to n - 1: twice the index and one, at most 2 n - 1 in magnitude.
+        twice = ov.add(ov.multiply(x, _scalar(ov, 2.0)), _scalar(ov, 1.0))
+        sizes = _float(ov, _sizes(ov, guard, tensors))
+        most = ov.subtract(ov.multiply(sizes, _scalar(ov, 2.0)), _scalar(ov, 1.0))
+        return ov.less_equal(ov.abs(twice), most)
+    if guard.low == -math.inf:
+        return ov.less_equal(x, _scalar(ov, guard.high))
+    middle, reach = (guard.high + guard.low) / 2, (guard.high - guard.low) / 2
+    shifted = ov.subtract(x, _scalar(ov, middle)) if middle else x
+    return ov.less_equal(ov.abs(shifted), _scalar(ov, reach))
+
+
+def _hold(ov: Any, output: Any, index: Index, tensors: dict[str, Any]) -> None:
+    """Keep a layer's indices inside, since its kernel would read or write elsewhere."""
+    indices = tensors[index.tensor]
+    sizes = ov.convert(_sizes(ov, index, tensors), indices.get_element_type())
+    one = ov.constant(np.array(1), indices.get_element_type())
+    inside = ov.maximum(ov.minimum(indices, ov.subtract(sizes, one)), ov.negative(sizes))
+    output.get_node().input(1).replace_source_output(inside.output(0))
+
+
+def _sizes(ov: Any, index: Index, tensors: dict[str, Any]) -> Any:
+    axes = index.axes[0] if len(index.axes) == 1 else list(index.axes)
+    shape = ov.shape_of(tensors[index.data])
+    rank = len(tensors[index.data].get_partial_shape())
+    picked = np.array(axes, dtype=np.int64) % rank
+    return ov.gather(shape, ov.constant(picked), ov.constant(np.int64(0)))
+
+
+def _count(ov: Any, holds: Any) -> Any:
+    """How often something does not hold."""
+    misses = ov.select(holds, _scalar(ov, 0.0), _scalar(ov, 1.0))
+    return ov.reduce_sum(misses, _axes(ov, misses.output(0)), False)
+
+
+def _axes(ov: Any, output: Any) -> Any:
+    return ov.constant(np.arange(len(output.get_partial_shape()), dtype=np.int64))
+
+
+def _float(ov: Any, output: Any) -> Any:
+    return ov.convert(output, "f32")
+
+
+def _scalar(ov: Any, value: float) -> Any:
+    return ov.constant(np.float32(value))
+
+
+def _replace(old: Any, new: Any) -> None:
+    for reader in old.get_target_inputs():
+        reader.replace_source_output(new)

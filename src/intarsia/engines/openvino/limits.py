@@ -1,0 +1,166 @@
+"""What OpenVINO's CPU plugin would take and then answer wrongly, or not survive."""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from intarsia.engines.openvino.intervals import Interval
+from intarsia.errors import EngineError
+from intarsia.network import Layer, Network, Tensor, dtypes
+
+# Layers seen to treat empty tensors rightly; others may leave their result unset, and Gather crashes.
+# fmt: off
+_TAKES_EMPTY = frozenset(
+    {
+        "Abs", "Acos", "Acosh", "Add", "And", "Asin", "Asinh", "Atan", "Atanh", "BitwiseAnd",
+        "BitwiseNot", "BitwiseOr", "BitwiseXor", "Cast", "Ceil", "Clip", "Concat", "ConstantOfShape",
+        "Cos", "Cosh", "CumSum", "Div", "Equal", "Erf", "Exp", "Expand", "Floor", "Greater",
+        "GreaterOrEqual", "HardSigmoid", "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less",
+        "LessOrEqual", "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pad", "Pow",
+        "Reciprocal", "ReduceProd", "ReduceSum", "Relu", "Reshape", "Round", "ScatterElements",
+        "ScatterND", "Shape", "Sigmoid", "Sign", "Sin", "Sinh", "Size", "Slice", "Softmax", "Sqrt",
+        "Squeeze", "Sub", "Tan", "Tanh", "Transpose", "Unsqueeze", "Where", "Xor",
+    }
+)
+# fmt: on
+# Layers seen to hand NaN on as torch does: alone, behind another of their kind, behind a convolution and
+# behind a product of matrices. All others are not shown any.
+# fmt: off
+HANDS_NAN_ON = frozenset(
+    {
+        "Abs", "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "AveragePool", "BatchNormalization",
+        "Ceil", "Concat", "Conv", "ConvTranspose", "Cos", "Cosh", "CumSum", "Div", "Elu", "Equal", "Erf",
+        "Expand", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm",
+        "GlobalAveragePool", "Greater", "GreaterOrEqual", "HardSwish", "Identity", "IsInf", "IsNaN",
+        "LeakyRelu", "Less", "LessOrEqual", "Log", "MatMul", "Mish", "Mod", "Mul",
+        "Neg", "PRelu", "Pad", "Pow", "Reciprocal", "ReduceL2", "ReduceMean", "ReduceProd", "ReduceSum",
+        "ReduceSumSquare", "Reshape", "Round", "ScatterElements", "ScatterND", "Shape", "Sigmoid", "Sin",
+        "Sinh", "Size", "Slice", "Softplus", "Softsign", "Split", "Sqrt", "Squeeze", "Sub", "Tan", "Tanh",
+        "Tile", "Transpose", "Unsqueeze", "Where",
+    }
+)
+# Kernels that move integers of 32 bits, or compute in them.
+_MOVES = frozenset(
+    {
+        "ArgMax", "ArgMin", "Cast", "Compress", "Concat", "ConstantOfShape", "CumSum", "DepthToSpace",
+        "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "NonZero",
+        "Range", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice", "SpaceToDepth", "Split",
+        "Squeeze", "Tile", "TopK", "Transpose", "Unique", "Unsqueeze",
+    }
+)
+# fmt: on
+# These compute in 32 bits, unless they are fused with one that computes in float32.
+_NATIVE = frozenset(
+    {"Abs", "Add", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Max", "Min", "Mul", "Neg", "Sub"}
+)
+# They multiply numbers with each other, or with themselves: of large ones not even an infinity is left.
+_SQUARES = frozenset(
+    {
+        "Attention",
+        "GRU",
+        "GridSample",
+        "GroupNormalization",
+        "InstanceNormalization",
+        "LSTM",
+        "LayerNormalization",
+        "RMSNormalization",
+        "RNN",
+    }
+)
+_INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
+_WIDE = Interval(-(2**31), 2**31 - 1)
+_NARROW = Interval(-(2**24), 2**24)  # what float32 holds exactly
+_ANY_NUMBER = Interval(-math.inf, math.inf)
+
+
+def refuses(net: Network) -> str | None:
+    """Why a network must not be given to OpenVINO; None if it may."""
+    for tensor in net.get_inputs():
+        if tensor.value.dtype == ir.DataType.DOUBLE:
+            return _double(tensor)
+    for layer in net.get_layers():
+        reason = _refuses(layer)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _refuses(layer: Layer) -> str | None:
+    outputs = layer.get_outputs()
+    for made in outputs:
+        if made.value.dtype == ir.DataType.DOUBLE:
+            return _double(made)
+    touched = [tensor for tensor in layer.get_inputs() if tensor is not None]
+    for tensor in (*touched, *outputs):
+        if layer.kind not in _TAKES_EMPTY and tensor.value.shape is not None and 0 in tensor.shape:
+            return (
+                f"{layer.kind} of the empty tensor {tensor.name}{list(tensor.shape)} is not safe in OpenVINO"
+            )
+    return None
+
+
+def demand(layer: Layer, index: int) -> Interval | None:
+    """Which floats a layer can be given at an input so that it answers as torch does; None for any."""
+    kind = layer.kind
+    if kind == "Cast":
+        made = layer.get_outputs(0)[0].dtype
+        if made in dtypes.INTEGERS:
+            return Interval(-(2.0**30), 2.0**30)
+        return _ANY_NUMBER if made == ir.DataType.BOOL else None
+    if kind in HANDS_NAN_ON:
+        return None
+    if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
+        return Interval(-math.inf, 2.0**100)  # minus infinity masks
+    if kind in _SQUARES:
+        return Interval(-(2.0**50), 2.0**50)
+    return _ANY_NUMBER
+
+
+def index_axes(layer: Layer) -> list[int] | None:
+    """The axes of its first input that a layer's second input points into."""
+    if layer.kind in ("Gather", "GatherElements", "ScatterElements"):
+        return [layer.attribute("axis", 0)]
+    if layer.kind not in ("GatherND", "ScatterND"):
+        return None
+    indices = layer.get_inputs(1)[0]
+    assert indices is not None
+    first, depth = layer.attribute("batch_dims", 0), indices.shape[-1]
+    if not isinstance(depth, int):
+        raise EngineError(f"{layer.kind} by indices of unknown depth is not handled on OpenVINO")
+    return list(range(first, first + depth))
+
+
+def int_limit(layer: Layer, narrow: set[Layer]) -> Interval:
+    """Which integers a layer computes rightly."""
+    return _WIDE if layer.kind in _MOVES or (layer.kind in _NATIVE and layer not in narrow) else _NARROW
+
+
+def narrow_layers(net: Network) -> set[Layer]:
+    """The layers that may be fused with one that computes integers in float32."""
+    near: dict[Layer, set[Layer]] = {}
+    open_: list[Layer] = []
+    for layer in net.get_layers():
+        if not any(
+            t is not None and t.dtype in _INTEGERS for t in (*layer.get_inputs(), *layer.get_outputs())
+        ):
+            continue
+        neighbours = near.setdefault(layer, set())
+        for tensor in layer.get_inputs():
+            parent = None if tensor is None or tensor.dtype not in _INTEGERS else tensor.get_parent()
+            if parent is not None:
+                neighbours.add(parent)
+                near.setdefault(parent, set()).add(layer)
+        if layer.kind not in _MOVES | _NATIVE:
+            open_.append(layer)
+    found = set(open_)
+    while open_:
+        for neighbour in near[open_.pop()] - found:
+            found.add(neighbour)
+            open_.append(neighbour)
+    return found
+
+
+def _double(tensor: Tensor) -> str:
+    return f"{tensor.name} is float64, which OpenVINO computes in float32"

@@ -1,0 +1,143 @@
+"""A compiled OpenVINO model as a program: tensors passed where torch has them, guards looked at."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from intarsia.engines.base import GuardedProgram
+from intarsia.engines.openvino.checks import Checks, input_check
+from intarsia.engines.openvino.guard_kinds import AnyGuard
+from intarsia.engines.openvino.value_guards import LONGEST_INPUT
+from intarsia.network import Network, dtypes
+
+
+class CompiledModel(GuardedProgram):
+    """One compiled model; each thread has an inference request of its own."""
+
+    def __init__(self, net: Network, compiled: Any, weights: object, checks: Checks | None) -> None:
+        import openvino
+
+        self._guards = [] if checks is None else checks.made
+        self._most = None if checks is None else checks.most
+        self._names = [t.name for t in net.get_inputs()]
+        self._vary = [i for i, t in enumerate(net.get_inputs()) if checks and _static(t.shape) is None]
+        self._compiled = compiled
+        self._weights = weights  # the model reads them where they lie
+        self._tensor = openvino.Tensor
+        # An input that no layer reads is not an input of the model any more.
+        ports = {name: port for port, found in enumerate(compiled.inputs) for name in found.names}
+        given = {} if checks is None else checks.given
+        self._inputs = [
+            (
+                ports.get(t.name),
+                dtypes.to_torch(t.dtype),
+                [(g, input_check(g)) for g in given.get(t.name, [])],
+            )
+            for t in net.get_inputs()
+        ]
+        self._outputs = [(dtypes.to_torch(t.dtype), _static(t.shape)) for t in net.get_outputs()]
+        self._types = {
+            dtype: _ov_type(openvino, dtype)
+            for dtype in [*(d for _, d, _ in self._inputs), *(d for d, _ in self._outputs)]
+        }
+        self._requests = threading.local()
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = self._requests.__dict__
+        request = own.get("request")
+        if request is None:
+            request = own["request"] = self._compiled.create_infer_request()
+            if self._guards:
+                own["numbers"] = np.zeros(len(self._guards), np.float32)
+                request.set_output_tensor(
+                    len(self._outputs), self._tensor(own["numbers"], shared_memory=True)
+                )
+        if self._vary and self._too_long(tensors):
+            return self._left(tensors, f"a dimension is longer than {LONGEST_INPUT}")
+        read: list[torch.Tensor] = []  # the request does not keep alive the memory it reads
+        for (port, dtype, checks), tensor in zip(self._inputs, tensors, strict=True):
+            if port is None:
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                tensor = torch.tensor(tensor, dtype=dtype)
+            elif tensor.requires_grad:
+                tensor = tensor.detach()
+            read.append(tensor.contiguous())
+            if not checks:
+                request.set_input_tensor(port, self._share(read[-1]))
+                continue
+            array = read[-1].numpy()
+            for guard, holds in checks:
+                if not holds(array):
+                    return self._left(tensors, self._told_of([guard], tensors))
+            request.set_input_tensor(port, self._tensor(array, shared_memory=True))
+        results: list[torch.Tensor | None] = []
+        for index, (dtype, shape) in enumerate(self._outputs):
+            if shape is None:
+                results.append(None)
+                continue
+            out = torch.empty(shape, dtype=dtype)
+            if out.numel():  # nothing is written to an empty one, and a folded one cannot be bound
+                request.set_output_tensor(index, self._share(out))
+            results.append(out)
+        request.infer()
+        if self._guards and not (held := own["numbers"] <= self._most).all():
+            broken = [guard for guard, fine in zip(self._guards, held, strict=True) if not fine]
+            return self._left(tensors, self._told_of(broken, tensors))
+        for index, (dtype, shape) in enumerate(self._outputs):
+            if shape is None:
+                results[index] = _copy(request.get_output_tensor(index), dtype)
+        return tuple(results)  # type: ignore[arg-type]
+
+    @property
+    def guards(self) -> list[str]:
+        """What must hold for the engine to answer, in words."""
+        return [str(g) for _, _, checks in self._inputs for g, _ in checks] + [str(g) for g in self._guards]
+
+    def _too_long(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        return any(max(tensors[i].shape, default=0) > LONGEST_INPUT for i in self._vary)
+
+    def _told_of(self, broken: Sequence[AnyGuard], tensors: tuple[torch.Tensor, ...]) -> str:
+        """What does not hold, in a sentence, with the values of inputs."""
+        told = []
+        for guard in broken[:3]:
+            name = guard.tensors[0]
+            values = _values(tensors[self._names.index(name)]) if name in self._names else ""
+            told.append(f"{guard}{values}")
+        return ", and ".join(told)
+
+    def _share(self, tensor: torch.Tensor) -> Any:
+        dtype = tensor.dtype
+        if dtype == torch.bfloat16:
+            raw = tensor.view(torch.int16).numpy()
+            return self._tensor(raw, tensor.shape, self._types[dtype])
+        return self._tensor(tensor.numpy(), shared_memory=True)
+
+
+def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:
+    return shape if all(isinstance(d, int) for d in shape) else None
+
+
+def _ov_type(openvino: Any, dtype: torch.dtype) -> Any:
+    return openvino.Type.bf16 if dtype == torch.bfloat16 else None
+
+
+def _copy(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    # The request writes into the same memory at its next call.
+    data = tensor.data
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(data.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(data.copy())
+
+
+def _values(given: Any) -> str:
+    if not isinstance(given, torch.Tensor) or not given.numel():
+        return f"; it is {given}"
+    low, high = torch.aminmax(given)
+    said = f"{low:g} to {high:g}" if given.is_floating_point() else f"{int(low)} to {int(high)}"
+    return f"; it holds {said}"

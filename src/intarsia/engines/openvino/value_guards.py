@@ -1,0 +1,314 @@
+"""What must hold while a network runs so that OpenVINO answers as PyTorch does, and where to look.
+
+OpenVINO's kernels lose NaN, compute integers in float32 or cut them to 32 bits, and read anything for
+an index out of range. Where the intervals of a network do not rule that out, a guard watches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from intarsia.engines.openvino.guard_kinds import Guard, Guards, Index, NonZero, Product, Quotient
+from intarsia.engines.openvino.intervals import Interval, is_weight, layer_ranges, range_of, whole
+from intarsia.engines.openvino.limits import demand, index_axes, int_limit, narrow_layers
+from intarsia.errors import EngineError
+from intarsia.network import Layer, Network, Tensor, dtypes
+
+LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
+# A tensor is watched by the sum of its magnitudes, which is one cheap layer; activations stay far below.
+CALM = 2.0**36
+# Beyond this the next layer might overflow.
+HIGH = 2.0**120
+HIGHISH = 2.0**80
+# The longest dimension an input may have where sizes vary; checked at the call.
+LONGEST_INPUT = 2**22
+_HANDED_ON = frozenset(
+    {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+)
+# Kernels that read or write wherever an index points.
+_UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
+
+
+def plan_guards(net: Network, *, floats: bool = True) -> Guards:
+    """The guards a network needs; EngineError if no guard would help. Without `floats`, of integers alone."""
+    return _Planner(net, floats).run()
+
+
+class _Planner:
+    """One pass in order: what a layer cannot stand is watched for, and ruled out from there on."""
+
+    def __init__(self, net: Network, floats: bool) -> None:
+        self.net = net
+        self.floats = floats
+        self.guards = Guards()
+        self.known = {tensor.value: whole(tensor.dtype) for tensor in net.get_inputs()}
+        self.narrow = narrow_layers(net)
+        self.layers = _read_layers(net)
+        self.places = {layer: place for place, layer in enumerate(self.layers)}
+        self.last_read = {
+            t.value: place
+            for place, layer in enumerate(self.layers)
+            for t in layer.get_inputs()
+            if t is not None
+        }
+        self.wanted = _wanted(self.layers) if floats else set()
+        self.symbols = {size for t in net.get_inputs() for size in t.shape if isinstance(size, str)}
+
+    def run(self) -> Guards:
+        for layer in self.layers:
+            if not self.floats and not _has_long(layer):
+                continue
+            self.stand_floats(layer)
+            self.stand_indices(layer)
+            self.stand_integers(layer)
+            made = self.calm(layer, self.results(layer))
+            made = self.hold_integers(layer, made)
+            self.known.update(zip((t.value for t in layer.get_outputs()), made, strict=True))
+            if layer.kind in ("Shape", "Size") or self.is_of_sizes(layer):
+                self.guards.sizes.update(t.name for t in layer.get_outputs())
+        return self.guards
+
+    def results(self, layer: Layer, given: dict[Tensor, Interval] | None = None) -> list[Interval]:
+        instead = given or {}
+        found = [
+            None if tensor is None or is_weight(layer, tensor) else instead.get(tensor) or self.range(tensor)
+            for tensor in layer.get_inputs()
+        ]
+        made = layer_ranges(layer, found)
+        if layer.kind == "Shape" and self.is_input_size(layer):
+            made = [made[0].cut(Interval(0, LONGEST_INPUT))] if made[0].high > LONGEST_INPUT else made
+        return made
+
+    def range(self, tensor: Tensor) -> Interval:
+        # Weights are looked at only where floats matter, for that takes time.
+        if not self.floats and tensor.dtype not in LONG:
+            return whole(tensor.dtype)
+        return range_of(tensor, self.known)
+
+    def is_of_sizes(self, layer: Layer) -> bool:
+        inputs = [t for t in layer.get_inputs() if t is not None]
+        return all(t.constant is not None or t.name in self.guards.sizes for t in inputs)
+
+    def is_input_size(self, layer: Layer) -> bool:
+        """Whether every size that varies is that of an input, which is checked at the call."""
+        x = layer.get_inputs(0)[0]
+        assert x is not None
+        return all(isinstance(size, int) or size in self.symbols for size in x.shape)
+
+    def stand_floats(self, layer: Layer) -> None:
+        """See that no NaN meets a kernel that would lose it."""
+        if not self.floats:
+            return
+        if layer.kind == "Mod" and layer.get_outputs(0)[0].dtype in dtypes.FLOATS:
+            a, b = layer.get_inputs()
+            assert a is not None and b is not None
+            self.guards.others.append(Quotient(a.name, b.name))
+            return
+        for index, tensor in enumerate(layer.get_inputs()):
+            if tensor is None or tensor.dtype not in dtypes.FLOATS:
+                continue
+            allowed = demand(layer, index)
+            if allowed is not None:
+                self.require(layer, tensor, allowed)
+
+    def calm(self, layer: Layer, made: list[Interval]) -> list[Interval]:
+        """Watch a layer's operands if it would make NaN of them, or overflow, before a kernel that minds."""
+        outputs = layer.get_outputs()
+        if layer.kind in _HANDED_ON or not self.wild(outputs, made, self.is_high(layer)):
+            return made
+        instead = {
+            tensor: self.range(tensor).cut(Interval(-CALM, CALM))
+            for tensor in layer.get_inputs()
+            if tensor is not None and self.can_calm(tensor)
+        }
+        calmer = self.results(layer, instead) if instead else made
+        if self.wild(outputs, calmer, False):
+            return made
+        # What later layers read besides, as residuals, would soon be too high as well.
+        later = [Tensor.of(value) for value in self.read_later(layer)]
+        for tensor in dict.fromkeys(
+            [*instead, *(t for t in later if self.can_calm(t) and self.range(t).reach > HIGHISH)]
+        ):
+            self.guards.others.append(Guard(tensor.name, -CALM, CALM, total=True))
+            self.known[tensor.value] = self.range(tensor).cut(Interval(-CALM, CALM))
+        return calmer
+
+    def read_later(self, layer: Layer) -> list[ir.Value]:
+        """What is known already and some layer behind this one reads."""
+        now = self.places[layer]
+        return [value for value in self.known if value in self.wanted and self.last_read.get(value, -1) > now]
+
+    def is_high(self, layer: Layer) -> bool:
+        """Whether an operand is so high already that nothing is gained by watching this layer."""
+        floats = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
+        return any(t.constant is None and self.range(t).reach > HIGH for t in floats)
+
+    def wild(self, outputs: Sequence[Tensor], made: Sequence[Interval], may_be_high: bool) -> bool:
+        """Whether results may be NaN, or so high that they soon may."""
+        for tensor, interval in zip(outputs, made, strict=True):
+            if tensor.value not in self.wanted:
+                continue
+            rises = interval.reach > HIGH and tensor.dtype != ir.DataType.FLOAT16
+            if interval.nan or (rises and not may_be_high):
+                return True
+        return False
+
+    def can_calm(self, tensor: Tensor) -> bool:
+        if tensor.dtype not in dtypes.FLOATS or tensor.constant is not None:
+            return False
+        interval, parent = self.range(tensor), tensor.get_parent()
+        # Weights of attention are large and fused with what follows; NaN stays visible in its result.
+        if parent is not None and parent.kind == "Softmax":
+            return False
+        return interval.nan or interval.reach > CALM
+
+    def stand_indices(self, layer: Layer) -> None:
+        axes = index_axes(layer)
+        if axes is None:
+            return
+        data, indices = layer.get_inputs(0, 1)
+        assert data is not None and indices is not None
+        sizes = [data.shape[axis] for axis in axes]
+        known = [size for size in sizes if isinstance(size, int)]
+        if indices.constant is not None or 0 in known:
+            return
+        if len(known) == len(sizes) and self.range(indices).within(_indices(min(known))):
+            return
+        if max(known, default=0) > LONGEST_INPUT:
+            raise EngineError(
+                f"{layer.kind} into {max(known)} elements: OpenVINO does not check such indices"
+            )
+        guard = Index(indices.name, data.name, tuple(axes))
+        if layer.kind in _UNSAFE:
+            self.guards.held[layer.get_outputs(0)[0].name] = guard
+        if len(sizes) == len(known) == 1:
+            self.require(layer, indices, _indices(known[0]))
+            return
+        self.guards.others.append(guard)
+        if known and len(known) == len(sizes):
+            self.known[indices.value] = self.range(indices).cut(_indices(max(known)))
+
+    def stand_integers(self, layer: Layer) -> None:
+        """See that integers are as small as the layer's kernel computes them rightly."""
+        limit = int_limit(layer, self.narrow)
+        for tensor in layer.get_inputs():
+            if tensor is not None and tensor.dtype in LONG:
+                self.require(layer, tensor, limit)
+        if layer.kind in ("Div", "Mod"):
+            divisor = layer.get_inputs(1)[0]
+            assert divisor is not None
+            if divisor.dtype in dtypes.INTEGERS and divisor.constant is None and self.range(divisor).has_zero:
+                self.guards.others.append(NonZero(divisor.name))
+
+    def hold_integers(self, layer: Layer, made: list[Interval]) -> list[Interval]:
+        """See that the layer's integer results stay as small as it computes them rightly."""
+        limit = int_limit(layer, self.narrow)
+        outputs = layer.get_outputs()
+        if layer.kind == "Cast" and not self.floats:
+            return made  # what floats are cast is watched with the floats
+        if _fits(outputs, made, limit):
+            return made
+        operands = [t for t in layer.get_inputs() if t is not None and t.dtype in LONG and t.constant is None]
+        if layer.kind == "Mul" and len(operands) == 2:
+            self.guards.others.append(Product(operands[0].name, operands[1].name, limit.high / 2))
+            return [made[0].cut(Interval(-limit.high, limit.high))]
+        if layer.kind in ("CumSum", "ReduceSum") and operands:
+            self.guards.others.append(Guard(operands[0].name, 0, limit.high / 2, total=True))
+            return [made[0].cut(Interval(-limit.high, limit.high))]
+        for bits in (30, 28, 26, 24, 23, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 1, 0):
+            small = Interval(-(2**bits), 2**bits)
+            less = self.results(layer, {t: self.range(t).cut(small) for t in operands})
+            if operands and _fits(outputs, less, limit):
+                for tensor in operands:
+                    self.require(layer, tensor, small)
+                return less
+        raise EngineError(
+            f"{layer.kind} may make integers from {made[0].low} to {made[0].high};"
+            f" OpenVINO computes it rightly up to {limit.high}"
+        )
+
+    def require(self, layer: Layer, tensor: Tensor, allowed: Interval) -> None:
+        """Let a tensor lie inside an interval from here on, by a guard if it is not known to."""
+        found = self.range(tensor)
+        if found.within(allowed) or 0 in tensor.shape:
+            return
+        if tensor.constant is not None:
+            if layer.kind == "Slice":
+                return  # a position that means "to the end"
+            raise EngineError(
+                f"a constant of {layer.kind} holds {_values(found)};"
+                f" OpenVINO computes it rightly from {allowed.low} to {allowed.high}"
+            )
+        room = _roomy(allowed) if tensor.dtype in LONG else allowed
+        chain = _chain(tensor) if tensor.dtype in LONG else [tensor]
+        source = chain[-1]
+        guard = self.guards.ranges.get(source.value)
+        low, high = (room.low, room.high) if guard is None else (guard.low, guard.high)
+        self.guards.ranges[source.value] = Guard(source.name, max(low, room.low), min(high, room.high))
+        for link in chain:
+            self.known[link.value] = self.range(link).cut(room)
+
+
+def _has_long(layer: Layer) -> bool:
+    return any(t is not None and t.dtype in LONG for t in (*layer.get_inputs(), *layer.get_outputs()))
+
+
+def _roomy(allowed: Interval) -> Interval:
+    """What to allow where a limit is that of a kernel: less, so that sums stay below it as well."""
+    if allowed.high == 2**31 - 1:
+        return Interval(-(2**30), 2**30)
+    return Interval(-(2**22), 2**22) if allowed.high == 2**24 else allowed
+
+
+def _indices(size: int) -> Interval:
+    return Interval(-size, size - 1)
+
+
+def _fits(tensors: Sequence[Tensor], made: Sequence[Interval], limit: Interval) -> bool:
+    return all(
+        tensor.dtype not in LONG or interval.within(limit)
+        for tensor, interval in zip(tensors, made, strict=True)
+    )
+
+
+def _values(found: Interval) -> str:
+    if found.nan:
+        return "NaN"
+    return str(found.low) if found.low == found.high else f"{found.low} to {found.high}"
+
+
+def _chain(tensor: Tensor) -> list[Tensor]:
+    """A tensor, and those before it that hold the same elements, up to where they come from."""
+    found = [tensor]
+    while True:
+        parent = found[-1].get_parent()
+        if parent is None or parent.kind not in _HANDED_ON:
+            return found
+        source = parent.get_inputs(0)[0]
+        if source is None or source.dtype not in LONG or source.constant is not None:
+            return found
+        found.append(source)
+
+
+def _read_layers(net: Network) -> list[Layer]:
+    """The layers that the outputs depend on; OpenVINO drops the others."""
+    needed = {tensor.value for tensor in net.get_outputs()}
+    found: list[Layer] = []
+    for layer in reversed(list(net.get_layers())):
+        if any(tensor.value in needed for tensor in layer.get_outputs()):
+            needed.update(tensor.value for tensor in layer.get_inputs() if tensor is not None)
+            found.append(layer)
+    return found[::-1]
+
+
+def _wanted(layers: Sequence[Layer]) -> set[ir.Value]:
+    """The floats that a kernel which loses NaN may come to see."""
+    wanted: set[ir.Value] = set()
+    for layer in reversed(layers):
+        inputs = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
+        minds = any(demand(layer, index) is not None for index in range(len(layer.get_inputs())))
+        if minds or any(t.value in wanted for t in layer.get_outputs()):
+            wanted.update(t.value for t in inputs)
+    return wanted

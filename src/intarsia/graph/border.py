@@ -1,0 +1,209 @@
+"""The borders of segments: what each takes in, gives out, and recomputes for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from intarsia.graph.nodes import is_compute, is_free, is_getitem, is_size
+
+if TYPE_CHECKING:
+    from intarsia.graph.plan import Segment
+
+Needs = dict[int, None]  # an ordered set of segment numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Border:
+    """One segment's border, all in graph order.
+
+    `local` is what the segment computes: its own nodes and the free ones it recomputes. `sizes` says, for
+    a size whose own tensor is not at hand, which input of the segment carries the same symbol.
+    """
+
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    local: tuple[fx.Node, ...]
+    sizes: Mapping[fx.Node, tuple[fx.Node, int]]
+
+
+def constant_value(node: fx.Node) -> Any:
+    """The number a free node always has, or None when it depends on the inputs."""
+    value = node.meta.get("val") if node.op == "call_function" and is_free(node) else None
+    return value if isinstance(value, (bool, int, float)) else None
+
+
+def symbol_of(node: fx.Node) -> Any:
+    """The symbolic expression a size node stands for, or None."""
+    value = node.meta.get("val")
+    return value.node.expr if isinstance(value, torch.SymInt) else None
+
+
+def symbols_of(nodes: Iterable[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
+    """Where each symbolic size can be read: the first of the given tensors, and its axis."""
+    found: dict[Any, tuple[fx.Node, int]] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt):
+                found.setdefault(size.node.expr, (node, axis))
+    return found
+
+
+def input_symbols(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int]]:
+    """Symbolic sizes that a graph input carries; every segment can read those."""
+    return symbols_of(node for node in graph.nodes if node.op == "placeholder")
+
+
+def producer(node: fx.Node) -> fx.Node:
+    """The node whose result `node` is or picks from."""
+    while is_getitem(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def borders(graph: fx.Graph, segments: Sequence[Segment]) -> list[Border]:
+    """The border of every segment, and last that of the epilogue.
+
+    The epilogue holds free nodes that only the graph's output reads (a size, a constant); it is empty for
+    most models. One walk backwards over the graph: who needs a value is known before the value is met.
+
+    ```
+        x ──► [ A: conv ] ──► y ──► [ B: view(y, [size(x, 0), -1]) ]
+                                          └ size is recomputed in B, off y or x: only tensors cross
+    ```
+    """
+    return _Walk(graph, segments).run()
+
+
+class _Walk:
+    """The state of that walk."""
+
+    def __init__(self, graph: fx.Graph, segments: Sequence[Segment]) -> None:
+        self.graph = graph
+        self.home = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
+        self.views = [frozenset(segment.views) for segment in segments]
+        self.segments = segments
+        self.epilogue = len(segments)
+        count = self.epilogue + 1
+        self.needs: dict[fx.Node, Needs] = {}
+        self.inputs: list[list[fx.Node]] = [[] for _ in range(count)]
+        self.outputs: list[list[fx.Node]] = [[] for _ in range(count)]
+        self.local: list[list[fx.Node]] = [[] for _ in range(count)]
+        self.sizes: list[dict[fx.Node, tuple[fx.Node, int]]] = [{} for _ in range(count)]
+        self.graph_symbols = input_symbols(graph)
+        self.near_symbols: dict[int, dict[Any, tuple[fx.Node, int]]] = {}
+        self.returned: dict[fx.Node, None] = {}
+
+    def run(self) -> list[Border]:
+        for node in reversed(self.graph.nodes):
+            if node.op == "output":
+                self._output(node)
+            elif node.op == "placeholder":
+                for segment in self.needs.get(node, ()):
+                    self.inputs[segment].append(node)
+            elif is_compute(node):
+                self._compute(node)
+            else:
+                self._free(node)
+        return [
+            Border(tuple(reversed(i)), tuple(reversed(o)), tuple(reversed(n)), s)
+            for i, o, n, s in zip(self.inputs, self.outputs, self.local, self.sizes, strict=True)
+        ]
+
+    def _need(self, node: fx.Node, segment: int) -> None:
+        self.needs.setdefault(node, {})[segment] = None
+
+    def _output(self, node: fx.Node) -> None:
+        for value in node.all_input_nodes:
+            self.returned[value] = None
+            direct = (
+                value.op == "placeholder"
+                or is_compute(value)
+                or (is_getitem(value) and is_compute(producer(value)))
+            )
+            if not direct:
+                self._need(value, self.epilogue)
+
+    def _compute(self, node: fx.Node) -> None:
+        home = self.home.get(node)
+        if home is None:
+            return  # verify() names it
+        needs = self.needs.get(node, {})
+        crosses = node in self.returned
+        for segment in needs:
+            if segment == home:
+                continue
+            if segment < self.epilogue and node in self.views[segment]:
+                self._keep(node, segment)
+                continue
+            self.inputs[segment].append(node)
+            crosses = True
+        if crosses:
+            self.outputs[home].append(node)
+        self._keep(node, home)
+
+    def _free(self, node: fx.Node) -> None:
+        needs = list(self.needs.get(node, ()))
+        if is_getitem(node) and is_compute(producer(node)):
+            self._getitem(node, needs)
+            return
+        for segment in needs:
+            if segment != self.epilogue and constant_value(node) is not None:
+                continue
+            source = self._size_source(node, segment) if is_size(node) else None
+            if source is None:
+                self._keep(node, segment)
+                continue
+            self.sizes[segment][node] = source
+            self.local[segment].append(node)
+            self._need(source[0], segment)
+
+    def _getitem(self, node: fx.Node, needs: list[int]) -> None:
+        home = self.home.get(producer(node))
+        if home is None:
+            return
+        crosses = node in self.returned
+        for segment in needs:
+            if segment != home:
+                self.inputs[segment].append(node)
+                crosses = True
+        if crosses:
+            self.outputs[home].append(node)
+        if crosses or home in needs:
+            self._keep(node, home)
+
+    def _keep(self, node: fx.Node, segment: int) -> None:
+        self.local[segment].append(node)
+        for value in node.all_input_nodes:
+            self._need(value, segment)
+
+    def _size_source(self, node: fx.Node, segment: int) -> tuple[fx.Node, int] | None:
+        """Another tensor to read this size from, or None to read it from its own tensor."""
+        tensor = node.all_input_nodes[0]
+        symbol = symbol_of(node)
+        if tensor.op == "get_attr" or symbol is None:
+            return None
+        if segment != self.epilogue:
+            if self.home.get(producer(tensor)) == segment or tensor in self.views[segment]:
+                return None
+            if segment not in self.near_symbols:
+                self.near_symbols[segment] = symbols_of(self._direct_inputs(segment))
+            if symbol in self.near_symbols[segment]:
+                return self.near_symbols[segment][symbol]
+        return None if tensor.op == "placeholder" else self.graph_symbols.get(symbol)
+
+    def _direct_inputs(self, segment: int) -> Iterable[fx.Node]:
+        """Tensors from outside that the segment's own nodes read."""
+        for node in self.segments[segment].nodes:
+            for value in node.all_input_nodes:
+                if value.op == "get_attr" or value in self.views[segment]:
+                    continue
+                if self.home.get(producer(value), -1) != segment:
+                    yield value

@@ -1,0 +1,188 @@
+"""What a node of the lowered graph is: compute, a free rider, a view, control flow, or random."""
+
+from __future__ import annotations
+
+import math
+import operator
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.graph.source import module_path as module_path
+from intarsia.graph.source import modules as modules
+from intarsia.graph.source import source_line as source_line
+
+_SYM_OPERATORS: frozenset[Any] = frozenset(
+    {
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.truediv,
+        operator.floordiv,
+        operator.mod,
+        operator.pow,
+        operator.neg,
+        operator.pos,
+        operator.abs,
+        operator.lt,
+        operator.le,
+        operator.eq,
+        operator.ne,
+        operator.ge,
+        operator.gt,
+        operator.and_,
+        operator.or_,
+        operator.xor,
+        operator.not_,
+        operator.invert,
+        operator.lshift,
+        operator.rshift,
+        min,
+        max,
+        abs,
+        int,
+        float,
+        bool,
+        round,
+    }
+)
+_SIZE_PACKETS = frozenset(
+    {
+        torch.ops.aten.sym_size,
+        torch.ops.aten.sym_numel,
+        torch.ops.aten.sym_stride,
+        torch.ops.aten.sym_storage_offset,
+    }
+)
+# Declared as views, but they may copy or convert, or depend on strides: not free to recompute.
+_NOT_VIEWS = frozenset(
+    {torch.ops.aten.as_strided, torch.ops.aten.contiguous, torch.ops.aten.to, torch.ops.aten.type_as}
+)
+_CONTROL_FLOW_NAMES = frozenset({"cond", "while_loop", "scan", "map_impl", "associative_scan"})
+
+
+def is_free(node: fx.Node) -> bool:
+    """True when the node makes no layer: constants, `getitem`, sizes, and arithmetic on sizes."""
+    if node.op != "call_function":
+        return node.op == "get_attr"
+    kind = _kind(node.target)
+    return kind is not _Kind.COMPUTE and (kind is not _Kind.ARITHMETIC or _on_scalars(node))
+
+
+def is_compute(node: fx.Node) -> bool:
+    """True when the node does work that some segment has to hold."""
+    return node.op in ("call_function", "call_method", "call_module") and not is_free(node)
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """True for `operator.getitem`, which picks one result of a node with several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_size(node: fx.Node) -> bool:
+    """True for nodes that read a size, stride or element count off a tensor."""
+    return node.op == "call_function" and _kind(node.target) is _Kind.SIZE
+
+
+def is_control_flow(node: fx.Node) -> bool:
+    """True for `torch.cond`, `while_loop`, `scan` and their kin, which keep a segment of their own."""
+    target = node.target
+    return isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW_NAMES
+
+
+def is_view(node: fx.Node) -> bool:
+    """True when the node returns one tensor that shares its first argument's memory."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and _is_view_op(target)
+
+
+def is_creation(node: fx.Node) -> bool:
+    """True when the node makes a tensor out of numbers alone, such as `full` or `arange`."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and _is_creation_op(target)
+
+
+def is_ordered(node: fx.Node) -> bool:
+    """True for nodes whose mutual order shows: they draw random numbers or have side effects."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+    return node.op == "call_function" and not is_control_flow(node) and node.is_impure()
+
+
+def compute_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The graph's compute nodes, in graph order."""
+    return [node for node in graph.nodes if is_compute(node)]
+
+
+def op_name(node: fx.Node) -> str:
+    """The operator's name as people write it, such as `aten.add.Tensor`."""
+    target = node.target
+    if isinstance(target, (str, torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return str(target)
+    module = getattr(target, "__module__", "")
+    name = getattr(target, "__name__", str(target))
+    return f"operator.{name}" if module == "_operator" else name
+
+
+def whereabouts(node: fx.Node) -> str:
+    """Name, module path and source line of a node in one readable clause."""
+    parts = [node.name]
+    if path := module_path(node):
+        parts.append(f"in {path}")
+    if line := source_line(node):
+        parts.append(f"at {line}")
+    return " ".join(parts)
+
+
+class _Kind(Enum):
+    GETITEM = "getitem"
+    SIZE = "size"
+    ARITHMETIC = "arithmetic"  # free on sizes, work on tensors
+    COMPUTE = "compute"
+
+
+@cache
+def _kind(target: Any) -> _Kind:
+    if target is operator.getitem:
+        return _Kind.GETITEM
+    if getattr(target, "overloadpacket", target) in _SIZE_PACKETS:
+        return _Kind.SIZE
+    name = getattr(target, "__name__", "")
+    symbolic = getattr(target, "__module__", None) == "torch" and name.startswith("sym_")
+    if target in _SYM_OPERATORS or symbolic or getattr(math, name, None) is target:
+        return _Kind.ARITHMETIC
+    return _Kind.COMPUTE
+
+
+def _on_scalars(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if value is not None:
+        return not isinstance(value, torch.Tensor)
+    return not any(isinstance(arg.meta.get("val"), torch.Tensor) for arg in node.all_input_nodes)
+
+
+@cache
+def _is_view_op(target: torch._ops.OpOverload) -> bool:
+    schema = target._schema
+    if target.overloadpacket in _NOT_VIEWS or schema.is_mutable or len(schema.returns) != 1:
+        return False
+    result = schema.returns[0]
+    first = schema.arguments[0] if schema.arguments else None
+    if result.alias_info is None or first is None or first.alias_info is None:
+        return False
+    tensors = sum("Tensor" in str(argument.type) for argument in schema.arguments)
+    return str(result.type) == "Tensor" and tensors == 1
+
+
+@cache
+def _is_creation_op(target: torch._ops.OpOverload) -> bool:
+    schema = target._schema
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or len(schema.returns) != 1:
+        return False
+    if str(schema.returns[0].type) != "Tensor" or "empty" in target.__name__:
+        return False
+    return not any("Tensor" in str(argument.type) for argument in schema.arguments)

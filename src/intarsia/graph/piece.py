@@ -1,0 +1,80 @@
+"""Pieces: each segment of a plan as a `GraphModule` that stands alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.graph.border import Border, borders, constant_value
+from intarsia.graph.plan import PYTORCH, Plan, Segment
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One segment cut out: call `module` with the values of `inputs`, get those of `outputs` as a tuple.
+
+    `inputs` and `outputs` are nodes of the graph it was cut from, which `owner` holds; `graph` is the
+    piece's own.
+    """
+
+    segment: Segment
+    owner: fx.GraphModule
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The piece as a module; made when first asked for, since it is the dear part of cutting."""
+        return fx.GraphModule(self.owner, self.graph)
+
+
+def extract(gm: fx.GraphModule, plan: Plan) -> list[Piece]:
+    """Cut every segment of `plan` out of `gm`, in the order they run.
+
+    Weights are shared with `gm`, not copied. Where the graph returns a size or a constant, one more piece
+    of no nodes, on PyTorch, gives it; so every value the graph returns is one of its inputs, a plain
+    constant, or an output of a piece.
+    """
+    edges = borders(gm.graph, plan.segments)
+    pieces = [_piece(gm, segment, border) for segment, border in zip(plan.segments, edges[:-1], strict=True)]
+    if epilogue := _epilogue(gm, edges[-1]):
+        pieces.append(epilogue)
+    return pieces
+
+
+def _piece(gm: fx.GraphModule, segment: Segment, border: Border) -> Piece:
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    for node in border.inputs:
+        made[node] = graph.create_node("placeholder", node.name, name=node.name)
+        made[node].meta = dict(node.meta)
+
+    def local(node: fx.Node) -> Any:
+        if node not in made:
+            made[node] = constant_value(node)
+        return made[node]
+
+    for node in border.local:
+        if node in border.sizes:
+            tensor, axis = border.sizes[node]
+            copy = graph.call_function(torch.ops.aten.sym_size.int, (made[tensor], axis))
+            copy.meta = dict(node.meta)
+        else:
+            copy = graph.node_copy(node, local)
+        made[node] = copy
+    graph.output(tuple(made[node] for node in border.outputs))
+    return Piece(segment, gm, graph, border.inputs, border.outputs)
+
+
+def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:
+    returned = dict.fromkeys(next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes)
+    outputs = tuple(node for node in border.local if node in returned)
+    if not outputs:
+        return None
+    whole = Border(border.inputs, outputs, border.local, border.sizes)
+    return _piece(gm, Segment(PYTORCH, ()), whole)

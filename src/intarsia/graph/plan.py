@@ -1,0 +1,167 @@
+"""The plan: which segment of nodes runs on which engine, in which order, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from intarsia.errors import PartitionError
+from intarsia.graph.border import Border, borders, constant_value, producer
+from intarsia.graph.nodes import is_compute, is_control_flow, is_free, whereabouts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PYTORCH = "pytorch"  # the engine that takes every node, always the last
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Nodes that run together on one engine.
+
+    `reasons` says, for a node that did not go to an engine of higher priority, why. `views` are views of
+    inputs or weights that another segment holds and this one recomputes, so that nothing is copied.
+    """
+
+    engine: str
+    nodes: tuple[fx.Node, ...]
+    do_not_merge: bool = False
+    reasons: Mapping[fx.Node, Mapping[str, str]] = field(default_factory=dict)
+    views: tuple[fx.Node, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Segments in the order they run. `str(plan)` tells what runs where, and why.
+
+    Example:
+        >>> plan = dependency(gm, table)
+        >>> plan.verify(gm.graph)
+        >>> [segment.engine for segment in plan.segments]
+        ['onnxruntime', 'pytorch', 'onnxruntime']
+    """
+
+    segments: tuple[Segment, ...]
+    strategy: str = ""
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Every compute node, in the order it runs."""
+        return tuple(node for segment in self.segments for node in segment.nodes)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines in use, in the order they first run."""
+        return tuple(dict.fromkeys(segment.engine for segment in self.segments))
+
+    @property
+    def on_engines(self) -> float:
+        """The share of compute nodes that run on an engine other than PyTorch."""
+        total = sum(map(len, self.segments))
+        return 1 - sum(len(s) for s in self.segments if s.engine == PYTORCH) / total if total else 0.0
+
+    def count(self, engine: str) -> int:
+        """How many segments run on `engine`."""
+        return sum(segment.engine == engine for segment in self.segments)
+
+    def engine_of(self, node: fx.Node) -> str:
+        """The engine that runs `node`."""
+        for segment in self.segments:
+            if node in segment.nodes:
+                return segment.engine
+        raise PartitionError(f"{whereabouts(node)} is in no segment of the plan")
+
+    def verify(self, graph: fx.Graph | fx.GraphModule) -> Plan:
+        """Return the plan if it is valid for `graph`; raise `PartitionError` saying what is wrong if not."""
+        graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+        position = {node: number for number, node in enumerate(graph.nodes)}
+        homes = self._homes(position)
+        for node in graph.nodes:
+            if is_compute(node) and node not in homes:
+                raise PartitionError(f"{whereabouts(node)} is in no segment")
+        edges = borders(graph, self.segments)
+        self._verify_order(position, homes, edges)
+        self._verify_control_flow()
+        self._verify_crossings(edges)
+        return self
+
+    def _homes(self, position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+        homes: dict[fx.Node, int] = {}
+        for number, segment in enumerate(self.segments):
+            if not segment.nodes:
+                raise PartitionError(f"segment {number} on {segment.engine} is empty")
+            for node in segment.nodes:
+                if node not in position:
+                    raise PartitionError(f"segment {number} holds {node.name}, which is not in the graph")
+                if not is_compute(node):
+                    raise PartitionError(
+                        f"segment {number} holds {node.name}, which does no work ({node.op})"
+                    )
+                if node in homes:
+                    raise PartitionError(f"{whereabouts(node)} is in segments {homes[node]} and {number}")
+                homes[node] = number
+        return homes
+
+    def _verify_order(
+        self, position: Mapping[fx.Node, int], homes: Mapping[fx.Node, int], edges: list[Border]
+    ) -> None:
+        for number, segment in enumerate(self.segments):
+            places = [position[node] for node in segment.nodes]
+            if places != sorted(places):
+                raise PartitionError(f"the nodes of segment {number} are not in graph order")
+        ready: set[fx.Node] = set()
+        for number, border in enumerate(edges):
+            for value in border.inputs:
+                if value.op != "placeholder" and value not in ready:
+                    raise PartitionError(
+                        f"segment {number} needs {whereabouts(value)}, which no earlier segment gives"
+                    )
+            ready.update(border.outputs)
+
+    def _verify_control_flow(self) -> None:
+        for number, segment in enumerate(self.segments):
+            for node in segment.nodes:
+                if is_control_flow(node) and (len(segment.nodes) > 1 or not segment.do_not_merge):
+                    raise PartitionError(
+                        f"segment {number} merges {whereabouts(node)} with others; control flow stands alone"
+                    )
+
+    def _verify_crossings(self, edges: list[Border]) -> None:
+        for number, border in enumerate(edges):
+            for value in (*border.inputs, *border.outputs):
+                held = value.meta.get("val")
+                if held is None or isinstance(held, torch.Tensor):
+                    continue
+                if isinstance(held, (list, tuple)):
+                    raise PartitionError(
+                        f"{whereabouts(value)} is a list and crosses the border of segment {number}"
+                    )
+                # A scalar may cross only where it is born: an input of the graph, or the result of compute.
+                if is_free(value) and constant_value(value) is None and not _born_of_compute(value):
+                    raise PartitionError(
+                        f"{whereabouts(value)} is no tensor and crosses the border of segment {number}"
+                    )
+
+    def __str__(self) -> str:
+        from intarsia.graph.plan_text import plan_text
+
+        return plan_text(self)
+
+    def __rich__(self) -> Table:
+        from intarsia.graph.plan_text import plan_table
+
+        return plan_table(self)
+
+
+def _born_of_compute(node: fx.Node) -> bool:
+    return is_compute(producer(node))

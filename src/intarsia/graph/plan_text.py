@@ -1,0 +1,89 @@
+"""Plans as text: what runs where, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from intarsia.graph.nodes import module_path, op_name, source_line
+from intarsia.graph.plan import PYTORCH
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from intarsia.graph.plan import Plan
+
+_OPS_SHOWN = 6
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan in lines: a heading, a line a segment, and the reasons of every fallback."""
+    width = max((len(segment.engine) for segment in plan.segments), default=0)
+    lines = [_heading(plan)]
+    for number, segment in enumerate(plan.segments):
+        alone = "  (stands alone)" if segment.do_not_merge else ""
+        count = f"{len(segment)} node{'s' * (len(segment) != 1)}"
+        lines.append(
+            f"  {number:>3}  {segment.engine:<{width}}  {count:<10} {ops_text(segment.nodes)}{alone}"
+        )
+    for engine, rows in fallbacks(plan).items():
+        lines.append(f"not on {engine}:")
+        lines.extend(f"  {row}" for row in rows)
+    return "\n".join(lines)
+
+
+def plan_table(plan: Plan) -> Table:
+    """The plan as a rich table."""
+    from rich.table import Table
+
+    table = Table(title=_heading(plan), title_justify="left")
+    for column in ("segment", "engine", "nodes", "ops", "not on an engine because"):
+        table.add_column(column)
+    for number, segment in enumerate(plan.segments):
+        reasons = Counter(
+            f"{engine}: {reason}" for why in segment.reasons.values() for engine, reason in why.items()
+        )
+        told = "\n".join(reason for reason, _ in reasons.most_common(_OPS_SHOWN))
+        table.add_row(str(number), segment.engine, str(len(segment)), ops_text(segment.nodes), told)
+    return table
+
+
+def ops_text(nodes: tuple[fx.Node, ...]) -> str:
+    """The ops of some nodes with their counts, most frequent first."""
+    counts = Counter(op_name(node) for node in nodes)
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{name} x{count}" if count > 1 else name for name, count in ranked[:_OPS_SHOWN]]
+    more = len(ranked) - len(shown)
+    return ", ".join(shown) + (f", {more} more kinds" if more > 1 else f", {more} more kind" if more else "")
+
+
+def fallbacks(plan: Plan) -> dict[str, list[str]]:
+    """For every engine, one line for each op and reason it refused: how often, and one example."""
+    seen: dict[str, dict[tuple[str, str], list[fx.Node]]] = {}
+    for segment in plan.segments:
+        for node, reasons in segment.reasons.items():
+            for engine, reason in reasons.items():
+                seen.setdefault(engine, {}).setdefault((op_name(node), reason), []).append(node)
+    lines: dict[str, list[str]] = {}
+    for engine in sorted(seen):
+        ranked = sorted(seen[engine].items(), key=lambda item: (-len(item[1]), item[0]))
+        lines[engine] = [_fallback(name, reason, nodes) for (name, reason), nodes in ranked]
+    return lines
+
+
+def _fallback(name: str, reason: str, nodes: list[fx.Node]) -> str:
+    times = f" x{len(nodes)}" if len(nodes) > 1 else ""
+    place = [text for text in (module_path(nodes[0]), source_line(nodes[0])) if text]
+    example = f" [{', '.join((nodes[0].name, *place))}]"
+    return f"{name}{times}: {reason}{example}"
+
+
+def _heading(plan: Plan) -> str:
+    total = len(plan.nodes)
+    placed = sum(len(segment) for segment in plan.segments if segment.engine != PYTORCH)
+    how = f" by {plan.strategy}" if plan.strategy else ""
+    segments = f"{len(plan)} segment{'s' * (len(plan) != 1)}"
+    share = f"{placed} of {total} nodes ({placed / total:.0%}) on engines" if total else "nothing to run"
+    return f"Plan{how}: {segments}, {share}"

@@ -1,0 +1,108 @@
+"""Guards that do not matter: where the path not compiled gives the same answers as the one that was.
+
+Export notes `x.shape[0] != 1` wherever some code asked for a size of 1, most often to broadcast, and `> 1`
+where it asked how memory is laid out; mostly in vain. The question depends on that one size alone, so running
+the model once at the sizes shut out settles the matter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intarsia.capture.export import evaluating
+from intarsia.capture.size_guards import input_path
+from intarsia.compare import disagreement
+from intarsia.lower import Lowered, Role
+from intarsia.lower.range_ends import at_sizes
+
+_ONE_SIZE = re.compile(r"(L\[.+\])\.size\(\)\[(\d+)\] (!=|>|>=) (\d+)")
+
+
+def drop_redundant_guards(lowered: Lowered, model: nn.Module, example: Sequence[Any]) -> Lowered:
+    """The same without the guards on one size, at the sizes at which model and graph answer alike.
+
+    A model that writes to its buffers or inputs is not run for this; its guards stay.
+    """
+    if not lowered.guards or any(output.role is not Role.USER for output in lowered.outputs):
+        return lowered
+    kept: list[str] = []
+    ranges = dict(lowered.range_constraints)
+    for text in lowered.guards:
+        asked = _asked(text, lowered)
+        if asked is None:
+            kept.append(text)
+            continue
+        symbol, sizes = asked
+        # Down from the largest: an answer without elements says nothing of the sizes above it.
+        alike = [*takewhile(partial(_answers_alike, lowered, model, example, symbol), sizes)]
+        if len(alike) < len(sizes):
+            kept.append(text if not alike else _weaker(text, alike[-1]))
+        if alike and symbol in ranges and ranges[symbol].lower == sizes[0] + 1:
+            # The bound comes of the guard: one that was asked for would have made it needless.
+            ranges[symbol] = type(ranges[symbol])(alike[-1], ranges[symbol].upper)
+    return replace(lowered, guards=tuple(kept), range_constraints=ranges)
+
+
+def _answers_alike(
+    lowered: Lowered, model: nn.Module, example: Sequence[Any], symbol: sympy.Symbol, size: int
+) -> bool:
+    """Whether the graph answers as the model does where a size that varies is this."""
+    try:
+        inputs = [_other_values(value) for value in at_sizes(lowered, example, {symbol: size})]
+        flat = {item.index: value for item, value in zip(lowered.inputs, inputs, strict=True)}
+        args, kwargs = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
+        with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=[]):
+            expected, shape = pytree.tree_flatten(model(*args, **kwargs))
+            answers = lowered.module(*inputs)
+    except Exception:  # the model or the graph has no answer at this size: the guard stands
+        return False
+    if shape != lowered.out_spec or len(answers) != len(expected):
+        return False
+    pairs = [(a, e) for a, e in zip(answers, expected, strict=True) if isinstance(e, torch.Tensor)]
+    if not all(isinstance(answer, torch.Tensor) for answer, _ in pairs):
+        return False
+    return disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs]) is None
+
+
+def _asked(text: str, lowered: Lowered) -> tuple[sympy.Symbol, list[int]] | None:
+    """The symbol that a guard on one size is about, and the sizes it shuts out, the largest first."""
+    found = _ONE_SIZE.fullmatch(text)
+    if found is None:
+        return None
+    number = int(found[4])
+    sizes = [number] if found[3] == "!=" else [*range(number - (found[3] == ">="), -1, -1)]
+    if not 0 < len(sizes) <= 2:
+        return None
+    name = input_path(ast.parse(found[1], mode="eval").body)
+    for node in lowered.module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.target == name and isinstance(value, torch.Tensor):
+            size: Any = value.shape[int(found[2])]
+            symbol = getattr(getattr(size, "node", None), "expr", None)
+            return (symbol, sizes) if isinstance(symbol, sympy.Symbol) else None
+    return None
+
+
+def _weaker(text: str, least: int) -> str:
+    """The guard on one size that shuts out what is below `least` alone."""
+    path = text[: text.rindex("]") + 1]
+    return f"{path} >= {least}"
+
+
+def _other_values(value: Any) -> Any:
+    """Floating-point inputs with arbitrary values: the user's example may be all ones."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(value.shape, generator=generator).to(value) + value

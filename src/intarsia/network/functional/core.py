@@ -1,0 +1,127 @@
+"""How a functional adds a layer: operands made tensors, shapes inferred, layer appended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+
+from intarsia.errors import NetworkError
+from intarsia.network import dtypes
+from intarsia.network.infer.registry import infer
+from intarsia.network.network import Network, Shape, Tensor, default_net, here
+
+Scalar = bool | int | float
+Operand = Tensor | Scalar | np.ndarray[Any, Any] | torch.Tensor
+DTypeLike = ir.DataType | torch.dtype
+
+
+def as_dtype(dtype: DTypeLike) -> ir.DataType:
+    return dtypes.to_onnx(dtype) if isinstance(dtype, torch.dtype) else dtype
+
+
+def constant(value: Operand, dtype: DTypeLike | None = None, *, name: str | None = None) -> Tensor:
+    """A constant tensor from a scalar, list, numpy array or torch tensor; torch tensors are not copied."""
+    if isinstance(value, Tensor):
+        return value
+    net = default_net()
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        if dtype is not None and dtypes.to_onnx(value.dtype) != as_dtype(dtype):
+            value = value.to(dtypes.to_torch(as_dtype(dtype)))
+        if value.numel() <= 8 and value.device.type == "cpu" and value.dtype not in _NO_NUMPY:
+            return net.add_constant(ir.Tensor(value.numpy().copy()), name)
+        return net.add_constant(TorchTensor(value.contiguous()), name)
+    if dtype is None and isinstance(value, bool | int | float):
+        dtype = dtypes.to_onnx(torch.tensor(value).dtype)
+    array = np.asarray(value)
+    if dtype is not None:
+        array = array.astype(dtypes.to_numpy(as_dtype(dtype)))
+        return net.add_constant(ir.Tensor(array, dtype=as_dtype(dtype)), name)
+    return net.add_constant(ir.Tensor(np.ascontiguousarray(array)), name)
+
+
+_new = object.__new__
+_value_of: Callable[[Any], ir.Value] = attrgetter("value")
+_NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    """A constant vector of int64, the form ONNX wants axes and sizes in."""
+    return constant(np.asarray(list(values), dtype=np.int64))
+
+
+def operands(*values: Operand | None) -> list[Tensor | None]:
+    """Tensors of all values; a scalar takes the dtype of the first tensor."""
+    like = next((v.dtype for v in values if isinstance(v, Tensor)), None)
+    made: list[Tensor | None] = []
+    for value in values:
+        if value is None or isinstance(value, Tensor):
+            made.append(value)
+        elif isinstance(value, bool | int | float):
+            made.append(constant(value, like))
+        else:
+            made.append(constant(value))
+    return made
+
+
+def op(op_type: str, *inputs: Operand | None, domain: str = "", **attributes: Any) -> Tensor:
+    """Add one layer with one output.
+
+    >>> from intarsia.network import Network, Tensor, net_guard, functional as F
+    >>> net = Network()
+    >>> with net_guard(net):
+    ...     x = Tensor("x", torch.float32, (2, 3))
+    ...     F.op("Softmax", x, axis=-1)
+    Tensor(softmax: f32[2, 3])
+    """
+    view = _new(Tensor)
+    view.value = _add(op_type, inputs, 1, domain, attributes)._outputs[0]
+    return view
+
+
+def ops(
+    op_type: str, *inputs: Operand | None, outputs: int, domain: str = "", **attributes: Any
+) -> tuple[Tensor, ...]:
+    """Add one layer with several outputs."""
+    node = _add(op_type, inputs, outputs, domain, attributes)
+    return tuple(Tensor.of(value) for value in node.outputs)
+
+
+def _add(
+    op_type: str, inputs: Sequence[Operand | None], outputs: int, domain: str, attributes: dict[str, Any]
+) -> ir.Node:
+    net = default_net(*inputs) if here.net is None else here.net
+    tensors: Sequence[Tensor | None] = inputs  # type: ignore[assignment]
+    try:
+        values: tuple[ir.Value | None, ...] = tuple(map(_value_of, inputs))
+    except AttributeError:  # not all are tensors of a network
+        tensors = operands(*inputs)
+        while tensors and tensors[-1] is None:
+            tensors.pop()
+        values = tuple([None if tensor is None else tensor.value for tensor in tensors])
+    if attributes:
+        attributes = {name: value for name, value in attributes.items() if value is not None}
+    made = infer(domain, op_type, tensors, attributes, outputs)
+    return net.add_node(op_type, values, attributes, made, domain, None, None, True)
+
+
+def opaque(
+    domain: str,
+    op_type: str,
+    *inputs: Operand | None,
+    makes: Sequence[tuple[DTypeLike, Shape]],
+    **attributes: Any,
+) -> tuple[Tensor, ...]:
+    """A layer only a particular engine knows (a plugin's part): you say what it makes."""
+    if not domain:
+        raise NetworkError(f"an opaque layer needs a domain of its own; {op_type} was given none")
+    net: Network = default_net(*inputs)
+    made = [(as_dtype(dtype), tuple(shape)) for dtype, shape in makes]
+    layer = net.add_layer(op_type, operands(*inputs), attributes, outputs=made, domain=domain)
+    return tuple(Tensor.of(value) for value in layer.node.outputs)

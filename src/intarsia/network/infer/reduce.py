@@ -1,0 +1,66 @@
+"""Shape rules of reductions, and of operators that pick the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from intarsia.network.infer import shapes
+from intarsia.network.infer.registry import Made, first, infers, known_ints
+from intarsia.network.network import Shape, Tensor
+
+
+@infers(
+    "ReduceSum",
+    "ReduceMean",
+    "ReduceMax",
+    "ReduceMin",
+    "ReduceProd",
+    "ReduceL1",
+    "ReduceL2",
+    "ReduceLogSum",
+    "ReduceLogSumExp",
+    "ReduceSumSquare",
+)
+def _reduce(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x = first(inputs)
+    axes = known_ints(inputs[1]) if len(inputs) > 1 and inputs[1] is not None else None
+    if axes is None or not axes:
+        axes = [] if attributes.get("noop_with_empty_axes") else list(range(x.ndim))
+    return [(x.dtype, _reduced(x.shape, axes, bool(attributes.get("keepdims", 1))))]
+
+
+def _reduced(shape: Shape, axes: Sequence[int], keep: bool) -> Shape:
+    gone = {shapes.axis_of(axis, len(shape)) for axis in axes}
+    if keep:
+        return tuple(1 if i in gone else d for i, d in enumerate(shape))
+    return tuple(d for i, d in enumerate(shape) if i not in gone)
+
+
+@infers("ArgMax", "ArgMin")
+def _arg_reduce(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    axis, keep = int(attributes.get("axis", 0)), bool(attributes.get("keepdims", 1))
+    return [(ir.DataType.INT64, _reduced(first(inputs).shape, [axis], keep))]
+
+
+@infers("TopK")
+def _topk(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x, count = first(inputs), known_ints(inputs[1])
+    axis = shapes.axis_of(int(attributes.get("axis", -1)), x.ndim)
+    shape = (*x.shape[:axis], count[0] if count else None, *x.shape[axis + 1 :])
+    return [(x.dtype, shape), (ir.DataType.INT64, shape)]
+
+
+@infers("Unique")
+def _unique(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x, axis = first(inputs), attributes.get("axis")
+    values = (None,) if axis is None else (*x.shape[:axis], None, *x.shape[axis + 1 :])
+    return [(x.dtype, values), *[(ir.DataType.INT64, (None,))] * 3][:outputs]
+
+
+@infers("Dropout")
+def _dropout(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x = first(inputs)
+    return [(x.dtype, x.shape), (ir.DataType.BOOL, x.shape)][:outputs]

@@ -1,1 +1,0 @@
-"""The operations, a file a family; `intarsia.network.functional` gathers them."""

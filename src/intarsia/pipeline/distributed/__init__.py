@@ -1,0 +1,1 @@
+"""Stages on several processes, through torch.distributed."""

@@ -1,0 +1,110 @@
+"""Who holds what: torch's schedules by name, and the rank of every stage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import schedules
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.stages import Stages
+
+# Our names of torch's schedules; any other is looked up by torch itself.
+_NAMES = {
+    "GPipe": "ScheduleGPipe",
+    "1F1B": "Schedule1F1B",
+    "Interleaved1F1B": "ScheduleInterleaved1F1B",
+    "LoopedBFS": "ScheduleLoopedBFS",
+    "ZeroBubble": "ScheduleInterleavedZeroBubble",
+    "ZBV": "ScheduleZBVZeroBubble",
+    "DualPipeV": "ScheduleDualPipeV",
+}
+_FOLDED = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}  # rank r holds stages r and 2n - 1 - r
+
+
+def schedule_class(name: str) -> Any:
+    """The class of torch's schedule of that name."""
+    if name in _NAMES and hasattr(schedules, _NAMES[name]):
+        return getattr(schedules, _NAMES[name])
+    try:
+        return schedules.get_schedule_class(name)
+    except ValueError as error:
+        raise PartitionError(
+            f"schedule={name!r} is none of {', '.join(_NAMES)}, nor one of torch's"
+        ) from error
+
+
+def is_folded(kind: Any) -> bool:
+    """Whether the second half of the stages runs back over the ranks of the first."""
+    return kind.__name__ in _FOLDED
+
+
+def homes(stages: int, world: int, kind: Any) -> list[int]:
+    """Which rank holds each stage."""
+    if issubclass(kind, schedules.PipelineScheduleSingle):
+        if stages != world:
+            raise PartitionError(f"{kind.__name__} runs one stage a rank: {stages} stages, {world} ranks")
+        return list(range(stages))
+    if stages % world:
+        raise PartitionError(f"{stages} stages do not divide among {world} ranks")
+    if is_folded(kind):
+        if stages != 2 * world:
+            raise PartitionError(f"{kind.__name__} runs two stages a rank: {stages} stages, {world} ranks")
+        return [*range(world), *reversed(range(world))]
+    return [i % world for i in range(stages)]
+
+
+def placed(stage: nn.Module, device: torch.device) -> nn.Module:
+    """The stage on a device."""
+    return stage.to_device(device) if isinstance(stage, Stage) else stage.to(device)
+
+
+def default_device() -> torch.device:
+    """Where the process group's backend keeps its tensors."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_agreement(stages: Stages, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Refuse ranks that cut the model in different places."""
+    text = "\n".join(str(s.piece.nodes) if isinstance(s, Stage) else str(s) for s in stages)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    mine = torch.tensor([digest], device=device)
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, mine, group=group)
+    others = [r for r, t in enumerate(told) if int(t) != digest]
+    if others:
+        raise PartitionError(
+            f"rank {others[0]} cut the model elsewhere than rank {dist.get_rank(group)}: measured times"
+            " differ between processes; split(..., agree=True) takes rank 0's cuts on every rank"
+        )
+
+
+def connect(homes: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Open the connections between neighbours one by one.
+
+    Some versions of gloo fail when both ends of a connection that is not yet open begin to send at once.
+    """
+    rank = dist.get_rank(group)
+    for a, b in sorted({(min(p), max(p)) for p in pairwise(homes) if p[0] != p[1]}):
+        if rank not in (a, b):
+            continue
+        word = torch.zeros(1, device=device)
+        for sender in (a, b):
+            other = _global(b if rank == a else a, group)
+            if rank == sender:
+                dist.send(word, other, group=group)
+            else:
+                dist.recv(word, other, group=group)
+
+
+def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)

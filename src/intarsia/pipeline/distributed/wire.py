@@ -1,0 +1,149 @@
+"""What crosses between processes: every value as a floating tensor that takes a gradient, and back.
+
+`torch.distributed.pipelining` sends any tensor forward, but expects a gradient for each on the way back,
+needs contiguous memory, and detaches what a stage gave in place, which a view refuses. So each border value
+becomes a *wire*: contiguous, floating, no view, and always with a gradient, zero where there is none. Bits
+are kept: whole numbers cross as floats of the same width, and no arithmetic touches them on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.stages.signature import TensorSpec
+
+# Whole numbers, by the float of the same width that carries their bits.
+_CARRIER = {
+    torch.int64: torch.float64,
+    torch.int32: torch.float32,
+    torch.int16: torch.float16,
+}
+# Narrow ones have no such float that every backend sends; their values fit into half precision exactly.
+_NARROW = {torch.bool, torch.uint8, torch.int8}
+_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def wire_spec(spec: TensorSpec | str, lengths: Mapping[str, int], device: str = "meta") -> torch.Tensor:
+    """An empty tensor of the form a value has on the wire."""
+    if isinstance(spec, str):
+        raise PartitionError(
+            f"{spec}, a number read from data, crosses a border; it cannot travel between processes:"
+            " cut elsewhere with cuts=..."
+        )
+    shape, dtype = spec.sizes(lengths), spec.dtype
+    if dtype in _COMPLEX:
+        shape, dtype = (*shape, 2), _COMPLEX[dtype]
+    elif dtype in _NARROW:
+        dtype = torch.float16
+    elif dtype in _CARRIER:
+        dtype = _CARRIER[dtype]
+    elif not dtype.is_floating_point:
+        raise PartitionError(f"{spec} crosses a border; {dtype} cannot travel between processes")
+    return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+
+def _encode(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj()).detach()
+    value = value.contiguous()
+    if value.dtype in _CARRIER:
+        return value.view(_CARRIER[value.dtype])
+    return value.to(torch.float16) if value.dtype in _NARROW else value
+
+
+def _decode(wire: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    wire = wire.detach()
+    if dtype in _COMPLEX:
+        return torch.view_as_complex(wire)
+    if dtype in _CARRIER:
+        return wire.view(dtype)
+    return wire.to(dtype) if dtype in _NARROW else wire
+
+
+def _real(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.view_as_complex(grad) if dtype in _COMPLEX else grad
+
+
+def _grows(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+class _Enter(torch.autograd.Function):
+    """Wires to values; the gradient of a whole number is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, dtypes: Sequence[torch.dtype], *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.dtypes, ctx.shapes = dtypes, [(w.shape, w.dtype, w.device) for w in wires]
+        values = tuple(_decode(w, d) for w, d in zip(wires, dtypes, strict=True))
+        ctx.mark_non_differentiable(*[v for v in values if not _grows(v.dtype)])
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        out: list[torch.Tensor | None] = [None]
+        for grad, dtype, (shape, carrier, device) in zip(grads, ctx.dtypes, ctx.shapes, strict=True):
+            out.append(_encode(grad) if _grows(dtype) else torch.zeros(shape, dtype=carrier, device=device))
+        return tuple(out)
+
+
+class _Exit(torch.autograd.Function):
+    """Values to wires; `anchor` makes every wire take a gradient, whatever it came from."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.dtypes = [v.dtype for v in values]
+        return tuple(_encode(v) for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Not an alias: autograd would take a fresh tensor over as a parameter's gradient, and the memory
+        # behind this one is the receive buffer of the next step.
+        back = [_real(g, d) if _grows(d) else None for g, d in zip(grads, ctx.dtypes, strict=True)]
+        return (None, *back)
+
+
+class Border(nn.Module):
+    """A stage between wires: the first takes plain tensors, the last gives them."""
+
+    def __init__(
+        self, stage: nn.Module, takes: Sequence[TensorSpec], whole: Sequence[bool], first: bool, last: bool
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self.dtypes = tuple(t.dtype for t in takes)
+        self.whole = tuple(
+            whole
+        )  # inputs every micro-batch gets in full: they come with a dimension in front
+        self.first, self.last = first, last
+
+    def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The next border's wires from this one's."""
+        if self.first:
+            values = tuple(w[0] if full else w for w, full in zip(wires, self.whole, strict=True))
+        else:
+            values = _Enter.apply(self.dtypes, *wires)  # type: ignore[no-untyped-call]
+        outputs = self.stage(*values)
+        if self.last:
+            # Fresh aliases: the runtime detaches the outputs in place, and one of them may be an input.
+            return tuple(_Alias.apply(o) for o in outputs)  # type: ignore[no-untyped-call]
+        anchor = torch.zeros((), device=outputs[0].device, requires_grad=torch.is_grad_enabled())
+        return tuple(_Exit.apply(anchor, *outputs))  # type: ignore[no-untyped-call]
+
+
+class _Alias(torch.autograd.Function):
+    """The same tensor under a new node; a number gets a dimension, so that micro-batches can be joined."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.shape = value.shape
+        return value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.reshape(ctx.shape)

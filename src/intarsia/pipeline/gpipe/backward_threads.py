@@ -1,0 +1,162 @@
+"""The crew: one thread a stage for the backward pass on the CPU, where autograd itself has only one.
+
+Autograd walks the graph on the caller's thread, but the nodes of stages only hand their work to the crew
+and return tokens, tensors of the right shape without memory. The true gradients go from stage to stage
+beside the graph. The gate, the last node of the walk, waits for the crew and hands them on.
+
+    caller   gather ─ (2,1) (2,0) (1,1) (1,0) (0,1) (0,0) ─ gate ... waits ... ─ input
+    stage 1            [  2,1  ][  1,1  ][  0,1  ]
+    stage 0                     [  2,0  ][  1,0  ][  0,0  ]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.phony import get_phony
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Crew:
+    """Threads that start with the first job of their stage and end with the last one waiting."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+        # The gradients of a stage's input, by (micro-batch, stage), until the stage before takes them.
+        self.gradients: dict[tuple[int, int], Future[Gradients]] = {}
+        self.recomputed: dict[tuple[int, int], Future[None]] = {}
+        self._lock = threading.Lock()
+        self._jobs: list[deque[tuple[Callable[[], Any], Future[Any]]]] = [deque() for _ in range(stages)]
+        self._working: set[int] = set()
+        self._threads = 1
+        self._members: list[threading.Thread] = []
+
+    def submit(self, stage: int, job: Callable[[], Any]) -> Future[Any]:
+        """Let a stage's thread do a job, after those it was given before."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._jobs[stage].append((job, future))
+            if stage in self._working:
+                return future
+            if not self._working:
+                self._threads = torch.get_num_threads()
+            self._working.add(stage)
+        member = threading.Thread(target=self._work, args=(stage,), name=f"backward {stage}", daemon=True)
+        self._members.append(member)
+        member.start()
+        return future
+
+    def _work(self, stage: int) -> None:
+        torch.set_num_threads(max(1, self._threads // self.stages))
+        while True:
+            with self._lock:
+                if not self._jobs[stage]:
+                    self._working.remove(stage)
+                    if not self._working:
+                        torch.set_num_threads(self._threads)  # torch and MKL keep one number for all, too
+                    return
+                job, future = self._jobs[stage].popleft()
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+            del job, future
+
+    def finish(self) -> dict[int, Gradients]:
+        """Wait for the first stage; the gradients of its input, by micro-batch. Raises what a job raised."""
+        waiting = [(i, future) for (i, stage), future in self.gradients.items() if stage == 0]
+        self.gradients.clear()
+        self.recomputed.clear()
+        try:
+            return {i: future.result() for i, future in waiting}
+        except BaseException:
+            with self._lock:  # what has not begun will not
+                for jobs in self._jobs:
+                    jobs.clear()
+            raise
+        finally:
+            while self._members:
+                self._members.pop().join()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The place of one task in a crew."""
+
+    crew: Crew
+    micro_batch: int
+    stage: int
+
+    def submit_recompute(self, recompute: Callable[[], None]) -> None:
+        """Let the stage's thread compute again, after the stage behind it has: skips go through both."""
+        i, j = self.micro_batch, self.stage
+        later = self.crew.recomputed.get((i, j + 1))
+
+        def job() -> None:
+            if later is not None:
+                later.result()
+            recompute()
+
+        self.crew.recomputed[(i, j)] = self.crew.submit(j, job)
+
+    def submit_backward(self, grads: Gradients, backward: Callable[[Gradients], Gradients]) -> None:
+        """Let the stage's thread go backward, once the gradient of its output is there."""
+        i, j = self.micro_batch, self.stage
+        later = self.crew.gradients.pop((i, j + 1), None)
+        recomputed = self.crew.recomputed.get((i, j))
+
+        def job() -> Gradients:
+            if recomputed is not None:
+                recomputed.result()
+            arrived = grads if later is None else later.result()
+            try:
+                return backward(arrived)
+            except BaseException as error:
+                error.add_note(f"in the backward pass of stage {j} of the pipeline, on micro-batch {i}")
+                raise
+
+        self.crew.gradients[(i, j)] = self.crew.submit(j, job)
+
+
+def token(like: Tensor) -> Tensor:
+    """A tensor of a shape, without its memory, to walk the graph in place of a gradient."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def pass_gate(crew: Crew, batches: list[Batch]) -> Tensor:
+    """Put the gate before the first stage; the phony ties to it a stage whose input needs no gradient."""
+    slots = [(i, k) for i, batch in enumerate(batches) for k, x in enumerate(batch) if x.requires_grad]
+    phony = get_phony(torch.device("cpu"), requires_grad=True)
+    inputs = [batches[i][k] for i, k in slots]
+    tied, *outputs = Gate.apply(phony, crew, slots, *inputs)  # type: ignore[no-untyped-call]
+    for (i, k), output in zip(slots, outputs, strict=True):
+        batches[i][k] = output
+    phony_out: Tensor = tied
+    return phony_out
+
+
+class Gate(torch.autograd.Function):
+    """Forward: nothing. Backward: waits for the crew, and exchanges tokens for gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, phony: Tensor, crew: Crew, slots: list[tuple[int, int]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.crew, ctx.slots = crew, slots
+        ctx.set_materialize_grads(False)
+        return phony.detach(), *(x.detach() for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        gradients = ctx.crew.finish()
+        return None, None, None, *(gradients[i][k] if i in gradients else None for i, k in ctx.slots)

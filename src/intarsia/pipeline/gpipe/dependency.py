@@ -1,0 +1,59 @@
+"""Explicit order in the backward pass: what is joined runs its backward before what was forked.
+
+    fork             join
+x ───┬─── x'     y ───┬─── y'       backward reaches y' first, then (through the phony) x'
+     └──phony─────────┘
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intarsia.pipeline.gpipe.phony import get_phony
+
+
+def fork(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Branch a phony off a tensor; without gradients there is no order to keep and nothing happens."""
+    if torch.is_grad_enabled() and input.requires_grad:
+        forked, phony = Fork.apply(input)  # type: ignore[no-untyped-call]
+        return forked, phony
+    return input, get_phony(input.device, requires_grad=False)
+
+
+def join(input: Tensor, phony: Tensor) -> Tensor:
+    """Merge a phony into a tensor, so that the tensor's backward comes before the phony's."""
+    if torch.is_grad_enabled() and (input.requires_grad or phony.requires_grad):
+        joined: Tensor = Join.apply(input, phony)  # type: ignore[no-untyped-call]
+        return joined
+    return input
+
+
+class Fork(torch.autograd.Function):
+    """Identity with a second, empty output."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> tuple[Tensor, Tensor]:
+        # Reached by the phony alone, it must not turn "no gradient" into zeros.
+        ctx.set_materialize_grads(False)
+        phony = get_phony(input.device, requires_grad=False)
+        return input.detach(), phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        return grads[0]
+
+
+class Join(torch.autograd.Function):
+    """Identity with a second, empty input."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, phony: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return input.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        return grads[0], None

@@ -1,0 +1,112 @@
+"""What a stage was seen to do on its first micro-batch, so that the others cost nothing extra.
+
+A stage may change its input in place, change its buffers, or draw random numbers. Each needs care when
+the stage runs again for the gradient or beside other stages, and the care is paid only where needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from intarsia.pipeline.gpipe.microbatch import Batch
+
+Owner = tuple[nn.Module, str]
+
+
+@dataclass
+class Habits:
+    """What is known of one stage; `learned` says in which mode (training or not, module by module)."""
+
+    learned: tuple[bool, ...] | None = None
+    mutates_input: bool = True
+    random: bool | None = None  # None: it never ran where it could be watched
+    buffers: list[Owner] = field(default_factory=list)
+
+    def known(self, stage: nn.Module) -> bool:
+        """Whether this was learned in the mode the stage is in now."""
+        return self.learned == _mode(stage)
+
+    def forget(self) -> None:
+        """Start over: be careful with everything until it is learned again."""
+        self.learned = None
+
+    def learn(self, stage: nn.Module, mutates_input: bool, random: bool | None, buffers: list[Owner]) -> None:
+        """Remember what the stage did."""
+        self.learned = _mode(stage)
+        self.mutates_input = mutates_input
+        self.random = random
+        self.buffers = buffers
+
+
+def _mode(stage: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in stage.modules())
+
+
+def owned_buffers(stage: nn.Module) -> list[Owner]:
+    """Every buffer of a stage, as the module that holds it and its name there."""
+    found: dict[int, Owner] = {}
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found.setdefault(id(buffer), (module, name))
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class BufferSnapshot:
+    """The values some buffers had."""
+
+    owners: list[Owner]
+    values: list[Tensor]
+
+    @staticmethod
+    @torch.no_grad()
+    def take(owners: list[Owner]) -> BufferSnapshot:
+        """Copy the values now."""
+        return BufferSnapshot(owners, [_buffer(owner).clone() for owner in owners])
+
+    def changed(self) -> BufferSnapshot:
+        """The part held by modules of which some buffer has another value now; a NaN equals itself here.
+
+        Whole modules, since a running mean may stay what it was by chance and move the next time.
+        """
+        pairs = list(zip(self.owners, self.values, strict=True))
+        touched = {id(owner[0]) for owner, value in pairs if not _same(_buffer(owner), value)}
+        kept = [(owner, value) for owner, value in pairs if id(owner[0]) in touched]
+        return BufferSnapshot([owner for owner, _ in kept], [value for _, value in kept])
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Let the modules see these values for a while, and change them without any effect."""
+        # The tensor objects are exchanged, not their contents: autograd may have saved the present ones.
+        present = [_buffer(owner) for owner in self.owners]
+        for (module, name), value in zip(self.owners, self.values, strict=True):
+            module._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for (module, name), buffer in zip(self.owners, present, strict=True):
+                module._buffers[name] = buffer
+
+
+def _buffer(owner: Owner) -> Tensor:
+    module, name = owner
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.is_meta:  # it has no value
+        return True
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def versions(batch: Batch) -> list[int]:
+    """How often each tensor was changed in place; inference tensors do not count."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in batch]

@@ -1,0 +1,257 @@
+"""GPipe: a sequential module, cut into stages, that trains and infers as a pipeline."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from intarsia.pipeline.gpipe import microbatch
+from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
+from intarsia.pipeline.gpipe.first_run import Habits
+from intarsia.pipeline.gpipe.pipeline import Pipeline
+from intarsia.pipeline.gpipe.skip.layout import inspect_skip_layout
+from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
+from intarsia.pipeline.gpipe.statedict import fit_state_dict, plain_state_dict
+from intarsia.pipeline.gpipe.stream import AbstractStream, new_stream
+
+Device = torch.device | int | str
+CHECKPOINT_MODES = ("always", "except_last", "never")
+
+
+class BalanceError(ValueError):
+    """The balance does not fit the module."""
+
+
+def verify_module(module: nn.Module) -> None:
+    """Refuse what cannot be cut: anything but an `nn.Sequential` of distinct children."""
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"only an nn.Sequential can be cut into stages, got {type(module).__name__}")
+    if len(list(module.named_children())) != len(module):
+        raise ValueError("the module holds a child more than once; duplicate children cannot be cut apart")
+
+
+def verify_splitting(partitions: Iterable[nn.Module], devices: list[torch.device]) -> None:
+    """Refuse a parameter that would have to be on two devices, and devices nothing is copied between."""
+    homes: dict[int, torch.device] = {}
+    for partition, device in zip(partitions, devices, strict=True):
+        for parameter in partition.parameters():
+            if homes.setdefault(id(parameter), device) != device:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is shared by stages on distinct devices "
+                    f"({homes[id(parameter)]} and {device}); duplicate parameters must stay on one device"
+                )
+    if len(set(devices)) > 1 and not {device.type for device in devices} <= {"cpu", "cuda"}:
+        raise ValueError(f"copies between stages are made among the CPU and CUDA devices, got {devices}")
+
+
+def split_module(
+    module: nn.Sequential, balance: Iterable[int], devices: list[torch.device]
+) -> tuple[nn.ModuleList, list[int], list[torch.device]]:
+    """Cut a module into stages of so many layers each, every stage on its device.
+
+    >>> layers = nn.Sequential(nn.Identity(), nn.ReLU(), nn.Tanh())
+    >>> partitions, _, _ = split_module(layers, [2, 1], [torch.device("cpu")] * 2)
+    >>> [len(partition) for partition in partitions]
+    [2, 1]
+    """
+    balance = list(balance)
+    if len(module) != sum(balance):
+        raise BalanceError(
+            f"the balance {balance} covers {sum(balance)} layers, but the module has {len(module)}"
+        )
+    if any(count <= 0 for count in balance):
+        raise BalanceError(f"every stage needs at least one layer, got the balance {balance}")
+    if len(balance) > len(devices):
+        raise IndexError(f"{len(balance)} stages need as many devices, got {len(devices)}")
+    devices = devices[: len(balance)]
+    layers = iter(module.named_children())
+    partitions = nn.ModuleList()
+    for count, device in zip(balance, devices, strict=True):
+        partition = nn.Sequential(OrderedDict(next(layers) for _ in range(count)))
+        partition.training = module.training
+        partitions.append(partition.to(device))
+    return partitions, balance, devices
+
+
+class GPipe(nn.Module):
+    """Wraps an `nn.Sequential` to train or infer on several devices as a pipeline of micro-batches.
+
+    >>> model = GPipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
+    ...               balance=[1, 2], devices=["cpu", "cpu"], chunks=4)
+    >>> model(torch.rand(8, 4)).shape
+    torch.Size([8, 2])
+
+    Args:
+        module: the sequential module; its layers are moved, not copied.
+        balance: how many layers each stage takes (`balance_by_time` finds a good one).
+        devices: where the stages live; all CUDA devices by default.
+        chunks: how many micro-batches a mini-batch is cut into.
+        checkpoint: which micro-batches are computed again for the gradient instead of kept:
+            "always", "except_last" or "never".
+        deferred_batch_norm: whether running statistics are those of mini-batches.
+        concurrent_backward: whether stages on the CPU also go backward at the same time; by default they
+            do where micro-batches are checkpointed. (Stages on distinct GPUs always do.)
+
+    Checkpointing and concurrent backward passes give parameters their gradients by `backward()` alone.
+    With neither, `torch.autograd.grad` and gradients of gradients work as for any module.
+    """
+
+    #: How many layers each stage has.
+    balance: list[int]
+    #: Where each stage lives; the input belongs on the first, the output comes on the last.
+    devices: list[torch.device]
+    #: How many micro-batches there are to be.
+    chunks: int
+    #: Which micro-batches are checkpointed.
+    checkpoint: str
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        concurrent_backward: bool | None = None,
+    ) -> None:
+        super().__init__()
+        chunks, checkpoint = int(chunks), str(checkpoint)
+        if balance is None:
+            raise ValueError(_with_advice("a balance is required"))
+        if chunks <= 0:
+            raise ValueError(f"the number of chunks must be positive, got {chunks}")
+        if checkpoint not in CHECKPOINT_MODES:
+            raise ValueError(f"checkpoint must be one of {', '.join(CHECKPOINT_MODES)}, got {checkpoint!r}")
+        verify_module(module)
+        verify_skippables(module)
+        if deferred_batch_norm:
+            module = cast(nn.Sequential, DeferredBatchNorm.convert_deferred_batch_norm(module, chunks))
+        if devices is None:
+            devices = range(torch.cuda.device_count())
+        try:
+            cut = split_module(module, balance, [_device(device) for device in devices])
+        except BalanceError as error:
+            raise ValueError(_with_advice(str(error))) from error
+        self.partitions, self.balance, self.devices = cut
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self.concurrent_backward = concurrent_backward
+        self.train(module.training)
+        verify_splitting(self.partitions, self.devices)
+        self._skip_layout = inspect_skip_layout(cast(Iterable[nn.Sequential], self.partitions))
+        self._habits = [Habits() for _ in self.balance]
+        self._copy_streams: list[list[AbstractStream]] = []
+        self.register_load_state_dict_pre_hook(fit_state_dict)  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        """How many layers there are."""
+        return sum(self.balance)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A layer of the module."""
+        layers = list(self)
+        try:
+            return layers[index]
+        except IndexError:
+            raise IndexError(f"layer {index} of {len(layers)} does not exist") from None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """The layers, in order."""
+        for partition in self.partitions:
+            yield from partition.children()
+
+    # The pipeline places its stages; moving them as one would undo it.
+
+    def cuda(self, device: Device | None = None) -> NoReturn:
+        """Denied."""
+        raise _moving_denied()
+
+    def cpu(self) -> NoReturn:
+        """Denied."""
+        raise _moving_denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Cast; moving to a device is denied."""
+        moves = isinstance(args[0], Device | Tensor) if args else False
+        if moves or kwargs.get("device") is not None or kwargs.get("tensor") is not None:
+            raise _moving_denied()
+        return super().to(*args, **kwargs)
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """The state dict with the names of the module that was wrapped, to load into one.
+
+        >>> layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        >>> list(GPipe(layers, [1, 1], devices=["cpu", "cpu"]).plain_state_dict())
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+        """
+        return plain_state_dict(self.state_dict())
+
+    def forward(self, input: Any) -> Any:
+        """Run a mini-batch through the pipeline: a tensor, or a tree of tensors, numbers and None."""
+        microbatch.check_tree(input, "the input")
+        if not self.devices:  # an empty module is the identity
+            return input
+        microbatch.check_sizes(input)
+        batches = microbatch.scatter(input, self.chunks)
+        count = len(batches)
+        for module in self.modules():
+            if isinstance(module, DeferredBatchNorm):
+                module.begin(count)
+        stop = {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
+        pipeline = Pipeline(
+            batches,
+            cast(Iterable[nn.Sequential], self.partitions),
+            self.devices,
+            self._ensure_copy_streams(count),
+            self._skip_layout,
+            stop if self.training else 0,
+            self._habits,
+            self.concurrent_backward,
+        )
+        pipeline.run()
+        return microbatch.gather(batches)
+
+    def _ensure_copy_streams(self, count: int) -> list[list[AbstractStream]]:
+        """A copy stream for every stage and micro-batch, made once."""
+        if len(self._copy_streams) != len(self.devices):
+            self._copy_streams = [[] for _ in self.devices]
+        for device, streams in zip(self.devices, self._copy_streams, strict=True):
+            streams.extend(new_stream(device) for _ in range(count - len(streams)))
+        return self._copy_streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Streams belong to this process, and habits name the modules of this copy.
+        return dict(self.__dict__, _copy_streams=[], _habits=[Habits() for _ in self.balance])
+
+
+def _device(device: Device) -> torch.device:
+    found = torch.device(device)
+    # "cuda" and "cuda:0" are one device and must compare equal.
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if found.type == "cpu" else found
+
+
+def _moving_denied() -> TypeError:
+    return TypeError("the pipeline manages where its stages live; parameters and buffers cannot be moved")
+
+
+def _with_advice(message: str) -> str:
+    return f"""{message}
+
+A balance can be found by profiling the module:
+
+    from intarsia.pipeline import GPipe
+    from intarsia.pipeline.balance import balance_by_time
+
+    partitions = torch.cuda.device_count()
+    sample = torch.empty(...)  # a mini-batch such as the model will get
+    balance = balance_by_time(partitions, module, sample)
+    model = GPipe(module, balance, ...)
+"""

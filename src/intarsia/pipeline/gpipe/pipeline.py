@@ -1,0 +1,263 @@
+"""The pipeline: stages work on different micro-batches at the same time."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from intarsia.pipeline.gpipe.backward_threads import Crew, Lane, pass_gate
+from intarsia.pipeline.gpipe.checkpoint import Checkpointing
+from intarsia.pipeline.gpipe.copy import Copy, Wait
+from intarsia.pipeline.gpipe.cores import shared_cores
+from intarsia.pipeline.gpipe.dependency import fork, join
+from intarsia.pipeline.gpipe.first_run import Habits
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.rng import Seeds
+from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
+from intarsia.pipeline.gpipe.skip.tracker import SkipTrackerThroughPortals
+from intarsia.pipeline.gpipe.stream import AbstractStream, current_stream, new_stream, use_device, use_stream
+from intarsia.pipeline.gpipe.task import StageRun
+from intarsia.pipeline.gpipe.thread_state import ThreadState
+from intarsia.pipeline.gpipe.worker import Done, Task, run_task, spawn_workers
+
+
+def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
+    """The schedule of `m` micro-batches over `n` stages: (micro-batch, stage) pairs, tick by tick.
+
+        m=3, n=3    tick 0 1 2 3 4
+        stage 0          0 1 2
+        stage 1            0 1 2
+        stage 2              0 1 2
+
+    >>> list(clock_cycles(2, 2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(1, 1)]]
+    """
+    for tick in range(m + n - 1):
+        yield [(tick - j, j) for j in range(max(tick - m + 1, 0), min(tick + 1, n))]
+
+
+class Progress:
+    """How far each stage is, and what may run next."""
+
+    def __init__(self, m: int, n: int) -> None:
+        self.m, self.n = m, n
+        self.submitted, self.done = [0] * n, [0] * n
+        self.failures: list[Done] = []
+        self.stop = False
+
+    def note(self, result: Done) -> bool:
+        """Count a task that ended; whether its output is still wanted."""
+        self.done[result.task.stage] += 1
+        if isinstance(result.result, BaseException):
+            self.failures.append(result)
+        return not self.failures and not self.stop
+
+    def possible(self) -> Iterator[tuple[int, int]]:
+        """The tasks that can start now; none after a failure."""
+        for j in range(self.n):
+            i = self.submitted[j]
+            if self.failures or self.stop or i == self.m or self.done[j] < i:
+                continue
+            # A stage is at most one micro-batch ahead of the next, so that outputs do not pile up.
+            crowded = j < self.n - 1 and i >= 2 and self.done[j + 1] < i - 1
+            if crowded or (j > 0 and self.done[j - 1] <= i):
+                continue
+            yield i, j
+
+    @property
+    def over(self) -> bool:
+        """Whether everything is done or, after a failure, what was under way has ended."""
+        return self.done[-1] == self.m or bool(self.failures and self.submitted == self.done)
+
+    @property
+    def first_failure(self) -> Done:
+        """The failure that would have come first, had the stages kept step."""
+        return min(self.failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
+
+
+class Pipeline:
+    """Runs micro-batches through stages; afterwards `batches` holds the outputs.
+
+    >>> batches = [Batch(torch.zeros(1)), Batch(torch.ones(1))]
+    >>> stages = [nn.Sequential(nn.Identity()), nn.Sequential(nn.Identity())]
+    >>> Pipeline(batches, stages).run()
+    >>> [batch.tensor.item() for batch in batches]
+    [0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        batches: list[Batch],
+        partitions: Iterable[nn.Sequential],
+        devices: list[torch.device] | None = None,
+        copy_streams: list[list[AbstractStream]] | None = None,
+        skip_layout: SkipLayout | None = None,
+        checkpoint_stop: int = 0,
+        habits: list[Habits] | None = None,
+        concurrent_backward: bool | None = None,
+    ) -> None:
+        self.batches = batches
+        self.partitions = list(partitions)
+        count = len(self.partitions)
+        self.devices = devices or [torch.device("cpu")] * count
+        self.copy_streams = copy_streams or [[new_stream(d) for _ in batches] for d in self.devices]
+        self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
+        self.checkpoint_stop = checkpoint_stop
+        self.concurrent_backward = checkpoint_stop > 0 if concurrent_backward is None else concurrent_backward
+        self.habits = habits or [Habits() for _ in range(count)]
+
+    def run(self) -> None:
+        """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
+        m, n = len(self.batches), len(self.partitions)
+        self._state = ThreadState.capture()
+        self._streams = [current_stream(device) for device in self.devices]
+        self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
+        self._shared = shared_generators(self.devices)
+        self._checkpoints: dict[int, Checkpointing] = {}
+        self._crew: Crew | None = None
+        self._gate: Tensor | None = None
+        self._phonies: dict[int, Tensor] = {}
+        if m == 1 or n == 1:  # nothing can run at the same time
+            self._run_alone()
+        else:
+            self._run_workers()
+
+    def _run_alone(self) -> None:
+        """Everything on the calling thread, tick by tick."""
+        m, n = len(self.batches), len(self.partitions)
+        for schedule in clock_cycles(m, n):
+            for i, j in schedule:
+                self._finish(run_task(self._task(i, j, None)))
+
+    def _run_workers(self) -> None:
+        """One thread a stage; tasks are handed out as they become possible."""
+        m, n = len(self.batches), len(self.partitions)
+        seeds = Seeds()
+        if self.concurrent_backward and self._state.grad and all(d.type == "cpu" for d in self.devices):
+            self._crew = Crew(n)
+            self._gate = pass_gate(self._crew, self.batches)
+        progress = Progress(m, n)
+        inbox: SimpleQueue[Done | None] = SimpleQueue()
+        lock = threading.Lock()
+
+        def advance(result: Done | None = None) -> None:
+            """Take over what a task gave, and hand out the tasks this makes possible."""
+            with lock, self._state.enter():
+                try:
+                    if result is not None and progress.note(result):
+                        self._finish(result)
+                    for i, j in progress.possible():
+                        queues[j].put(self._task(i, j, seeds))
+                        progress.submitted[j] += 1
+                except BaseException as error:
+                    progress.failures.append(Done(Task(m, n, _nothing), error))
+            if progress.over:
+                inbox.put(None)
+
+        # On the CPU a worker goes on by itself. CUDA streams are a thread's own: there the caller does it.
+        alone = all(device.type != "cuda" for device in self.devices)
+        report = advance if alone else inbox.put
+        with shared_cores(self.devices) as prepare, spawn_workers(n, report, prepare) as queues:
+            try:
+                advance()
+                while not progress.over:
+                    result = inbox.get()
+                    if result is not None:
+                        advance(result)
+            finally:
+                progress.stop = True  # an interrupt of the caller: tasks under way are the last
+        if progress.failures:
+            raise cast(BaseException, progress.first_failure.result)
+        if not seeds.finish():
+            # Somebody drew from the default generator unwatched: a stage with a new habit, or other code.
+            for habits in self.habits:
+                habits.forget()
+            if self.checkpoint_stop:
+                warnings.warn(
+                    "random numbers were drawn from torch's default generator while the pipeline ran; "
+                    "if a stage drew them, but not on its first micro-batch, its recomputation may differ",
+                    stacklevel=4,
+                )
+
+    def _task(self, i: int, j: int, seeds: Seeds | None) -> Task:
+        """The task of a stage on a micro-batch, its input fetched and ordered."""
+        self._fence(i, j)
+        batch, device, stream = self.batches[i], self.devices[j], self._streams[j]
+        checkpointed = i < self.checkpoint_stop and self._state.grad
+        lane = None if self._crew is None else Lane(self._crew, i, j)
+        gate = self._gate if j == 0 else None
+        run = StageRun(
+            self.partitions[j], device, self.habits[j], self._skip_trackers[i], (i, j), seeds, self._shared
+        )
+
+        def compute() -> Batch:
+            with self._state.enter(), use_device(device), use_stream(stream):
+                if self._crosses(j - 1, j):
+                    batch[:] = Wait.apply(self.copy_streams[j][i], stream, *batch)  # type: ignore[no-untyped-call]
+                output, checkpoint = run.compute(batch, checkpointed=checkpointed, lane=lane, phony=gate)
+            if checkpoint is not None:
+                self._checkpoints[i] = checkpoint
+            return output
+
+        return Task(i, j, compute)
+
+    def _fence(self, i: int, j: int) -> None:
+        """Bring a micro-batch and its skips to a stage, ordered after the micro-batch before it.
+
+        In the backward pass the order is reversed: the micro-batch before it waits for this one.
+        """
+        batch = self.batches[i]
+        position = batch.carrier
+        if j in self._phonies and position is not None:
+            batch[position] = join(batch[position], self._phonies.pop(j))
+        for source, ns, name in self.skip_layout.copy_policy(j):
+            if self._crosses(source, j):
+                streams = self.copy_streams[source][i], self.copy_streams[j][i]
+                self._skip_trackers[i].copy(batch, *streams, ns, name)
+        if self._crosses(j - 1, j):
+            streams = self.copy_streams[j - 1][i], self.copy_streams[j][i]
+            batch[:] = Copy.apply(*streams, *batch)  # type: ignore[no-untyped-call]
+
+    def _finish(self, result: Done) -> None:
+        """Take a task's output over, or raise what it raised."""
+        if isinstance(result.result, BaseException):
+            raise result.result
+        i, j, batch = result.task.micro_batch, result.task.stage, result.result
+        if j + 1 < len(self.partitions) and self._leaves(j):
+            streams = self._streams[j], self.copy_streams[j][i]
+            batch[:] = Wait.apply(*streams, *batch)  # type: ignore[no-untyped-call]
+        checkpoint = self._checkpoints.pop(i, None)
+        if checkpoint is not None:
+            with use_device(self.devices[j]):
+                checkpoint.recompute(batch)
+        position = batch.carrier
+        if i + 1 < len(self.batches) and position is not None:
+            batch[position], self._phonies[j] = fork(batch[position])
+        self.batches[i] = batch
+
+    def _crosses(self, source: int, target: int) -> bool:
+        """Whether there is a border between devices; the first stage's input is where it should be."""
+        return source >= 0 and self.devices[source] != self.devices[target]
+
+    def _leaves(self, source: int) -> bool:
+        """Whether anything of a stage goes to another device: its output, or a skip."""
+        routes = self.skip_layout.by_ns_name.values()
+        return self._crosses(source, source + 1) or any(
+            a == source and self._crosses(a, b) for a, b in routes
+        )
+
+
+def _nothing() -> Batch:
+    raise AssertionError("the place of a task that could not be made")
+
+
+def shared_generators(devices: list[torch.device]) -> frozenset[torch.device]:
+    """The devices whose generator several stages may draw from; from the CPU's all of them may."""
+    repeated = (d for d in devices if d.type == "cuda" and devices.count(d) > 1)
+    return frozenset([torch.device("cpu"), *repeated])

@@ -1,0 +1,124 @@
+"""A portal takes a skip tensor from its source stage to its destination, past the stages between.
+
+The tensor leaves the autograd graph at the source (blue), crosses devices (copy), and enters it again
+at the destination (orange). Phonies joined into the micro-batch keep the backward pass in this order:
+orange puts the gradient into the portal, copy carries it back, blue hands it on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from intarsia.pipeline.gpipe.copy import copy_tensors
+from intarsia.pipeline.gpipe.phony import get_phony
+from intarsia.pipeline.gpipe.stream import AbstractStream, get_device
+
+
+class Portal:
+    """Holds a tensor for as many uses as its life counts, and its gradient on the way back."""
+
+    def __init__(self, tensor: Any, tensor_life: int) -> None:
+        self.put_tensor(tensor, tensor_life)
+        self.grad: Tensor | None = None
+
+    def blue(self) -> Tensor:
+        """Take the tensor out of the graph; the phony ties its backward to the micro-batch."""
+        tensor = self.use_tensor()
+        if not isinstance(tensor, Tensor):  # a skip may be None
+            return get_phony(torch.device("cpu"), requires_grad=False)
+        phony: Tensor = PortalBlue.apply(self, tensor)  # type: ignore[no-untyped-call]
+        return phony
+
+    def orange(self, phony: Tensor) -> Any:
+        """The tensor, back in the graph by the phony."""
+        self.check_tensor_life()
+        if not isinstance(self.tensor, Tensor):
+            return self.use_tensor()
+        return PortalOrange.apply(self, phony)  # type: ignore[no-untyped-call]
+
+    def copy(self, source: AbstractStream, target: AbstractStream, phony: Tensor) -> Tensor:
+        """Move the tensor to another device, and later its gradient back."""
+        if not isinstance(self.tensor, Tensor):
+            return get_phony(get_device(target), requires_grad=False)
+        copied: Tensor = PortalCopy.apply(self, source, target, phony)  # type: ignore[no-untyped-call]
+        return copied
+
+    def check_tensor_life(self) -> None:
+        """Refuse a tensor that has been used as often as it was put in for."""
+        if self.tensor_life <= 0:
+            raise RuntimeError("the skip tensor in the portal has been used up")
+
+    def put_tensor(self, tensor: Any, tensor_life: int) -> None:
+        """Put a tensor in, for so many uses."""
+        self.tensor_life = tensor_life
+        self.tensor = tensor if tensor_life > 0 else None
+
+    def use_tensor(self) -> Any:
+        """The tensor; the last use lets go of it."""
+        self.check_tensor_life()
+        tensor = self.tensor
+        self.tensor_life -= 1
+        if self.tensor_life <= 0:
+            self.tensor = None
+        return tensor
+
+    def put_grad(self, grad: Tensor | None) -> None:
+        """Put the gradient in."""
+        self.grad = grad
+
+    def use_grad(self) -> Tensor | None:
+        """The gradient, once; None if the destination's answer did not depend on the skip."""
+        grad, self.grad = self.grad, None
+        return grad
+
+
+class PortalBlue(torch.autograd.Function):
+    """Forward: the tensor leaves the graph. Backward: the gradient comes out of the portal."""
+
+    @staticmethod
+    def forward(ctx: Any, portal: Portal, tensor: Tensor) -> Tensor:
+        ctx.portal = portal
+        ctx.set_materialize_grads(False)
+        if portal.tensor is not None:  # more uses are to come, and they must not keep the graph alive
+            portal.tensor = tensor.detach()
+        return get_phony(tensor.device, requires_grad=False).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None]:
+        return None, ctx.portal.use_grad()
+
+
+class PortalOrange(torch.autograd.Function):
+    """Forward: the tensor enters the graph again. Backward: the gradient goes into the portal."""
+
+    @staticmethod
+    def forward(ctx: Any, portal: Portal, phony: Tensor) -> Tensor:
+        ctx.portal = portal
+        ctx.set_materialize_grads(False)
+        tensor: Tensor = portal.use_tensor()
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        ctx.portal.put_grad(grads[0])
+        return None, None
+
+
+class PortalCopy(torch.autograd.Function):
+    """Forward: the tensor in the portal changes device. Backward: the gradient in it does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, portal: Portal, source: AbstractStream, target: AbstractStream, phony: Tensor
+    ) -> Tensor:
+        ctx.portal, ctx.source, ctx.target = portal, source, target
+        (portal.tensor,) = copy_tensors(source, target, (portal.tensor,))
+        return get_phony(get_device(target), requires_grad=False).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        (ctx.portal.grad,) = copy_tensors(ctx.target, ctx.source, (ctx.portal.grad,))
+        return None, None, None, None

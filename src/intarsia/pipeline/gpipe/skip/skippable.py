@@ -1,0 +1,194 @@
+"""Modules that stash tensors for later layers, and pop what earlier layers stashed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.skip.namespace import Namespace
+from intarsia.pipeline.gpipe.skip.tracker import current_skip_tracker
+
+
+@dataclass(frozen=True, slots=True)
+class stash:
+    """Yielded by a skippable module's `forward` to put a tensor (or None) away under a name."""
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class pop:
+    """Yielded by a skippable module's `forward` to get the tensor that was put away under a name."""
+
+    name: str
+
+
+class Skippable(nn.Module):
+    """The base of what `@skippable` makes: it runs the module's `forward` and answers its yields."""
+
+    module_cls: ClassVar[type[nn.Module]]
+    stashable_names: ClassVar[frozenset[str]] = frozenset()
+    poppable_names: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.module = self.module_cls(*args, **kwargs)
+        self.namespaces: dict[str, Namespace | None] = {}
+
+    def __repr__(self) -> str:
+        return f"@skippable({self.module})"
+
+    def namespaced(self, name: str) -> tuple[Namespace | None, str]:
+        """The name within its namespace."""
+        return self.namespaces.get(name), name
+
+    def stashable(self) -> Iterator[tuple[Namespace | None, str]]:
+        """What the module declares to stash."""
+        return (self.namespaced(name) for name in sorted(self.stashable_names))
+
+    def poppable(self) -> Iterator[tuple[Namespace | None, str]]:
+        """What the module declares to pop."""
+        return (self.namespaced(name) for name in sorted(self.poppable_names))
+
+    def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> Skippable:
+        """Put the module's names (or only some) into a namespace, and return the module.
+
+        A stash and a pop meet only within one namespace, so a block with a skip can be used twice.
+        """
+        names = self.stashable_names | self.poppable_names
+        chosen = names if only is None else set(only)
+        unknown = sorted(chosen - names)
+        if unknown:
+            raise ValueError(f"{unknown} are no skips of {self.module_cls.__name__}")
+        for name in sorted(chosen):
+            self.namespaces[name] = ns
+        return self
+
+    def forward(self, input: Any) -> Any:
+        tracker = current_skip_tracker()
+        batch = Batch(input)
+        popped: dict[str, Any] = {}
+        for ns, name in self.poppable():
+            try:
+                popped[name] = tracker.load(batch, ns, name)
+            except KeyError:
+                raise RuntimeError(f"{name!r} was to be popped but nobody stashed it") from None
+        stashed: dict[str, Any] = {}
+
+        def handle_stash(name: str, tensor: Any) -> None:
+            if name not in self.stashable_names:
+                raise RuntimeError(f"{name!r} was stashed without being declared by @skippable(stash=...)")
+            stashed[name] = tensor
+
+        def handle_pop(name: str) -> Any:
+            if name not in self.poppable_names:
+                raise RuntimeError(f"{name!r} was popped without being declared by @skippable(pop=...)")
+            if name not in popped:
+                raise RuntimeError(f"{name!r} was popped twice")
+            return popped.pop(name)
+
+        output = self.dispatch(batch.value, handle_stash, handle_pop)
+        missing = sorted(self.stashable_names - stashed.keys())
+        if missing:
+            raise RuntimeError(f"{missing} were declared to be stashed and were not")
+        if popped:
+            raise RuntimeError(f"{sorted(popped)} were declared to be popped and were not")
+        batch = Batch(output)
+        for ns, name in self.stashable():
+            tracker.save(batch, ns, name, stashed[name])
+        return batch.value
+
+    def dispatch(
+        self, input: Any, handle_stash: Callable[[str, Any], None], handle_pop: Callable[[str], Any]
+    ) -> Any:
+        """Run the module and answer what it yields."""
+        steps = self.module(input)
+        if not isinstance(steps, Generator):
+            return steps  # it neither stashed nor popped
+        answer: Any = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            if isinstance(step, stash):
+                handle_stash(step.name, step.tensor)
+                answer = None
+            elif isinstance(step, pop):
+                answer = handle_pop(step.name)
+            else:
+                raise TypeError(f"{step!r} was yielded; a skippable module yields stash(...) or pop(...)")
+
+
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Declare which skips a module stashes and pops; its `forward` is then a generator.
+
+    >>> @skippable(stash=["early"])
+    ... class Early(nn.Module):
+    ...     def forward(self, x):
+    ...         yield stash("early", x)
+    ...         return x * 2
+    >>> @skippable(pop=["early"])
+    ... class Late(nn.Module):
+    ...     def forward(self, x):
+    ...         early = yield pop("early")
+    ...         return x + early
+    >>> import torch
+    >>> nn.Sequential(Early(), Late())(torch.tensor([1.0]))
+    tensor([3.])
+    """
+    names = {"stashable_names": frozenset(stash), "poppable_names": frozenset(pop)}
+
+    def wrap(module_cls: type[nn.Module]) -> type[Skippable]:
+        return type(
+            module_cls.__name__,
+            (Skippable,),
+            {
+                "module_cls": module_cls,
+                "__doc__": module_cls.__doc__,
+                "__module__": module_cls.__module__,
+                "__qualname__": module_cls.__qualname__,
+                **names,
+            },
+        )
+
+    return wrap
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Refuse, by TypeError, a module whose stashes and pops do not pair up; every fault is listed."""
+    stashed: dict[tuple[Namespace | None, str], str] = {}
+    popped: dict[tuple[Namespace | None, str], str] = {}
+    faults: list[str] = []
+    for where, layer in module.named_modules():
+        if not isinstance(layer, Skippable):
+            continue
+        poppable = list(layer.poppable())
+        for key in layer.stashable():
+            if key in poppable:
+                faults.append(f"{where!r} declares {key[1]!r} both to be stashed and to be popped")
+            elif key in stashed:
+                faults.append(
+                    f"{where!r} stashes {key[1]!r} again, after {stashed[key]!r}; isolate() one of them"
+                )
+            stashed.setdefault(key, where)
+        for key in poppable:
+            if key in popped:
+                faults.append(
+                    f"{where!r} pops {key[1]!r} again, after {popped[key]!r}; isolate() one of them"
+                )
+            elif key not in stashed:
+                faults.append(f"{where!r} pops {key[1]!r}, which no layer before it stashes")
+            popped.setdefault(key, where)
+    for key, where in stashed.items():
+        if key not in popped:
+            faults.append(f"{where!r} stashes {key[1]!r}, which no layer after it pops")
+    if faults:
+        raise TypeError("skip connections do not pair up:" + "".join(f"\n * {fault}" for fault in faults))

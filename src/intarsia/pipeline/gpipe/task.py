@@ -1,0 +1,119 @@
+"""One stage on one micro-batch: computed once or, under checkpointing, once more for the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from intarsia.pipeline.gpipe.backward_threads import Lane
+from intarsia.pipeline.gpipe.checkpoint import Checkpointing
+from intarsia.pipeline.gpipe.first_run import BufferSnapshot, Habits, owned_buffers, versions
+from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.pipeline.gpipe.rng import Seeds, States, TaskRandom, noted_draws
+from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
+
+
+class StageRun:
+    """Runs a stage on a micro-batch, learns its habits, and can make the run happen again exactly."""
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        device: torch.device,
+        habits: Habits,
+        skip_tracker: SkipTracker,
+        place: tuple[int, int],
+        seeds: Seeds | None,
+        shared: frozenset[torch.device],
+    ) -> None:
+        self.stage = stage
+        self.device = device
+        self.habits = habits
+        self.skip_tracker = skip_tracker
+        self.place = place
+        self.seeds = seeds  # None where no other stage runs at the same time
+        self.shared = shared
+        self.learning = not habits.known(stage) or (seeds is not None and habits.random is None)
+        self.mutates_input = self.learning or habits.mutates_input
+        self.random = self.learning or bool(habits.random)
+        self.mutated = False
+        self.buffers = BufferSnapshot([], [])
+        self.drawn: States = {}
+
+    def compute(
+        self, batch: Batch, *, checkpointed: bool, lane: Lane | None = None, phony: Tensor | None = None
+    ) -> tuple[Batch, Checkpointing | None]:
+        """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
+        if checkpointed:
+            checkpoint = Checkpointing(self, batch, self, lane, phony)
+            return _checked(checkpoint.checkpoint()), checkpoint
+        if lane is not None:
+            return _checked(Checkpointing(self, batch, self, lane, phony).keep()), None
+        with self.record(again=False):
+            return _checked(batch.call(self)), None
+
+    def __call__(self, value: Any) -> Any:
+        """The stage, on an input that is safe from it."""
+        batch = Batch(value)
+        if self.mutates_input:
+            batch[:] = tuple(x.clone() for x in batch)
+        before = versions(batch)
+        try:
+            with use_skip_tracker(self.skip_tracker):
+                output = self.stage(batch.value)
+            self.mutated = versions(batch) != before
+            if self.mutated and not self.mutates_input:
+                raise RuntimeError("the stage changed its input in place, but not on its first micro-batch")
+        except BaseException:
+            self.habits.forget()  # it may have a new habit; the next mini-batch is watched again
+            raise
+        return output
+
+    @contextmanager
+    def record(self, *, again: bool = True) -> Iterator[None]:
+        """Around the first run: note what a second one needs, and learn the stage's habits."""
+        if self.learning:
+            self.buffers = BufferSnapshot.take(owned_buffers(self.stage))
+        elif again:
+            self.buffers = BufferSnapshot.take(self.habits.buffers)
+        # Alone it draws from the default generators; beside others, only from that of a device of its own.
+        own = {torch.device("cpu"), self.device} if self.seeds is None else {self.device} - self.shared
+        mode = self._random_mode()
+        with noted_draws(own if again else (), self.drawn), mode or nullcontext():
+            yield
+        drew = mode is not None and not self.shared.isdisjoint(mode.drew)
+        if drew and self.seeds is not None:
+            self.seeds.used = True
+        if self.learning:
+            self.buffers = self.buffers.changed()
+            # Without other stages beside it nobody watched what it drew.
+            random = None if mode is None else drew
+            self.habits.learn(self.stage, self.mutated, random, self.buffers.owners)
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Around the second run: buffers and random numbers are those of the first."""
+        with self.buffers.replayed(), self._random_mode(self.drawn) or nullcontext():
+            try:
+                yield
+            except BaseException as error:
+                i, j = self.place
+                error.add_note(
+                    f"in stage {j} of the pipeline, computing micro-batch {i} again for the gradient"
+                )
+                raise
+
+    def _random_mode(self, states: States | None = None) -> TaskRandom | None:
+        if self.seeds is not None and self.random:
+            return TaskRandom(self.seeds.seed(*self.place), self.shared, states)
+        return TaskRandom(states=states) if states else None
+
+
+def _checked(output: Batch) -> Batch:
+    if len(output) == 0:
+        raise TypeError(f"a stage must return tensors, got {output.value!r}")
+    return output

@@ -1,0 +1,1 @@
+"""Schedules: made, played through with known costs, chosen among, drawn."""

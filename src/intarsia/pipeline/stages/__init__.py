@@ -1,0 +1,1 @@
+"""Cutting any model into balanced stages."""

@@ -1,0 +1,45 @@
+"""Stages given to the engines: an inference pipeline of compiled parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.stages.stages import Stages
+
+
+class CompiledStage(nn.Module):
+    """A stage run by engines; its values keep their order, and always come as a tuple."""
+
+    def __init__(self, program: nn.Module) -> None:
+        super().__init__()
+        self.program = program
+        self.training = False
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """The next border's values."""
+        answer = self.program(*values)
+        return tuple(answer) if isinstance(answer, tuple | list) else (answer,)
+
+
+def compile_stages(
+    stages: Stages, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> Stages:
+    """Compile every stage with the values that reach it from an example call."""
+    from intarsia.compile import compile as compile_module
+
+    values: Sequence[Any] = stages.signature.flatten(args, kwargs)
+    stages.signature.lengths(values)
+    parts: list[nn.Module] = []
+    for i, stage in enumerate(stages):
+        if not all(isinstance(v, torch.Tensor) for v in values):
+            raise PartitionError(f"stage {i} takes a number from an earlier stage; engines take tensors only")
+        with torch.no_grad():
+            following = stage(*values)
+        parts.append(CompiledStage(compile_module(stage, tuple(values), **options)))
+        values = following
+    return Stages(parts, stages.signature, stages.report, ())

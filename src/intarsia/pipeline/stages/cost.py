@@ -1,0 +1,278 @@
+"""What each node of a graph costs: measured seconds forward and backward, and bytes kept for backward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from intarsia.pipeline.stages.flow import Flow
+from intarsia.pipeline.stages.signature import tensor_spec
+from intarsia.pipeline.stages.trace import Trace
+
+_PASSES = 2  # over the graph, each node timed in both
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds for the forward pass, for the gradient of the inputs and of the weights; bytes kept and owned.
+
+    >>> Cost(1.0, 2.0, 1.0) + Cost(0.5, 0.0, 0.0, saved=8)
+    Cost(forward=1.5, backward_input=2.0, backward_weight=1.0, saved=8, weights=0)
+    """
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    saved: int = 0  # bytes one micro-batch keeps from its forward to its backward pass
+    weights: int = 0  # bytes of parameters and buffers
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.saved + other.saved,
+            self.weights + other.weights,
+        )
+
+    @property
+    def backward(self) -> float:
+        """Seconds for the whole backward pass."""
+        return self.backward_input + self.backward_weight
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for both passes."""
+        return self.forward + self.backward
+
+
+def total(costs: Sequence[Cost]) -> Cost:
+    """The sum of costs."""
+    return sum(costs, Cost())
+
+
+def profile(
+    flow: Flow,
+    tensors: Sequence[torch.Tensor],
+    *,
+    repeats: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Cost]:
+    """Measure every node at the given inputs; of equal nodes one in each pass.
+
+    Each node runs alone, once to warm up and then `repeats` times, forward and backward; the least time
+    counts, of two passes over the graph: what disturbs the machine for a moment meets a node only once.
+    The model's buffers and the random state are as before when it returns.
+    """
+    runner = _Profiler(flow.trace, repeats, _PASSES * len(flow.nodes), progress)
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(_PASSES):
+            runner.known.clear()
+            runner.run(*_placeholders(flow.trace, tensors))
+    saved, weights = saved_bytes(flow), weight_bytes(flow)
+    none = Cost()
+    return [
+        Cost(c.forward, c.backward_input, c.backward_weight, saved[i], weights[i])
+        for i, c in enumerate(runner.costs.get(n, none) for n in flow.nodes)
+    ]
+
+
+def saved_bytes(flow: Flow) -> list[int]:
+    """The bytes each node makes autograd keep, read from the graph alone: nothing is allocated.
+
+    A tensor that two nodes keep is counted where it is first kept; parameters are not counted.
+    """
+    trace = flow.trace
+    runner = _Saver(trace)
+    # Fake tensors of the example's own lengths: the capture's open lengths must not be narrowed by this run.
+    with FakeTensorMode() as mode, torch.enable_grad():
+        runner.run(*_fakes(trace, mode))
+    return [runner.kept.get(n, 0) for n in flow.nodes]
+
+
+def weight_bytes(flow: Flow) -> list[int]:
+    """The bytes of the states each node is the first to read."""
+    out, seen = [0] * len(flow.nodes), set()
+    for i, node in enumerate(flow.nodes):
+        for value in node.all_input_nodes:
+            state = flow.trace.states.get(value)
+            if state is not None and id(state) not in seen:
+                seen.add(id(state))
+                out[i] += state.bytes
+    return out
+
+
+class _Profiler(fx.Interpreter):
+    """Runs the graph node by node on real tensors and times each."""
+
+    def __init__(
+        self, trace: Trace, repeats: int, count: int, progress: Callable[[int, int], None] | None
+    ) -> None:
+        super().__init__(trace.module, graph=trace.graph)
+        self.repeats, self.count, self.progress = repeats, count, progress
+        self.costs: dict[fx.Node, Cost] = {}
+        self.known: dict[Any, Cost] = {}
+        self.done = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        key = _key(n, args, kwargs)
+        cost = self.known.get(key) if key is not None else None
+        if cost is None:
+            cost = _measure(n.target, args, kwargs, self.repeats)  # type: ignore[arg-type]
+            if key is not None:
+                self.known[key] = cost
+        self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.count)
+        grows = any(
+            isinstance(v, torch.Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs))
+        )
+        with torch.no_grad():
+            value = n.target(*args, **kwargs)  # type: ignore[operator]
+        return pytree.tree_map_only(
+            torch.Tensor, lambda v: v.detach().requires_grad_(grows and v.is_floating_point()), value
+        )
+
+
+def _least(a: Cost, b: Cost) -> Cost:
+    return Cost(
+        min(a.forward, b.forward),
+        min(a.backward_input, b.backward_input),
+        min(a.backward_weight, b.backward_weight),
+    )
+
+
+def _measure(target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    grown = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    weights = {i for i in grown if isinstance(leaves[i], torch.nn.Parameter)}
+    forward, inputs, whole = [], [], []
+    for _ in range(repeats + 1):
+        # Copies, so that a node that works in place finds the same values each time.
+        fresh = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in leaves]
+        for i in grown:
+            fresh[i].requires_grad_(isinstance(leaves[i], torch.nn.Parameter) or leaves[i].requires_grad)
+        wanted = [i for i in grown if fresh[i].requires_grad]
+        # A leaf may not be changed in place; what autograd sees is one step behind it.
+        seen = [v.clone() if i in wanted and i not in weights else v for i, v in enumerate(fresh)]
+        again, options = pytree.tree_unflatten(seen, spec)
+        begin = _now(fresh)
+        with torch.enable_grad():
+            value = target(*again, **options)
+        forward.append(_now(fresh) - begin)
+        roots = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
+        if roots and wanted:
+            grads = [torch.ones_like(r) for r in roots]
+            inputs.append(_time_grad(roots, [fresh[i] for i in wanted if i not in weights], grads))
+            whole.append(_time_grad(roots, [fresh[i] for i in wanted], grads))
+    through = min(inputs[1:], default=0.0)
+    return Cost(min(forward[1:]), through, max(0.0, min(whole[1:], default=0.0) - through))
+
+
+def _time_grad(roots: list[torch.Tensor], leaves: list[torch.Tensor], grads: list[torch.Tensor]) -> float:
+    if not leaves:
+        return 0.0
+    begin = _now(leaves)
+    torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
+    return _now(leaves) - begin
+
+
+def _now(values: Sequence[Any]) -> float:
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            torch.cuda.synchronize(value.device)
+            break
+    return time.perf_counter()
+
+
+class _Saver(fx.Interpreter):
+    """Runs the graph on fake tensors and notes what autograd keeps at each node."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.module, graph=trace.graph)
+        self.trace = trace
+        self.kept: dict[fx.Node, int] = {}
+        self.seen: set[Any] = set()
+        self.held: list[torch.Tensor] = []
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        # Weights are there anyway: keeping one costs nothing.
+        holders = [n for n in self.trace.graph.nodes if n.op == "placeholder"]
+        given = list(args)
+        for i, (node, value) in enumerate(zip(holders, args, strict=True)):
+            if node in self.trace.states:
+                given[i] = value.detach().requires_grad_(self.trace.states[node].tensor.requires_grad)
+                self.seen.add(_storage(given[i]))
+        return super().run(*given, **options)
+
+    def run_node(self, n: fx.Node) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            key = _storage(tensor)
+            if key not in self.seen:
+                self.seen.add(key)
+                self.held.append(tensor)  # alive, so that its storage is not mistaken for another
+                self.kept[n] = self.kept.get(n, 0) + tensor.numel() * tensor.element_size()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda t: t):
+            return super().run_node(n)
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
+
+
+def _fakes(trace: Trace, mode: FakeTensorMode) -> list[Any]:
+    out: list[Any] = []
+    for node in trace.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        value = node.meta.get("val")
+        if node in trace.states:
+            out.append(mode.from_tensor(trace.states[node].tensor, static_shapes=True))
+        elif isinstance(value, torch.Tensor):
+            sizes = tensor_spec(node.name, value).sizes(trace.signature.example)
+            out.append(torch.empty(sizes, dtype=value.dtype, device=value.device))
+        else:
+            out.append(value)
+    return out
+
+
+def _key(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    parts = tuple(
+        (tuple(v.shape), v.dtype, v.stride(), isinstance(v, torch.nn.Parameter), v.requires_grad)
+        if isinstance(v, torch.Tensor)
+        else repr(v)
+        for v in leaves
+    )
+    return node.target, spec, parts
+
+
+def _placeholders(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    inputs = dict(zip(trace.inputs, tensors, strict=True))
+    out: list[Any] = []
+    for node in trace.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if node in trace.states:
+            tensor = trace.states[node].tensor
+            out.append(tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone())
+        else:
+            out.append(inputs.get(node))
+    return out

@@ -1,0 +1,198 @@
+"""A model cut into stages, which still runs, trains, saves and loads as the model did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.stages.cost import Cost
+from intarsia.pipeline.stages.signature import Signature, TensorSpec
+from intarsia.pipeline.stages.tied import Tied, find_tied
+
+if TYPE_CHECKING:
+    from intarsia.pipeline.distributed.pipeline import DistributedPipeline
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """How a model was cut: by which way, with what cost in each stage, and what crosses each border."""
+
+    way: str  # "graph" or "modules"
+    reason: str  # why not by the graph; empty when by the graph
+    by: str
+    costs: tuple[Cost, ...]
+    borders: tuple[tuple[TensorSpec | str, ...], ...]
+    crossing: tuple[int, ...]
+    tied: tuple[Tied, ...]
+
+    @property
+    def balance(self) -> float:
+        """The mean load over the heaviest: 1.0 is perfect."""
+        loads = [c.seconds if self.by == "time" else float(c.saved + c.weights) for c in self.costs]
+        return sum(loads) / len(loads) / max(loads) if max(loads) > 0 else 1.0
+
+    def __str__(self) -> str:
+        lines = [f"cut by the {self.way}, balanced by {self.by} to {self.balance:.0%}"]
+        if self.reason:
+            lines.append(f"  not by the graph: {self.reason}")
+        for i, cost in enumerate(self.costs):
+            lines.append(
+                f"  stage {i}: forward {cost.forward * 1e3:.2f} ms, backward {cost.backward * 1e3:.2f} ms,"
+                f" weights {_size(cost.weights)}, kept for backward {_size(cost.saved)}"
+            )
+            if i < len(self.borders):
+                lines.append(f"    | {', '.join(map(str, self.borders[i]))} ({_size(self.crossing[i])})")
+        lines += [f"  tied: {tie}" for tie in self.tied]
+        return "\n".join(lines)
+
+
+class Stages(nn.Module):
+    """The stages of one model, in order; calling it runs them one after the other.
+
+    `state_dict`, `load_state_dict`, `named_parameters` and `named_buffers` speak the plain model's names,
+    however the model was cut, and the parameters are the plain model's own objects.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        signature: Signature,
+        report: SplitReport,
+        keys: Sequence[str],
+    ) -> None:
+        super().__init__()
+        for i, stage in enumerate(stages):
+            self.add_module(str(i), stage)
+        self.signature = signature
+        self.report = report
+        self.keys = tuple(keys)
+        self.training = stages[0].training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's answer."""
+        values: Sequence[Any] = self.signature.flatten(args, kwargs)
+        self.signature.lengths(values)
+        for stage in self:
+            values = stage(*values)
+        return self.signature.unflatten(values)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.children_in_order())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.children_in_order()[index]
+
+    def children_in_order(self) -> list[nn.Module]:
+        """The stages as a list (a stage of one module object may appear twice)."""
+        return [m for m in self._modules.values() if m is not None]
+
+    @property
+    def tied(self) -> tuple[Tied, ...]:
+        """The parameters that more than one stage holds."""
+        return find_tied(self.children_in_order())
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under the plain model's names."""
+        yield from self._named("named_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers under the plain model's names."""
+        yield from self._named("named_buffers", prefix, recurse, remove_duplicate)
+
+    def _named(
+        self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool
+    ) -> Iterator[tuple[str, Any]]:
+        if not recurse:
+            return
+        found: dict[str, Any] = {}
+        for stage in self:
+            for name, value in getattr(stage, kind)(remove_duplicate=False):
+                found.setdefault(name, value)
+        # In the plain model's order, by which an optimizer's state is saved.
+        place = {key: i for i, key in enumerate(self.keys)}
+        seen: set[int] = set()
+        for name in sorted(found, key=lambda n: place.get(n, len(place))):
+            if remove_duplicate and id(found[name]) in seen:
+                continue
+            seen.add(id(found[name]))
+            yield (f"{prefix}.{name}" if prefix else name), found[name]
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The plain model's `state_dict`, key for key, in its order."""
+        found: dict[str, Any] = {}
+        for stage in self:
+            for key, value in stage.state_dict(keep_vars=keep_vars).items():
+                found.setdefault(key, value)
+        answer = destination if destination is not None else {}
+        for key in [*(k for k in self.keys if k in found), *(k for k in found if k not in set(self.keys))]:
+            answer[prefix + key] = found[key]
+        return answer
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the plain model's `state_dict`, or that of any other cut of it."""
+        missing: list[str] = []
+        known: set[str] = set()
+        for stage in self:
+            keys = set(stage.state_dict())
+            known |= keys
+            part = {k: v for k, v in state_dict.items() if k in keys}
+            missing += stage.load_state_dict(part, strict=False, assign=assign).missing_keys
+        unexpected = [k for k in state_dict if k not in known]
+        missing = list(dict.fromkeys(missing))
+        if strict and (missing or unexpected):
+            raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unexpected}")
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def gpipe(self, chunks: int = 1, **options: Any) -> nn.Module:
+        """These stages in one process, a worker each, `chunks` micro-batches in flight.
+
+        The answer is a module called as the model is; `options` go to `GPipe` (`devices`, `checkpoint`, ...).
+        """
+        from intarsia.pipeline.stages.pipelined import Pipelined
+
+        return Pipelined(self, chunks, options)
+
+    def distributed(
+        self, schedule: str = "1F1B", n_microbatches: int = 8, **options: Any
+    ) -> DistributedPipeline:
+        """This process's part of the stages, run by `torch.distributed.pipelining` under `torchrun`."""
+        from intarsia.pipeline.distributed.pipeline import DistributedPipeline
+
+        return DistributedPipeline(self, schedule, n_microbatches, **options)
+
+    def compile(  # type: ignore[override]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> Stages:
+        """The same stages, each given to the engines by `intarsia.compile`, for inference.
+
+        `args` and `kwargs` are an example call; it is pushed through the stages to give each its own.
+        `options` go to `intarsia.compile` (`engines`, ...).
+        """
+        if self.training:
+            raise PartitionError("the stages were cut in training mode; split the model after model.eval()")
+        from intarsia.pipeline.stages.compiled import compile_stages
+
+        return compile_stages(self, args, kwargs, options)
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} B"

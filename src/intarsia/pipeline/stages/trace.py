@@ -1,0 +1,208 @@
+"""A model as one trainable graph, with its tensors named as the model names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import CaptureError
+from intarsia.pipeline.stages.signature import Fixed, Signature, TensorSpec, tensor_spec
+
+# Guards that hold device and dtype of the example: the signature's own check takes their place.
+_GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor of the model: all the names it has there (more than one where weights are tied)."""
+
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    persistent: bool
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def bytes(self) -> int:
+        """The memory it takes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The captured graph, its states by placeholder, and how it is called."""
+
+    graph: fx.Graph
+    module: fx.GraphModule  # holds the bodies of higher-order operators
+    states: Mapping[fx.Node, State]
+    inputs: tuple[fx.Node, ...]
+    signature: Signature
+    training: bool
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The computing nodes, in order."""
+        skip = {"placeholder", "output", "get_attr"}
+        return tuple(n for n in self.graph.nodes if n.op not in skip)
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values the model returns, in order of its tensor outputs."""
+        (values,) = next(iter(reversed(self.graph.nodes))).args
+        assert isinstance(values, tuple | list)
+        return tuple(v for v in values if isinstance(v, fx.Node))
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_batch: bool = True,
+) -> Trace:
+    """Capture `model` with the batch length left open where it can be.
+
+    >>> t = trace(nn.Linear(2, 3), (torch.randn(4, 2),))
+    >>> [n.name for n in t.nodes]
+    ['linear']
+    """
+    program = _export(model, tuple(args), dict(kwargs or {}), dynamic_batch)
+    _tidy(program.graph)
+    specs = program.graph_signature.input_specs
+    holders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    states: dict[fx.Node, State] = {}
+    inputs: list[fx.Node] = []
+    entries: list[TensorSpec | Fixed] = []
+    names = _names(model)
+    known: dict[int, State] = {}
+    for node, spec in zip(holders, specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            if isinstance(spec.arg, ConstantArgument) or not isinstance(node.meta["val"], torch.Tensor):
+                value = spec.arg.value if isinstance(spec.arg, ConstantArgument) else node.meta["val"]
+                if node.users:
+                    raise CaptureError(f"input {node.name} is no tensor and the graph computes with it")
+                entries.append(Fixed(node.name, value))
+                continue
+            inputs.append(node)
+            entries.append(tensor_spec(node.name, node.meta["val"]))
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            assert spec.target is not None
+            states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
+        else:
+            raise CaptureError(f"the model takes {spec.target!r}, a {spec.kind.name.lower()}, into its graph")
+    signature = _signature(program, entries, args, kwargs)
+    return Trace(program.graph, program.graph_module, states, tuple(inputs), signature, model.training)
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+) -> ExportedProgram:
+    shapes = _open_batch(model, args, kwargs) if dynamic_batch else None
+    # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
+    for dynamic in [shapes, None] if shapes else [None]:
+        try:
+            return export(model, args, kwargs, dynamic_shapes=dynamic)
+        except Exception as error:
+            reason = error
+    first = str(reason).strip().splitlines()
+    raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
+
+
+def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim]
+    if not tensors or tensors[0].shape[0] < 2:
+        return None  # a length of one is always taken as fixed
+    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in tensors:
+        if tensor.shape[0] == tensors[0].shape[0]:
+            shapes[tensor] = {0: Dim.AUTO}
+    return shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Drop guards, and put each `getitem` right behind what it reads, so that no cut falls between."""
+    for node in list(graph.nodes):
+        if node.target in _GUARDS:
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        items = [
+            u
+            for u in node.users
+            if u.op == "call_function" and getattr(u.target, "__name__", "") == "getitem"
+        ]
+        for item in reversed(items):
+            node.append(item)
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(value), []).append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found.setdefault(id(buffer), []).append(name)
+    return found
+
+
+def _state(
+    program: ExportedProgram,
+    names: dict[int, list[str]],
+    target: str,
+    persistent: bool,
+    known: dict[int, State],
+) -> State:
+    tensor = program.state_dict.get(target)
+    if tensor is None:
+        tensor = program.constants[target]
+    if not isinstance(tensor, torch.Tensor):
+        raise CaptureError(f"the graph reads {target!r}, which is a {type(tensor).__name__}")
+    # Tied weights are one state, under whichever of their names the graph reads them.
+    return known.setdefault(id(tensor), State(tensor, tuple(names.get(id(tensor), [target])), persistent))
+
+
+def _signature(
+    program: ExportedProgram,
+    entries: list[TensorSpec | Fixed],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> Signature:
+    (values,) = next(iter(reversed(program.graph.nodes))).args
+    outputs: list[TensorSpec | Fixed] = []
+    for i, value in enumerate(values):
+        if not isinstance(value, fx.Node):
+            outputs.append(Fixed(f"output {i}", value))
+        elif isinstance(value.meta["val"], torch.Tensor):
+            outputs.append(tensor_spec(value.name, value.meta["val"]))
+        else:
+            raise CaptureError(f"output {i} is {value.meta['val']!r}, a number that changes with the input")
+    leaves = list(pytree.tree_leaves((tuple(args), dict(kwargs or {}))))
+    example: dict[str, int] = {}
+    for spec, leaf in zip(entries, leaves, strict=True):
+        if isinstance(spec, TensorSpec):
+            example.update({d: n for d, n in zip(spec.shape, leaf.shape, strict=True) if isinstance(d, str)})
+    first = next((e for e in entries if isinstance(e, TensorSpec) and e.shape), None)
+    ranges = {
+        str(symbol): (int(r.lower), int(r.upper) if r.upper.is_Integer else 2**62)
+        for symbol, r in program.range_constraints.items()
+    }
+    in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
+    assert in_spec is not None and out_spec is not None
+    return Signature(
+        inputs=tuple(entries),
+        in_spec=in_spec,
+        keywords=tuple(kwargs or {}),
+        out_spec=out_spec,
+        outputs=tuple(outputs),
+        batch=first.shape[0] if first is not None else None,
+        ranges=ranges,
+        example=example,
+    )

@@ -1,0 +1,209 @@
+"""Segments and their programs, inlaid as one module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intarsia.capture.size_guards import check_guards, read_guards
+from intarsia.engines import Program
+from intarsia.errors import InputError
+from intarsia.lower import Lowered, Role
+from intarsia.partition import Piece, Plan
+from intarsia.runtime.inlay import Inlay
+from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck, check_inputs
+
+
+class Compiled(nn.Module):
+    """A model whose pieces run on engines; call it like the model it was made from.
+
+    It computes what the model computes in evaluation and gives no gradients. `plan` tells what runs where.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        pieces: Sequence[Piece],
+        programs: Sequence[Program],
+        notes: Sequence[str] = (),
+        forward_signature: inspect.Signature | None = None,
+        body_plans: Mapping[str, Plan] | None = None,
+    ) -> None:
+        super().__init__()
+        self.plan = plan
+        self.notes = tuple(notes)
+        self._lowered = lowered
+        self._call_signature = forward_signature
+        self.inlay = Inlay(lowered.module.graph, pieces, programs)
+        # Looked up at every call; a submodule's attribute would cost as much as a small operator.
+        self._run, self._whole = self.inlay.results, self.inlay.whole
+        self.body_plans = dict(body_plans or {})
+        self._checks = _checks(lowered)
+        self._ranges = lowered.range_constraints
+        places = {item.name: item.index for item in lowered.inputs if item.index is not None}
+        self._guards = read_guards(lowered.guards, places)
+        self._user_slots = tuple(
+            (slot, i.index) for slot, i in enumerate(lowered.inputs) if i.index is not None
+        )
+        self._buffer_slots = tuple((slot, i.buffer) for slot, i in enumerate(lowered.inputs) if i.buffer)
+        mutates = any(output.role is not Role.USER for output in lowered.outputs)
+        self._flat_args = _is_flat_tuple(lowered.in_spec)
+        self._plain_inputs = [item.index for item in lowered.inputs] == list(range(len(self._checks)))
+        plain = self._flat_args >= 0 and self._plain_inputs and not self._guards
+        self._quick = _quick(self._checks) if plain else None
+        self._one_result = lowered.out_spec.is_leaf() and not mutates
+        self._direct = _direct(self._whole, self._quick) if self._one_result else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The common call, plain tensors of fixed shape and no hooks, is checked and run right here: a model
+        # of a hundred microseconds feels every further step.
+        direct = self._direct
+        if direct is not None and not (kwargs or self._forward_hooks or self._forward_pre_hooks):
+            try:
+                return direct(*args)
+            except Exception:  # any other call: the long way runs it, or says what is wrong with it
+                return super().__call__(*args)
+        quick = self._quick
+        if (
+            quick is None
+            or kwargs
+            or len(args) != len(quick)
+            or self._forward_hooks
+            or self._forward_pre_hooks
+        ):
+            return super().__call__(*args, **kwargs)
+        for value, (dtype, shape, device) in zip(args, quick):  # noqa: B905
+            if (
+                value.__class__ is not torch.Tensor
+                or value.dtype is not dtype
+                or value.shape != shape
+                or value.device != device
+            ):
+                return super().__call__(*args)
+        whole = self._whole
+        answer = self._run(args) if whole is None else whole(*args)
+        return answer[0] if self._one_result else self._finish(list(args), answer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Any call: nested, named or sized at run time, or wrong, which is then said."""
+        flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
+        check_inputs(self._checks, flat, self._ranges)
+        if self._guards:
+            check_guards(self._guards, flat)
+        inputs = flat if self._plain_inputs else self._feed(flat)
+        results = self._run(inputs) if self._whole is None else self._whole(*inputs)
+        return results[0] if self._one_result else self._finish(flat, results)
+
+    def _feed(self, flat: list[Any]) -> list[Any]:
+        """The graph's inputs: the caller's, and the buffers the model changes."""
+        buffers = self._lowered.buffers
+        return [buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in self._lowered.inputs]
+
+    def _finish(self, flat: list[Any], results: Sequence[Any]) -> Any:
+        """Write back what the model changes, then give the caller its results."""
+        returned = []
+        inputs = {item.name: item for item in self._lowered.inputs}
+        with torch.no_grad():
+            for output, result in zip(self._lowered.outputs, results, strict=True):
+                if output.role is Role.BUFFER:
+                    self._lowered.buffers[output.target or ""].copy_(result)
+                elif output.role is Role.INPUT:
+                    index = inputs[output.target or ""].index
+                    assert index is not None
+                    flat[index].copy_(result)
+                else:
+                    returned.append(result)
+        return pytree.tree_unflatten(returned, self._lowered.out_spec)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        spec = self._lowered.in_spec
+        positional, named = _split_spec(spec)
+        if (len(args), set(kwargs)) != (positional, set(named)):
+            args, kwargs = self._rebind(args, kwargs, positional, named)
+        flat, found = pytree.tree_flatten((args, {name: kwargs[name] for name in named}))
+        if found != spec:
+            raise InputError(f"the call has the structure {found}; compiled for {spec}")
+        return flat
+
+    def _rebind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], positional: int, named: list[str]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with arguments passed by position or name as when compiled."""
+        expected = f"{positional} positional arguments" + (f" and {', '.join(named)}" if named else "")
+        if self._call_signature is not None:
+            try:
+                given = dict(self._call_signature.bind(*args, **kwargs).arguments)
+            except TypeError as error:
+                raise InputError(f"the call does not fit the model: {error}") from error
+            order = [name for name in self._call_signature.parameters if name in given]
+            if len(order) == positional + len(named) and all(name in given for name in named):
+                rest = [name for name in order if name not in named]
+                return tuple(given[name] for name in rest), {name: given[name] for name in named}
+        has = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
+        raise InputError(f"the call has {has}; compiled for {expected}")
+
+    def extra_repr(self) -> str:
+        return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
+
+
+def _checks(lowered: Lowered) -> tuple[Check, ...]:
+    # By place, not by name: a graph calls an input `input_1` that its model calls `input`.
+    nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
+    strides = lowered.module.meta.get("strides", {})
+    checks: list[Check] = []
+    for item, node in zip(lowered.inputs, nodes, strict=True):
+        if item.index is None:
+            continue
+        value = node.meta.get("val")
+        if item.is_constant:
+            checks.append(ConstantCheck(item.name, item.constant))
+        elif isinstance(value, torch.Tensor):
+            checks.append(TensorCheck.of(item.name, value, strides.get(node.name)))
+        else:
+            checks.append(None)
+    return tuple(checks)
+
+
+def _quick(checks: tuple[Check, ...]) -> list[tuple[torch.dtype, torch.Size, torch.device]] | None:
+    """Dtype, shape and device of every input, if all are tensors of fixed shape."""
+    quick = []
+    for check in checks:
+        if not isinstance(check, TensorCheck) or check.static is None or check.strides is not None:
+            return None
+        quick.append((check.dtype, check.static, check.device))
+    return quick
+
+
+def _direct(
+    program: Program | None, quick: list[tuple[torch.dtype, torch.Size, torch.device]] | None
+) -> Callable[..., torch.Tensor] | None:
+    """The whole model as one call that checks its inputs itself, where its program has one."""
+    make = getattr(program, "direct", None)
+    if make is None or not quick:
+        return None
+    return make([tuple(shape) for _, shape, _ in quick])  # type: ignore[no-any-return]
+
+
+def _split_spec(spec: pytree.TreeSpec) -> tuple[int, list[str]]:
+    args, kwargs = _children(spec)
+    return len(_children(args)), list(kwargs.context)
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    children = getattr(spec, "children", None)  # torch 2.11 may have the field alone
+    return list(children()) if callable(children) else list(spec.children_specs)
+
+
+def _is_flat_tuple(spec: pytree.TreeSpec) -> int:
+    """The number of positional inputs if all are plain leaves and none is named, else -1."""
+    args, kwargs = _children(spec)
+    leaves = all(child.is_leaf() for child in _children(args))
+    return len(_children(args)) if leaves and not kwargs.context else -1
