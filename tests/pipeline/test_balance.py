@@ -196,6 +196,7 @@ def test_times_are_remembered_by_content():
     assert Delay.runs > 4, "switched off"
 
 
+@pytest.mark.filterwarnings("ignore:cannot read")
 def test_a_damaged_cache_is_replaced():
     cache_path().parent.mkdir(parents=True)
     cache_path().write_text("{ not json")

@@ -71,6 +71,7 @@ def test_a_build_measures_once_and_remembers(tmp_path: Path, monkeypatch: pytest
     assert list(kept) == [engine_key("onnxruntime")] and list(kept[engine_key("onnxruntime")]) == ["silu"]
 
 
+@pytest.mark.filterwarnings("ignore:cannot read")
 def test_a_damaged_memory_is_measured_anew(tmp_path: Path) -> None:
     path = tmp_path / "known.json"
     path.write_text('{"onnxruntime')

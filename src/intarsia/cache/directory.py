@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def cache_directory() -> Path:
     """$INTARSIA_CACHE, or `intarsia` in the user's cache directory; it may not exist yet.
+
+    A user without a home (a container's bare user number) has a directory beside other temporary files.
 
     >>> os.environ["INTARSIA_CACHE"] = "/tmp/measured"
     >>> str(cache_directory())
@@ -18,4 +21,10 @@ def cache_directory() -> Path:
     if own:
         return Path(own)
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "intarsia"
+    if home:
+        return Path(home) / "intarsia"
+    try:
+        return Path.home() / ".cache" / "intarsia"
+    except RuntimeError:
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        return Path(tempfile.gettempdir()) / f"intarsia-{user}"

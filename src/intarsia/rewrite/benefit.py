@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +10,8 @@ import numpy as np
 import torch
 
 from intarsia.cache.directory import cache_directory
+from intarsia.cache.machine import machine_key, package_version
+from intarsia.cache.store import JsonStore
 from intarsia.network import Network
 from intarsia.rewrite.check import Build, random_inputs
 from intarsia.rewrite.fusions import Fusion
@@ -29,12 +27,7 @@ def cache_file() -> Path:
 
 def engine_key(engine: str) -> str:
     """An engine on a machine: another version, processor or number of threads is measured anew."""
-    try:
-        version = importlib.metadata.version(engine)
-    except importlib.metadata.PackageNotFoundError:
-        version = "?"
-    threads = torch.get_num_threads()  # which engines follow
-    return f"{engine} {version}, {platform.machine()}, {threads} of {os.cpu_count()} cores"
+    return f"{engine} {package_version(engine)}, {machine_key()}"
 
 
 class Benefits:
@@ -48,28 +41,17 @@ class Benefits:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = cache_file() if path is None else path
-
-    def _read(self) -> dict[str, dict[str, float]]:
-        try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}  # nothing was measured yet, or the file was cut short: measure again
-        return found if isinstance(found, dict) else {}
+        self.store = JsonStore(cache_file() if path is None else path)
 
     def get(self, engine: str, name: str) -> float | None:
         """What was measured, if it was."""
-        found = self._read().get(engine_key(engine), {}).get(name)
-        return float(found) if isinstance(found, int | float) else None
+        of_engine = self.store.read().get(engine_key(engine))
+        found = of_engine.get(name) if isinstance(of_engine, dict) else None
+        return found if isinstance(found, float) and found > 0 else None
 
     def remember(self, engine: str, name: str, ratio: float) -> None:
-        """Keep a measurement; other programs may write at the same time, the last one stays."""
-        known = self._read()
-        known.setdefault(engine_key(engine), {})[name] = round(ratio, 4)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
-        draft.replace(self.path)
+        """Keep a measurement, beside what other programs keep."""
+        self.store.update({engine_key(engine): {name: round(float(ratio), 4)}})
 
     def ratio(self, engine: str, fusion: Fusion, build: Build | None) -> float | None:
         """What was measured; if it was not and `build` is given, it is measured now."""

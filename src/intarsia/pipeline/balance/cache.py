@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
-import json
-import os
 import pickle
-import platform
-import tempfile
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -18,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from intarsia.cache.directory import cache_directory
+from intarsia.cache.machine import machine_key
+from intarsia.cache.store import JsonStore
 from intarsia.pipeline.balance.probe import LayerProbe
 
 # More than this many costs are never kept; the oldest go.
@@ -30,12 +27,12 @@ def cache_path() -> Path:
 
 
 class CostCache:
-    """A small JSON file of costs. Switched off, it knows nothing and keeps nothing."""
+    """Costs in a JSON file. Switched off, it knows nothing and keeps nothing."""
 
     def __init__(self, enabled: bool = True) -> None:
-        self.path = cache_path() if enabled else None
+        self.store = JsonStore(cache_path()) if enabled else None
         self.fresh: dict[str, float] = {}
-        self.known = {} if self.path is None else _read(self.path)
+        self.known = {} if self.store is None else _costs(self.store.read())
 
     def get(self, key: str | None) -> float | None:
         """The cost of something measured before."""
@@ -43,33 +40,17 @@ class CostCache:
 
     def put(self, key: str | None, cost: float) -> None:
         """Remember a cost; without a key there is nothing to find it by."""
-        if key is not None and self.path is not None:
+        if key is not None and self.store is not None:
             self.fresh[key] = self.known[key] = cost
 
     def save(self) -> None:
         """Write what is new; another process may have written meanwhile, and keeps what it wrote."""
-        if self.path is None or not self.fresh:
-            return
-        costs = _read(self.path) | self.fresh
-        kept = dict(list(costs.items())[-MAX_ENTRIES:])
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".profiles-")
-        except OSError:  # a home that cannot be written to costs a measurement, not the balance
-            return
-        with os.fdopen(handle, "w") as file:
-            json.dump(kept, file)
-        os.replace(name, self.path)
+        if self.store is not None and self.fresh:
+            self.store.update(self.fresh, keep=MAX_ENTRIES)
 
 
-def _read(path: Path) -> dict[str, float]:
-    try:
-        costs = json.loads(path.read_text())
-    except (OSError, ValueError):  # none yet, or damaged: measured again and replaced
-        return {}
-    if not isinstance(costs, dict):
-        return {}
-    return {key: float(cost) for key, cost in costs.items() if isinstance(cost, int | float) and cost >= 0}
+def _costs(table: dict[str, Any]) -> dict[str, float]:
+    return {key: float(cost) for key, cost in table.items() if type(cost) in (int, float) and cost >= 0}
 
 
 def probe_key(probe: LayerProbe, device: torch.device, kind: str) -> str | None:
@@ -127,18 +108,5 @@ def _hash_code(digest: Any, code: CodeType) -> None:
 
 
 def _machine(device: torch.device) -> tuple[Any, ...]:
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{platform.machine()} {_cpu_name()} x{torch.get_num_threads()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine_key()
     return name, torch.__version__, torch.is_autocast_enabled(device.type), torch.get_default_dtype()
-
-
-@functools.cache
-def _cpu_name() -> str:
-    """The processor's own name; Linux tells it in a file, others by `platform`."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.processor())

@@ -24,3 +24,13 @@ def test_the_users_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert cache_directory() == tmp_path / "intarsia"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == Path.home() / ".cache" / "intarsia"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("INTARSIA_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_directory().name.startswith("intarsia-")

@@ -1,0 +1,43 @@
+"""What a measurement depends on besides what was measured: this machine and the versions on it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def machine_key() -> str:
+    """Processor, threads and the version of this package."""
+    threads = torch.get_num_threads()  # which engines follow
+    processor = f"{platform.machine()} {processor_name()}, {threads} of {os.cpu_count()} cores"
+    return f"intarsia {package_version('intarsia')}, {processor}"
+
+
+@functools.cache
+def package_version(module: str) -> str:
+    """The version of the package that provides a module, by whatever name (`onnxruntime-gpu`); or "?"."""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        providers = importlib.metadata.packages_distributions().get(module, [])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(providers))) or "?"
+
+
+@functools.cache
+def processor_name() -> str:
+    """The processor's own name; Linux tells it in a file (on ARM only its numbers), others by `platform`."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    told = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in told.items()}
+    if "model name" in fields:
+        return fields["model name"]
+    numbers = [fields[key] for key in ("CPU implementer", "CPU part", "CPU variant") if key in fields]
+    return " ".join(numbers) or platform.processor()

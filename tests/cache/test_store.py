@@ -1,0 +1,106 @@
+"""A store never raises: not for a path that is no place for a file, junk inside, or other writers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from intarsia.cache.store import JsonStore
+
+
+def test_keeps_and_merges(tmp_path: Path) -> None:
+    store = JsonStore(tmp_path / "deep" / "known.json")
+    assert store.read() == {}
+    store.update({"engine": {"a": 1.0}, "x": 1})
+    store.update({"engine": {"b": 2.0}, "x": [1]})
+    assert JsonStore(store.path).read() == {"engine": {"a": 1.0, "b": 2.0}, "x": [1]}
+    assert sorted(path.name for path in store.path.parent.iterdir()) == ["known.json", "known.json.lock"]
+
+
+def test_the_oldest_go(tmp_path: Path) -> None:
+    store = JsonStore(tmp_path / "known.json")
+    for number in range(5):
+        store.update({f"k{number}": number, "always": number}, keep=3)
+    assert store.read() == {"k3": 3, "k4": 4, "always": 4}
+
+
+def unusable(tmp_path: Path, kind: str) -> Path:
+    if kind == "directory that cannot be made":
+        return Path("/proc/no/known.json")
+    if kind == "directory is a file":
+        (tmp_path / "file").write_text("here")
+        return tmp_path / "file" / "known.json"
+    (tmp_path / "known.json").mkdir()
+    return tmp_path / "known.json"
+
+
+@pytest.mark.parametrize(
+    "kind", ["directory that cannot be made", "directory is a file", "file is a directory"]
+)
+def test_a_path_that_cannot_be_used_is_told_once(tmp_path: Path, kind: str) -> None:
+    store = JsonStore(unusable(tmp_path, kind))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            store.update({"a": 1})
+            assert store.read() == {}
+    said = [str(each.message) for each in told]
+    assert any(f"cannot write {store.path}" in text and "not remembered" in text for text in said)
+    assert len(said) == len(set(said)) <= 2
+    assert not list(tmp_path.glob(".known*")), "no draft is left behind"
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\xff\xfe\x00junk", b"", b'{"cut', b"[1, 2]", b"null", b'"text"', b"[" * 100_000]
+)
+def test_junk_is_replaced(tmp_path: Path, junk: bytes) -> None:
+    store = JsonStore(tmp_path / "known.json")
+    store.path.write_bytes(junk)
+    with pytest.warns(UserWarning, match="cannot read"):
+        assert store.read() == {}
+    store.update({"a": 1})
+    assert store.read() == {"a": 1}
+
+
+def test_what_json_has_no_word_for_is_not_written(tmp_path: Path) -> None:
+    store = JsonStore(tmp_path / "known.json")
+    store.update({"a": 1})
+    with pytest.warns(UserWarning, match="cannot write"):
+        store.update({"b": object()})
+    assert store.read() == {"a": 1}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from intarsia.cache.store import JsonStore
+store = JsonStore(Path(sys.argv[1]))
+for number in range(40):
+    store.update({sys.argv[2]: {str(number): number}})
+    assert isinstance(store.read().get(sys.argv[2]), dict)
+"""
+
+
+def test_two_processes_write_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "known.json"
+    writers = [
+        subprocess.Popen([sys.executable, "-W", "error", "-c", WRITER, str(path), who]) for who in "ab"
+    ]
+    assert [writer.wait(120) for writer in writers] == [0, 0]
+    assert json.loads(path.read_text()) == {who: {str(n): n for n in range(40)} for who in "ab"}
+
+
+def test_threads_write_at_once(tmp_path: Path) -> None:
+    store = JsonStore(tmp_path / "known.json")
+    threads = [threading.Thread(target=store.update, args=({str(n): n},)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.read() == {str(n): n for n in range(12)}
