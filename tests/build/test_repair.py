@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.partition.graphs import Lgamma, equal, lower, refuse, run_pieces
 from torch import nn
 
 from intarsia.build.repair import bisect_failure, repair
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract
 from intarsia.partition.advice import advise
-
-from tests.partition.graphs import Lgamma, equal, lower, refuse, run_pieces
 
 ONE = PartitionOptions(min_block_size=1)
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from intarsia.build.control_flow import bodies, examples_of
+from intarsia.build.repair import bisect_failure, repair
+from intarsia.compare import disagreement
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, GuardedProgram, NetworkEngine, Program
 from intarsia.errors import EngineError, RewriteError
+from intarsia.graph.nodes import compute_nodes
 from intarsia.network import Network
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
-from intarsia.graph.nodes import compute_nodes
-from intarsia.build.repair import bisect_failure, repair
 from intarsia.partition.support import support_table
-from intarsia.compare import disagreement
-from intarsia.build.control_flow import bodies, examples_of
 from intarsia.runtime.empty import UnlessEmpty, has_empty
 from intarsia.runtime.inlay import Inlay
 

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from torch import fx
 
+from intarsia.graph.plan import Plan, Segment
 from intarsia.partition.assemble import Part, write_segments
 from intarsia.partition.atomic import agree, find_groups
 from intarsia.partition.blocks import too_small
 from intarsia.partition.options import PartitionOptions
-from intarsia.graph.plan import Plan, Segment
 from intarsia.partition.schedule import Problem, fewest
 from intarsia.partition.table import PYTORCH, SupportTable
 from intarsia.partition.units import Units, find_riders, find_units
