@@ -94,9 +94,9 @@ class Network:
         return self.graph.name or "network"
 
     def __str__(self) -> str:
-        from intarsia.network.text import network_text
+        from intarsia.network.text import graph_text
 
-        return network_text(self)
+        return graph_text(self.graph)
 
     def __len__(self) -> int:
         return len(self.graph)
@@ -333,7 +333,7 @@ class Network:
         """The network as a Graphviz drawing, written to `path` if one is given."""
         from intarsia.network.text import dot_text
 
-        text = dot_text(self)
+        text = dot_text(self.graph)
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -350,7 +350,7 @@ class Network:
         """Raise NetworkError unless the network is well formed."""
         from intarsia.network.verify import verify
 
-        verify(self)
+        verify(self.graph)
 
 
 def _onnx_dtype(dtype: torch.dtype | ir.DataType) -> ir.DataType:

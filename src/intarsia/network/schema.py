@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 from onnx import defs, helper
 
-from intarsia.network.tensor import Tensor
 from intarsia.network.types import OPSET
+from intarsia.network.value import TypedValue
 
 _DTYPES = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}
 
@@ -35,12 +35,12 @@ class Schema:
     has_attributes: bool
     inputs: tuple[Formal, ...]  # the last stands for all that follow
 
-    def misfit(self, op_type: str, inputs: Sequence[Tensor | None]) -> str | None:
+    def misfit(self, op_type: str, inputs: Sequence[TypedValue | None]) -> str | None:
         """Why the operator cannot have these inputs; None if it can."""
         if not self.min_inputs <= len(inputs) <= self.max_inputs:
             return f"has {len(inputs)} inputs; {op_type} takes {self.min_inputs} to {self.max_inputs}"
         last = len(self.inputs) - 1
-        bound: dict[str, Tensor] = {}
+        bound: dict[str, TypedValue] = {}
         for place, tensor in enumerate(inputs):
             if tensor is None:
                 continue

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 
 from intarsia.errors import NetworkError
-from intarsia.network.edit.raw import shape_of, type_of
 from intarsia.network.guard import default_net, network_of
-from intarsia.network.types import Dim, Shape, known_dims
+from intarsia.network.types import Dim
+from intarsia.network.value import TypedValue
 
 if TYPE_CHECKING:
     from intarsia.network.layer import Layer
     from intarsia.network.network import Network
 
 
-class Tensor:
+class Tensor(TypedValue):
     """A value of a network: what a layer makes or a network is given.
 
     `Tensor(name=..., dtype=..., shape=...)` adds an input to the network under guard.
@@ -34,11 +33,10 @@ class Tensor:
       b = Add(a, 1.0)
     """
 
-    __slots__ = ("value",)
-    value: ir.Value
+    __slots__ = ()
 
     def __init__(self, name: str, dtype: torch.dtype | ir.DataType, shape: Sequence[Dim]) -> None:
-        self.value = default_net().add_input(name, dtype, shape).value
+        super().__init__(default_net().add_input(name, dtype, shape).value)
 
     @staticmethod
     def of(value: ir.Value) -> Tensor:
@@ -47,55 +45,12 @@ class Tensor:
         view.value = value
         return view
 
-    # A view has no identity of its own: two views of one value are one tensor.
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tensor) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        from intarsia.network.text import type_text
-
-        return f"Tensor({self.name}: {type_text(self.value)})"
-
-    @property
-    def name(self) -> str:
-        return self.value.name or ""
-
-    @property
-    def dtype(self) -> ir.DataType:
-        kind = type_of(self.value)
-        if kind is None:
-            raise NetworkError(f"tensor {self.name} has no dtype")
-        return kind.dtype  # type: ignore[no-any-return]
-
-    @property
-    def shape(self) -> Shape:
-        shape = shape_of(self.value)
-        known = known_dims.get(id(shape))
-        if known is not None:
-            return known
-        if shape is None:
-            raise NetworkError(f"tensor {self.name} has no shape")
-        return tuple(d if isinstance(d, int) else d.value for d in shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.value.shape) if self.value.shape is not None else len(self.shape)
-
     @property
     def network(self) -> Network:
         graph = self.value.graph
         if graph is None:
             raise NetworkError(f"tensor {self.name} belongs to no network")
         return network_of(graph)
-
-    @property
-    def constant(self) -> np.ndarray[Any, Any] | None:
-        """The value, where it is known when the network is made."""
-        found = self.value.const_value
-        return None if found is None else found.numpy()
 
     def get_parent(self) -> Layer | None:
         """The layer that makes this tensor; None for inputs and constants."""

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import onnx_ir as ir
-
-if TYPE_CHECKING:
-    from intarsia.network.network import Network
 
 _SHORT = {
     ir.DataType.FLOAT: "f32",
@@ -66,25 +61,25 @@ def _attr_text(attr: ir.Attr) -> str:
     return repr(list(value)) if isinstance(value, tuple) else repr(value)
 
 
-def network_text(net: Network) -> str:
+def graph_text(graph: ir.Graph) -> str:
     """The whole network."""
-    inputs = ", ".join(f"{value.name}: {type_text(value)}" for value in net.graph.inputs)
-    outputs = ", ".join(f"{value.name}: {type_text(value)}" for value in net.graph.outputs)
-    lines = [f"{net.name}({inputs}) -> ({outputs})"]
-    lines += [f"  {layer_text(node)}" for node in net.graph]
+    inputs = ", ".join(f"{value.name}: {type_text(value)}" for value in graph.inputs)
+    outputs = ", ".join(f"{value.name}: {type_text(value)}" for value in graph.outputs)
+    lines = [f"{graph.name or 'network'}({inputs}) -> ({outputs})"]
+    lines += [f"  {layer_text(node)}" for node in graph]
     return "\n".join(lines)
 
 
-def dot_text(net: Network) -> str:
+def dot_text(graph: ir.Graph) -> str:
     """The network in Graphviz's language: boxes are layers, ellipses the network's ends."""
 
     def quoted(text: str | None) -> str:
         return '"' + (text or "?").replace("\\", "\\\\").replace('"', '\\"') + '"'
 
-    ends = {value: f"input {value.name}" for value in net.graph.inputs}
-    lines = [f"digraph {quoted(net.name)} {{", "  node [shape=box];"]
+    ends = {value: f"input {value.name}" for value in graph.inputs}
+    lines = [f"digraph {quoted(graph.name or 'network')} {{", "  node [shape=box];"]
     lines += [f"  {quoted(name)} [shape=ellipse];" for name in ends.values()]
-    for node in net.graph:
+    for node in graph:
         lines.append(f"  {quoted(node.name)} [label={quoted(f'{node.op_type} {node.name}')}];")
         for value in node.inputs:
             if value is None or value.const_value is not None:
@@ -92,7 +87,7 @@ def dot_text(net: Network) -> str:
             maker = value.producer()
             source = ends.get(value) if maker is None else maker.name
             lines.append(f"  {quoted(source)} -> {quoted(node.name)} [label={quoted(type_text(value))}];")
-    for value in net.graph.outputs:
+    for value in graph.outputs:
         maker = value.producer()
         source = ends.get(value, value.name) if maker is None else maker.name
         lines.append(f"  {quoted(f'output {value.name}')} [shape=ellipse];")

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
-
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.edit.make import nodes_of
+from intarsia.network.attributes import from_attr
+from intarsia.network.bodies import bodies_of
+from intarsia.network.infer.registry import has_rule, infer
+from intarsia.network.schema import schema_of
+from intarsia.network.types import Dim, Shape
+from intarsia.network.value import TypedValue
 
-if TYPE_CHECKING:
-    from intarsia.network.network import Dim, Network, Shape
 
-
-def verify(net: Network) -> None:
+def verify(graph: ir.Graph) -> None:
     """Raise NetworkError at the first thing wrong: order, ownership, uses, names, arity and types."""
-    verify_links(net.graph)
-    _verify_names(net.graph)
-    for node in net.graph:
+    verify_links(graph)
+    _verify_names(graph)
+    for node in graph:
         verify_layer(node)
 
 
-def verify_links(
-    graph: ir.Graph,
-    outside: Collection[ir.Value] = (),
-    *,
-    nodes: Sequence[ir.Node] | None = None,
-    bodies: bool = True,
-) -> None:
-    """Every layer reads what is made before it, tensors know their readers, outputs are made here.
+def verify_links(graph: ir.Graph) -> None:
+    """Every layer reads what is made before it, tensors know their readers, outputs are made here."""
+    reads: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
+    _verify_order(graph, set(), reads)
+    for value, readers in reads.items():
+        uses = value.uses()
+        if len(uses) == 1 and [*uses] == readers:
+            continue  # as most are
+        if missed := set(readers).difference(uses):
+            reader = next(use for use in readers if use in missed)[0]
+            raise NetworkError(f"{value.name} does not know that layer {reader.name} reads it")
+        for reader, index in uses:
+            if index >= len(reader.inputs) or reader.inputs[index] is not value:
+                raise NetworkError(f"{value.name} believes that layer {reader.name} reads it")
 
-    `outside` is what a body may read of the graph around it, `nodes` the graph's own if they are at hand;
-    without `bodies` none of them is known to hold a graph.
-    """
-    given: set[Any] = {*graph.inputs, *graph.initializers.values()}
-    known = {*outside, *given}
-    reads = 0
-    uses = sum(len(value._uses) for value in given)
-    for node in nodes_of(graph) if nodes is None else nodes:
-        index = 0
-        for read in node._inputs:
-            if read is not None:
-                if read not in known:
-                    raise NetworkError(f"layer {node.name} reads {read.name} before it is made")
-                if (node, index) not in read._uses:
-                    raise NetworkError(f"{read.name} does not know that layer {node.name} reads it")
-                if read not in outside:
-                    reads += 1
-            index += 1  # noqa: SIM113  (enumerate costs as much as the rest)
-        if bodies and node._attributes.data:
-            for attr in node.attributes.values():
-                if isinstance(attr.value, ir.Graph):
-                    verify_links(attr.value, known)
-        for value in node._outputs:
+
+def _verify_order(
+    graph: ir.Graph, outside: set[ir.Value], reads: dict[ir.Value, list[tuple[ir.Node, int]]]
+) -> None:
+    """Note who reads what, in the bodies of layers too; `outside` is what a body may read around it."""
+    known = {*outside, *graph.inputs, *graph.initializers.values()}
+    reads.update((value, []) for value in known if value not in reads)
+    for node in graph:
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if value not in known:
+                raise NetworkError(f"layer {node.name} reads {value.name} before it is made")
+            reads[value].append((node, index))
+        for body in bodies_of(node):
+            _verify_order(body, known, reads)
+        for value in node.outputs:
             known.add(value)
-            uses += len(value._uses)
+            reads[value] = []
     for value in graph.outputs:
         if value not in known:
             raise NetworkError(f"output {value.name} is made by no layer of the network")
-    if uses != reads:  # bodies read what stands around them, or a tensor knows of reads that are none
-        _verify_uses(known)
 
 
 def _verify_names(graph: ir.Graph) -> None:
@@ -84,22 +81,9 @@ def _verify_names(graph: ir.Graph) -> None:
                 _verify_names(attr.value)
 
 
-def _verify_uses(known: set[ir.Value]) -> None:
-    """Every use a tensor knows of is a read."""
-    for value in known:
-        for reader, index in value.uses():
-            if index >= len(reader.inputs) or reader.inputs[index] is not value:
-                raise NetworkError(f"{value.name} believes that layer {reader.name} reads it")
-
-
 def verify_layer(node: ir.Node) -> None:
     """Arity as the operator has it; dtype and shape of the outputs as its rule infers them."""
-    from intarsia.network.attributes import from_attr
-    from intarsia.network.infer.registry import has_rule, infer
-    from intarsia.network.network import Tensor
-    from intarsia.network.schema import schema_of
-
-    inputs = [None if value is None else Tensor.of(value) for value in node.inputs]
+    inputs = [None if value is None else TypedValue(value) for value in node.inputs]
     schema = schema_of(node.domain, node.op_type)
     if schema is not None and (why := schema.misfit(node.op_type, inputs)):
         raise NetworkError(f"layer {node.name} {why}")
@@ -111,7 +95,7 @@ def verify_layer(node: ir.Node) -> None:
     ):
         if value.dtype != dtype:
             raise NetworkError(f"layer {node.name} makes {dtype.name}; {value.name} says {value.dtype}")
-        if clash := shape_clash(Tensor.of(value).shape, shape):
+        if clash := shape_clash(TypedValue(value).shape, shape):
             raise NetworkError(f"layer {node.name} makes {value.name} of another shape: {clash}")
 
 

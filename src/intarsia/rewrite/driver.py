@@ -123,8 +123,7 @@ class Driver:
             if len(log):
                 if self.net.journal is None:  # or what is going on could not be undone
                     self.net.drop_unused_constants()
-                links = None if log.exhausted else nodes
-                verify_links(self.net.graph, nodes=links, bodies=self.net.has_bodies)
+                verify_links(self.net.graph)
         return log
 
     def _work(self, level: _Level) -> None:

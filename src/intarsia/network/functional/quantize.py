@@ -10,6 +10,7 @@ from intarsia.network.functional.core import op
 from intarsia.network.infer.registry import Made, first, infers
 from intarsia.network.network import Tensor
 from intarsia.network.signature import record_signature
+from intarsia.network.value import TypedValue
 
 __all__ = ["dequantize_linear", "quantize_linear"]
 
@@ -29,7 +30,7 @@ def dequantize_linear(
 
 
 @infers("QuantizeLinear")
-def _quantize(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _quantize(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     zero_point = inputs[2] if len(inputs) > 2 else None
     if zero_point is None:
         raise NetworkError("QuantizeLinear needs a zero point, whose type is that of the result")
@@ -37,7 +38,7 @@ def _quantize(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], ou
 
 
 @infers("DequantizeLinear")
-def _dequantize(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _dequantize(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     scale = inputs[1]
     if scale is None:
         raise NetworkError("DequantizeLinear needs a scale, whose type is that of the result")

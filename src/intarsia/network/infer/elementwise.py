@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from intarsia.network.infer import shapes
 from intarsia.network.infer.registry import Made, first, infers
-from intarsia.network.network import Shape, Tensor
+from intarsia.network.types import Shape
+from intarsia.network.value import TypedValue
 
 
 @infers(
@@ -74,12 +75,12 @@ from intarsia.network.network import Shape, Tensor
     "ReverseSequence",
     "CumProd",
 )
-def _like_first(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _like_first(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     return [(x.dtype, x.shape)]
 
 
-def _broadcast(inputs: Sequence[Tensor | None]) -> Shape:
+def _broadcast(inputs: Sequence[TypedValue | None]) -> Shape:
     return shapes.broadcast(*[tensor.shape for tensor in inputs if tensor is not None])
 
 
@@ -99,7 +100,7 @@ def _broadcast(inputs: Sequence[Tensor | None]) -> Shape:
     "BitwiseXor",
     "BitShift",
 )
-def _elementwise(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _elementwise(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     shape = x.value._shape
     for other in inputs:
@@ -109,27 +110,27 @@ def _elementwise(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any],
 
 
 @infers("And", "Or", "Xor", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
-def _comparison(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _comparison(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     return [(ir.DataType.BOOL, _broadcast(inputs))]
 
 
 @infers("IsNaN", "IsInf")
-def _predicate(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _predicate(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     return [(ir.DataType.BOOL, first(inputs).shape)]
 
 
 @infers("Where")
-def _where(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _where(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     assert inputs[1] is not None
     return [(inputs[1].dtype, _broadcast(inputs))]
 
 
 @infers("Cast")
-def _cast(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _cast(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     return [(ir.DataType(int(attributes["to"])), first(inputs).shape)]
 
 
 @infers("CastLike")
-def _cast_like(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _cast_like(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     assert inputs[1] is not None
     return [(inputs[1].dtype, first(inputs).shape)]

@@ -11,11 +11,12 @@ import onnx_ir as ir
 from intarsia.errors import NetworkError
 from intarsia.network.infer import shapes
 from intarsia.network.infer.registry import Made, first, infers, known_ints
-from intarsia.network.network import Dim, Tensor
+from intarsia.network.types import Dim
+from intarsia.network.value import TypedValue
 
 
 @infers("Gather")
-def _gather(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _gather(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, indices = first(inputs), inputs[1]
     assert indices is not None
     axis = shapes.axis_of(int(attributes.get("axis", 0)), x.ndim)
@@ -23,13 +24,15 @@ def _gather(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outp
 
 
 @infers("GatherElements")
-def _gather_elements(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _gather_elements(
+    inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
+) -> Made:
     assert inputs[1] is not None
     return [(first(inputs).dtype, inputs[1].shape)]
 
 
 @infers("GatherND")
-def _gather_nd(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _gather_nd(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, indices = first(inputs), inputs[1]
     assert indices is not None
     depth, batch = indices.shape[-1], int(attributes.get("batch_dims", 0))
@@ -39,7 +42,7 @@ def _gather_nd(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], o
 
 
 @infers("Range")
-def _range(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _range(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     values = [t.constant.item() for t in inputs if t is not None and t.constant is not None]
     count: Dim = None
     if len(values) == 3:
@@ -49,7 +52,9 @@ def _range(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outpu
 
 
 @infers("ConstantOfShape")
-def _constant_of_shape(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _constant_of_shape(
+    inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
+) -> Made:
     target, value = first(inputs), attributes.get("value")
     dtype = ir.DataType.FLOAT if value is None else value.dtype
     dims = known_ints(target)
@@ -62,18 +67,18 @@ def _constant_of_shape(inputs: Sequence[Tensor | None], attributes: Mapping[str,
 
 
 @infers("EyeLike")
-def _eye_like(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _eye_like(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     return [(ir.DataType(int(attributes.get("dtype", x.dtype))), x.shape)]
 
 
 @infers("NonZero")
-def _non_zero(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _non_zero(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     return [(ir.DataType.INT64, (first(inputs).ndim, None))]
 
 
 @infers("OneHot")
-def _one_hot(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _one_hot(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     indices, depth, values = first(inputs), known_ints(inputs[1]), inputs[2]
     assert values is not None
     axis = shapes.axis_of(int(attributes.get("axis", -1)), indices.ndim + 1)
@@ -82,7 +87,7 @@ def _one_hot(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], out
 
 
 @infers("Pad")
-def _pad(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _pad(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, pads = first(inputs), known_ints(inputs[1])
     axes = known_ints(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else list(range(x.ndim))
     if axes is None:

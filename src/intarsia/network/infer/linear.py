@@ -8,11 +8,12 @@ from typing import Any
 from intarsia.errors import NetworkError
 from intarsia.network.infer import shapes
 from intarsia.network.infer.registry import Made, first, infers
-from intarsia.network.network import Dim, Tensor
+from intarsia.network.types import Dim
+from intarsia.network.value import TypedValue
 
 
 @infers("MatMul")
-def _matmul(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _matmul(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     a, b = first(inputs), inputs[1]
     assert b is not None
     left, right = a.shape, b.shape
@@ -27,7 +28,7 @@ def _matmul(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outp
 
 
 @infers("Gemm")
-def _gemm(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _gemm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     a, b = first(inputs), inputs[1]
     assert b is not None
     rows = a.shape[1 if attributes.get("transA") else 0]
@@ -36,7 +37,7 @@ def _gemm(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], output
 
 
 @infers("Einsum")
-def _einsum(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _einsum(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     left, right = str(attributes["equation"]).replace(" ", "").split("->")
     sizes: dict[str, Dim] = {}
     for term, tensor in zip(left.split(","), inputs, strict=True):

@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.infer.registry import Made, first, infers, known_ints
-from intarsia.network.network import MICROSOFT, Dim, Tensor
+from intarsia.network.types import MICROSOFT, Dim
+from intarsia.network.value import TypedValue
 
 
 def _window(size: Dim, kernel: int, stride: int, dilation: int, pads: int, ceil: bool = False) -> Dim:
@@ -27,7 +28,7 @@ def _spatial(attributes: Mapping[str, Any], rank: int) -> tuple[list[int], list[
 
 
 @infers("Conv")
-def _conv(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _conv(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, w = first(inputs), inputs[1]
     assert w is not None
     rank = x.ndim - 2
@@ -43,7 +44,7 @@ def _conv(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], output
 
 
 @infers("ConvTranspose")
-def _conv_transpose(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _conv_transpose(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, w = first(inputs), inputs[1]
     assert w is not None
     rank = x.ndim - 2
@@ -63,7 +64,7 @@ def _conv_transpose(inputs: Sequence[Tensor | None], attributes: Mapping[str, An
 
 
 @infers("MaxPool", "AveragePool", "LpPool")
-def _pool(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _pool(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     kernel = list(attributes["kernel_shape"])
     rank = len(kernel)
@@ -87,19 +88,19 @@ def _pool(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], output
 
 
 @infers("GlobalAveragePool", "GlobalMaxPool")
-def _global_pool(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _global_pool(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     return [(x.dtype, (*x.shape[:2], *[1] * (x.ndim - 2)))]
 
 
 @infers("BatchNormalization")
-def _batch_norm(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _batch_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     return [(x.dtype, x.shape), *[(x.dtype, (x.shape[1],))] * (outputs - 1)]
 
 
 @infers("LayerNormalization")
-def _layer_norm(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _layer_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     axis = int(attributes.get("axis", -1)) % x.ndim
     statistics = (*x.shape[:axis], *[1] * (x.ndim - axis))
@@ -107,7 +108,7 @@ def _layer_norm(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], 
 
 
 @infers("Attention")
-def _attention(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _attention(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     q, k, v = first(inputs), inputs[1], inputs[2]
     assert k is not None and v is not None
     if q.ndim != 4:
@@ -118,7 +119,7 @@ def _attention(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], o
 
 
 @infers("Resize")
-def _resize(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _resize(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     sizes = known_ints(inputs[3]) if len(inputs) > 3 else None
     if sizes is not None:
@@ -131,14 +132,14 @@ def _resize(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outp
 
 
 @infers("GridSample")
-def _grid_sample(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _grid_sample(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, grid = first(inputs), inputs[1]
     assert grid is not None
     return [(x.dtype, (*x.shape[:2], *grid.shape[1:-1]))]
 
 
 @infers("DepthToSpace")
-def _depth_to_space(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _depth_to_space(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, block = first(inputs), int(attributes["blocksize"])
     n, c, h, w = x.shape
     return [
@@ -155,7 +156,7 @@ def _depth_to_space(inputs: Sequence[Tensor | None], attributes: Mapping[str, An
 
 
 @infers("SpaceToDepth")
-def _space_to_depth(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _space_to_depth(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, block = first(inputs), int(attributes["blocksize"])
     n, c, h, w = x.shape
     return [
@@ -172,7 +173,7 @@ def _space_to_depth(inputs: Sequence[Tensor | None], attributes: Mapping[str, An
 
 
 @infers("LSTM", "GRU", "RNN")
-def _recurrent(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _recurrent(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     hidden = int(attributes["hidden_size"])
     directions = 2 if attributes.get("direction") == "bidirectional" else 1
@@ -182,14 +183,14 @@ def _recurrent(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], o
 
 @infers("Gelu", "FastGelu", "BiasGelu", "QuickGelu", domain=MICROSOFT)
 def _microsoft_like_first(
-    inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
+    inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
 ) -> Made:
     x = first(inputs)
     return [(x.dtype, x.shape)]
 
 
 @infers("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=MICROSOFT)
-def _skip_norm(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _skip_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     moment = (ir.DataType.FLOAT, (*x.shape[:-1], 1))
     return [(x.dtype, x.shape), moment, moment, (x.dtype, x.shape)][:outputs]

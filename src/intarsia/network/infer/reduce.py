@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from intarsia.network.infer import shapes
 from intarsia.network.infer.registry import Made, first, infers, known_ints
-from intarsia.network.network import Shape, Tensor
+from intarsia.network.types import Shape
+from intarsia.network.value import TypedValue
 
 
 @infers(
@@ -24,7 +25,7 @@ from intarsia.network.network import Shape, Tensor
     "ReduceLogSumExp",
     "ReduceSumSquare",
 )
-def _reduce(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _reduce(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     axes = known_ints(inputs[1]) if len(inputs) > 1 and inputs[1] is not None else None
     if axes is None or not axes:
@@ -40,13 +41,13 @@ def _reduced(shape: Shape, axes: Sequence[int], keep: bool) -> Shape:
 
 
 @infers("ArgMax", "ArgMin")
-def _arg_reduce(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _arg_reduce(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     axis, keep = int(attributes.get("axis", 0)), bool(attributes.get("keepdims", 1))
     return [(ir.DataType.INT64, _reduced(first(inputs).shape, [axis], keep))]
 
 
 @infers("TopK")
-def _topk(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _topk(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, count = first(inputs), known_ints(inputs[1])
     axis = shapes.axis_of(int(attributes.get("axis", -1)), x.ndim)
     shape = (*x.shape[:axis], count[0] if count else None, *x.shape[axis + 1 :])
@@ -54,13 +55,13 @@ def _topk(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], output
 
 
 @infers("Unique")
-def _unique(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _unique(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, axis = first(inputs), attributes.get("axis")
     values = (None,) if axis is None else (*x.shape[:axis], None, *x.shape[axis + 1 :])
     return [(x.dtype, values), *[(ir.DataType.INT64, (None,))] * 3][:outputs]
 
 
 @infers("Dropout")
-def _dropout(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _dropout(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     return [(x.dtype, x.shape), (ir.DataType.BOOL, x.shape)][:outputs]

@@ -10,11 +10,11 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.schema import schema_of
-from intarsia.network.tensor import Tensor
 from intarsia.network.types import Shape
+from intarsia.network.value import TypedValue
 
 Made = list[tuple[ir.DataType, Shape]]
-Rule = Callable[[Sequence[Tensor | None], Mapping[str, Any], int], Made]
+Rule = Callable[[Sequence[TypedValue | None], Mapping[str, Any], int], Made]
 
 _RULES: dict[tuple[str, str], Rule] = {}
 
@@ -31,7 +31,11 @@ def infers(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
 
 def infer(
-    domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
+    domain: str,
+    op_type: str,
+    inputs: Sequence[TypedValue | None],
+    attributes: Mapping[str, Any],
+    outputs: int,
 ) -> Made:
     """Dtype and shape of every output."""
     rule = _RULES.get((domain, op_type))
@@ -47,7 +51,7 @@ def has_rule(domain: str, op_type: str) -> bool:
     return (domain, op_type) in _RULES
 
 
-def known_ints(tensor: Tensor | None) -> list[int] | None:
+def known_ints(tensor: TypedValue | None) -> list[int] | None:
     """The content of an integer tensor, if it is constant."""
     if tensor is None:
         return None
@@ -55,7 +59,7 @@ def known_ints(tensor: Tensor | None) -> list[int] | None:
     return None if array is None else [int(x) for x in np.ravel(array)]
 
 
-def first(inputs: Sequence[Tensor | None]) -> Tensor:
+def first(inputs: Sequence[TypedValue | None]) -> TypedValue:
     tensor = inputs[0]
     if tensor is None:
         raise NetworkError("the first input is missing")

@@ -10,23 +10,24 @@ import onnx_ir as ir
 from intarsia.errors import NetworkError
 from intarsia.network.infer import shapes
 from intarsia.network.infer.registry import Made, first, infers, known_ints
-from intarsia.network.network import Dim, Tensor
+from intarsia.network.types import Dim
+from intarsia.network.value import TypedValue
 
 
 @infers("Shape")
-def _shape(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _shape(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     rank = first(inputs).ndim
     picked = range(rank)[slice(attributes.get("start", 0), attributes.get("end"))]
     return [(ir.DataType.INT64, (len(picked),))]
 
 
 @infers("Size")
-def _size(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _size(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     return [(ir.DataType.INT64, ())]
 
 
 @infers("Reshape")
-def _reshape(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _reshape(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, target = first(inputs), inputs[1]
     assert target is not None
     wanted = known_ints(target)
@@ -47,21 +48,21 @@ def _reshape(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], out
 
 
 @infers("Flatten")
-def _flatten(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _flatten(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     axis = int(attributes.get("axis", 1))
     return [(x.dtype, (shapes.product(x.shape[:axis]), shapes.product(x.shape[axis:])))]
 
 
 @infers("Transpose")
-def _transpose(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _transpose(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     order = attributes.get("perm") or list(reversed(range(x.ndim)))
     return [(x.dtype, tuple(x.shape[i] for i in order))]
 
 
 @infers("Unsqueeze")
-def _unsqueeze(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _unsqueeze(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, axes = first(inputs), known_ints(inputs[1])
     if axes is None:
         raise NetworkError("Unsqueeze over axes that are not constant")
@@ -72,7 +73,7 @@ def _unsqueeze(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], o
 
 
 @infers("Squeeze")
-def _squeeze(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _squeeze(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     axes = known_ints(inputs[1]) if len(inputs) > 1 else None
     if axes is None:
@@ -82,7 +83,7 @@ def _squeeze(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], out
 
 
 @infers("Expand")
-def _expand(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _expand(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, target = first(inputs), inputs[1]
     assert target is not None
     wanted = known_ints(target)
@@ -95,7 +96,7 @@ def _expand(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outp
 
 
 @infers("Tile")
-def _tile(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _tile(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, repeats = first(inputs), known_ints(inputs[1])
     if repeats is None:
         return [(x.dtype, (None,) * x.ndim)]
@@ -103,7 +104,7 @@ def _tile(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], output
 
 
 @infers("Concat")
-def _concat(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _concat(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     axis = shapes.axis_of(int(attributes["axis"]), x.ndim)
     total = shapes.add([tensor.shape[axis] for tensor in inputs if tensor is not None])
@@ -111,7 +112,7 @@ def _concat(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outp
 
 
 @infers("Split")
-def _split(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _split(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     axis = shapes.axis_of(int(attributes.get("axis", 0)), x.ndim)
     sizes: Sequence[Dim] | None = known_ints(inputs[1]) if len(inputs) > 1 else None
@@ -126,7 +127,7 @@ def _split(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outpu
 
 
 @infers("Slice")
-def _slice(inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+def _slice(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
     starts, ends = known_ints(inputs[1]), known_ints(inputs[2])
     axes = known_ints(inputs[3]) if len(inputs) > 3 else list(range(x.ndim))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from intarsia.errors import NetworkError
-from intarsia.network.network import Dim, Shape
+from intarsia.network.types import Dim, Shape
 
 
 def broadcast(*shapes: Shape) -> Shape:
