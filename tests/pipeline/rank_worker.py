@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_zoo import make
 
 from intarsia.errors import InputError, PartitionError, PipelineError
-from intarsia.pipeline.stages.split import split
+from intarsia.pipeline.split import split
 
 SCHEDULES = {
     "GPipe": 2,

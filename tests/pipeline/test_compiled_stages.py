@@ -8,7 +8,7 @@ from pipeline_zoo import make
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError
-from intarsia.pipeline.stages.split import split
+from intarsia.pipeline.split import split
 
 pytest.importorskip("onnxruntime")
 

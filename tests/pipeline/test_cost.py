@@ -9,7 +9,8 @@ import torch
 from pipeline_zoo import make
 from torch.autograd.graph import saved_tensors_hooks
 
-from intarsia.pipeline.stages.cost import Cost, profile, saved_bytes, total, weight_bytes
+from intarsia.pipeline.cost import Cost, total
+from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.flow import Flow
 from intarsia.pipeline.stages.trace import trace
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.stages.split import split
+from intarsia.pipeline.split import split
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"

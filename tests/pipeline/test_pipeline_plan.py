@@ -10,7 +10,7 @@ from pipeline_zoo import calm, make
 from torch import nn
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.schedule.planner import measure, plan_pipeline
+from intarsia.pipeline.planner import measure, plan_pipeline
 
 
 def big():

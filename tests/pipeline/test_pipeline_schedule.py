@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
 from intarsia.pipeline.schedule.schedules import SCHEDULES, Action, Schedule, Step, schedule
 from intarsia.pipeline.schedule.simulate import simulate
-from intarsia.pipeline.stages.cost import Cost
 
 F, B, I, W = Action.FORWARD, Action.BACKWARD, Action.INPUT, Action.WEIGHT  # noqa: E741
 UNIT = Cost(1.0, 1.0, 1.0, saved=1)

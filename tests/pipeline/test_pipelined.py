@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError
-from intarsia.pipeline.stages.split import split
+from intarsia.pipeline.split import split
 
 
 def scalar(output):

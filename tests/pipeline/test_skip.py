@@ -16,13 +16,8 @@ from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.portal import Portal, PortalBlue, PortalCopy, PortalOrange
-from intarsia.pipeline.gpipe.skip.tracker import (
-    SkipTracker,
-    SkipTrackerThroughPortals,
-    SkipTrackerThroughPotals,
-    current_skip_tracker,
-    use_skip_tracker,
-)
+from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals, SkipTrackerThroughPotals
+from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
 
 
 def stasher(*names, value=lambda x: x):

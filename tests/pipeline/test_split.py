@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.split import split
 from intarsia.pipeline.stages.flow import Flow
-from intarsia.pipeline.stages.split import split
 from intarsia.pipeline.stages.stage import build_stages
 from intarsia.pipeline.stages.trace import trace
 

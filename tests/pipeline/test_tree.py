@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import CaptureError, InputError, PartitionError
-from intarsia.pipeline.stages.split import split
+from intarsia.pipeline.split import split
 
 
 class Moody(nn.Module):

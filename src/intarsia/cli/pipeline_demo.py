@@ -17,7 +17,7 @@ from intarsia.errors import PipelineError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 from intarsia.pipeline.schedule.schedules import SCHEDULES, schedule
 from intarsia.pipeline.schedule.simulate import simulate
-from intarsia.pipeline.stages.split import split
+from intarsia.pipeline.split import split
 
 Say = Callable[[str], None]
 

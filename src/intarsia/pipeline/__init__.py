@@ -4,12 +4,12 @@ from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_
 from intarsia.pipeline.gpipe.checkpoint import is_checkpointing, is_recomputing
 from intarsia.pipeline.gpipe.gpipe import BalanceError, GPipe
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from intarsia.pipeline.model import Stages
+from intarsia.pipeline.planner import PipelinePlan, plan_pipeline
 from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
-from intarsia.pipeline.schedule.planner import PipelinePlan, plan_pipeline
 from intarsia.pipeline.schedule.schedules import SCHEDULES, Schedule, schedule
 from intarsia.pipeline.schedule.simulate import Simulation, simulate
-from intarsia.pipeline.stages.split import split
-from intarsia.pipeline.stages.stages import Stages
+from intarsia.pipeline.split import split
 
 __all__ = [
     "SCHEDULES",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.pipeline.balance import blockpartition
+from intarsia.pipeline.balance.blockpartition import solve
 from intarsia.pipeline.balance.profile import profile_sizes, profile_times
 from intarsia.pipeline.balance.solver import Solution, balance_stages
 
@@ -23,7 +23,7 @@ def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2)
     [4, 2]
     """
-    return [len(block) for block in blockpartition.solve(cost, partitions)]
+    return [len(block) for block in solve(cost, partitions)]
 
 
 def balance_by_time(

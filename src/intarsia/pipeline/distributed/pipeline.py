@@ -25,8 +25,8 @@ from intarsia.pipeline.distributed.placement import (
     schedule_class,
 )
 from intarsia.pipeline.distributed.wire import Border, wire_spec
+from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
-from intarsia.pipeline.stages.stages import Stages
 from intarsia.pipeline.stages.tied import TiedGradients
 
 Loss = Callable[..., torch.Tensor]
@@ -55,7 +55,7 @@ class DistributedPipeline:
 
     def __init__(
         self,
-        stages: Stages,
+        stages: StageSequence,
         schedule: str = "1F1B",
         n_microbatches: int = 8,
         *,

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
-from intarsia.pipeline.stages.stages import Stages
 
 # Our names of torch's schedules; any other is looked up by torch itself.
 _NAMES = {
@@ -73,7 +73,7 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def check_agreement(stages: Stages, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def check_agreement(stages: StageSequence, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Refuse ranks that cut the model in different places."""
     text = "\n".join(str(s.piece.nodes) if isinstance(s, Stage) else str(s) for s in stages)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -20,7 +20,7 @@ from intarsia.pipeline.gpipe.first_run import Habits
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.rng import Seeds
 from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
-from intarsia.pipeline.gpipe.skip.tracker import SkipTrackerThroughPortals
+from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals
 from intarsia.pipeline.gpipe.stream import AbstractStream, current_stream, new_stream, use_device, use_stream
 from intarsia.pipeline.gpipe.task import StageRun
 from intarsia.pipeline.gpipe.thread_state import ThreadState

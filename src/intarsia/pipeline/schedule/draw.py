@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
+from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.schedule.schedules import Action, Schedule
 from intarsia.pipeline.schedule.simulate import Simulation, simulate
-from intarsia.pipeline.stages.cost import Cost
 
 _COLOURS = {
     Action.FORWARD: "#4c8bb8",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.schedule.schedules import Action, Schedule, Step
-from intarsia.pipeline.stages.cost import Cost
 
 
 @dataclass(frozen=True)

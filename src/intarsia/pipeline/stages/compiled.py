@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.stages.stages import Stages
+from intarsia.pipeline.stages.sequence import StageSequence
 
 
 class CompiledStage(nn.Module):
@@ -27,8 +27,8 @@ class CompiledStage(nn.Module):
 
 
 def compile_stages(
-    stages: Stages, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
-) -> Stages:
+    stages: StageSequence, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> list[nn.Module]:
     """Compile every stage with the values that reach it from an example call."""
     from intarsia.compile import compile as compile_module
 
@@ -42,4 +42,4 @@ def compile_stages(
             following = stage(*values)
         parts.append(CompiledStage(compile_module(stage, tuple(values), **options)))
         values = following
-    return Stages(parts, stages.signature, stages.report, ())
+    return parts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,50 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.flow import Flow
 from intarsia.pipeline.stages.signature import tensor_spec
 from intarsia.pipeline.stages.trace import Trace
 
 _PASSES = 2  # over the graph, each node timed in both
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds for the forward pass, for the gradient of the inputs and of the weights; bytes kept and owned.
-
-    >>> Cost(1.0, 2.0, 1.0) + Cost(0.5, 0.0, 0.0, saved=8)
-    Cost(forward=1.5, backward_input=2.0, backward_weight=1.0, saved=8, weights=0)
-    """
-
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
-    saved: int = 0  # bytes one micro-batch keeps from its forward to its backward pass
-    weights: int = 0  # bytes of parameters and buffers
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-            self.saved + other.saved,
-            self.weights + other.weights,
-        )
-
-    @property
-    def backward(self) -> float:
-        """Seconds for the whole backward pass."""
-        return self.backward_input + self.backward_weight
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for both passes."""
-        return self.forward + self.backward
-
-
-def total(costs: Sequence[Cost]) -> Cost:
-    """The sum of costs."""
-    return sum(costs, Cost())
 
 
 def profile(

@@ -10,19 +10,19 @@ from torch import nn
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
+from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage
-from intarsia.pipeline.stages.stages import Stages
 
 
-class Pipelined(Stages):
+class Pipelined(StageSequence):
     """Stages run by `GPipe`: called as the model is, on whole batches, with the same answer.
 
     Every output must have the batch in front, since it is joined from micro-batches. A loss is computed from
     the joined outputs, outside.
     """
 
-    def __init__(self, stages: Stages, chunks: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> None:
         super().__init__(list(stages), stages.signature, stages.report, stages.keys)
         _check(stages, chunks, options)
         rest = dict(options)
@@ -96,7 +96,7 @@ class _Spread(nn.Module):
         return self.stage(*values)  # type: ignore[no-any-return]
 
 
-def _check(stages: Stages, chunks: int, options: Mapping[str, Any]) -> None:
+def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> None:
     if chunks < 1:
         raise PartitionError(f"chunks={chunks} must be 1 or more")
     if options.get("deferred_batch_norm"):

@@ -14,10 +14,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import CaptureError, InputError
-from intarsia.pipeline.stages.cost import Cost
+from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.cut import choose_cuts
+from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import Fixed, Signature, TensorSpec, tensor_spec
-from intarsia.pipeline.stages.stages import SplitReport, Stages
 from intarsia.pipeline.stages.tied import find_tied
 
 _ENOUGH = 4  # modules a stage, so that the balance has something to choose from
@@ -63,7 +63,7 @@ def split_tree(
     stages: int,
     by: str,
     reason: str,
-) -> Stages:
+) -> StageSequence:
     """Cut between module calls; `reason` says why the graph could not be cut.
 
     The calls are found by tracing each `forward` with its submodules left closed, so control flow inside a
@@ -98,7 +98,7 @@ def split_tree(
         tuple(int(crossing[c]) for c in cuts),
         find_tied(parts),
     )
-    made = Stages(parts, signature, report, list(model.state_dict()))
+    made = StageSequence(parts, signature, report, list(model.state_dict()))
     _verify(model, made, args, kwargs, reason)
     return made
 

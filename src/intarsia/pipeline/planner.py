@@ -13,14 +13,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.cost import Cost, total
+from intarsia.pipeline.model import Stages
 from intarsia.pipeline.schedule.schedules import SCHEDULES, schedule
 from intarsia.pipeline.schedule.simulate import Simulation, simulate
-from intarsia.pipeline.stages.cost import Cost, profile, total
+from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
+from intarsia.pipeline.stages.cost import profile
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.flow import Flow
 from intarsia.pipeline.stages.signature import tensor_spec
-from intarsia.pipeline.stages.split import WEIGHT_COPIES, crossing_prices, make_stages
-from intarsia.pipeline.stages.stages import Stages
 from intarsia.pipeline.stages.trace import Trace, trace
 
 

@@ -10,14 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 from intarsia.errors import CaptureError, PartitionError
-from intarsia.pipeline.stages.cost import Cost, profile, saved_bytes, total, weight_bytes
+from intarsia.pipeline.cost import Cost, total
+from intarsia.pipeline.model import Stages
+from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.flow import Flow
+from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, build_stages
-from intarsia.pipeline.stages.stages import SplitReport, Stages
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.trace import trace
+from intarsia.pipeline.stages.tree import split_tree
 
 By = Literal["time", "memory"]
 
@@ -62,9 +65,8 @@ def split(
     try:
         captured = trace(model, args, kwargs, dynamic_batch=dynamic_batch)
     except CaptureError as error:
-        from intarsia.pipeline.stages.tree import split_tree
-
-        return split_tree(model, args, kwargs, stages=stages, by=by, reason=str(error))
+        parts = split_tree(model, args, kwargs, stages=stages, by=by, reason=str(error))
+        return Stages(list(parts), parts.signature, parts.report, parts.keys)
     flow = Flow(captured)
     tensors = captured.signature.flatten(args, kwargs)
     costs = (

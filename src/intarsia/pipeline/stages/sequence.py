@@ -1,21 +1,18 @@
-"""A model cut into stages, which still runs, trains, saves and loads as the model did."""
+"""Stages in order, which still run, train, save and load as the model did."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from intarsia.errors import InputError, PartitionError
-from intarsia.pipeline.stages.cost import Cost
+from intarsia.errors import InputError
+from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.signature import Signature, TensorSpec
 from intarsia.pipeline.stages.tied import Tied, find_tied
-
-if TYPE_CHECKING:
-    from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class SplitReport:
         return "\n".join(lines)
 
 
-class Stages(nn.Module):
+class StageSequence(nn.Module):
     """The stages of one model, in order; calling it runs them one after the other.
 
     `state_dict`, `load_state_dict`, `named_parameters` and `named_buffers` speak the plain model's names,
@@ -158,37 +155,6 @@ class Stages(nn.Module):
         if strict and (missing or unexpected):
             raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unexpected}")
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-    def gpipe(self, chunks: int = 1, **options: Any) -> nn.Module:
-        """These stages in one process, a worker each, `chunks` micro-batches in flight.
-
-        The answer is a module called as the model is; `options` go to `GPipe` (`devices`, `checkpoint`, ...).
-        """
-        from intarsia.pipeline.stages.pipelined import Pipelined
-
-        return Pipelined(self, chunks, options)
-
-    def distributed(
-        self, schedule: str = "1F1B", n_microbatches: int = 8, **options: Any
-    ) -> DistributedPipeline:
-        """This process's part of the stages, run by `torch.distributed.pipelining` under `torchrun`."""
-        from intarsia.pipeline.distributed.pipeline import DistributedPipeline
-
-        return DistributedPipeline(self, schedule, n_microbatches, **options)
-
-    def compile(  # type: ignore[override]
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any
-    ) -> Stages:
-        """The same stages, each given to the engines by `intarsia.compile`, for inference.
-
-        `args` and `kwargs` are an example call; it is pushed through the stages to give each its own.
-        `options` go to `intarsia.compile` (`engines`, ...).
-        """
-        if self.training:
-            raise PartitionError("the stages were cut in training mode; split the model after model.eval()")
-        from intarsia.pipeline.stages.compiled import compile_stages
-
-        return compile_stages(self, args, kwargs, options)
 
 
 def _size(count: int) -> str:

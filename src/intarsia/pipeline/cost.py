@@ -1,0 +1,45 @@
+"""What one stage, or one node of a graph, costs: seconds of each pass and bytes held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds for the forward pass, for the gradient of the inputs and of the weights; bytes kept and owned.
+
+    >>> Cost(1.0, 2.0, 1.0) + Cost(0.5, 0.0, 0.0, saved=8)
+    Cost(forward=1.5, backward_input=2.0, backward_weight=1.0, saved=8, weights=0)
+    """
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    saved: int = 0  # bytes one micro-batch keeps from its forward to its backward pass
+    weights: int = 0  # bytes of parameters and buffers
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.saved + other.saved,
+            self.weights + other.weights,
+        )
+
+    @property
+    def backward(self) -> float:
+        """Seconds for the whole backward pass."""
+        return self.backward_input + self.backward_weight
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for both passes."""
+        return self.forward + self.backward
+
+
+def total(costs: Sequence[Cost]) -> Cost:
+    """The sum of costs."""
+    return sum(costs, Cost())

@@ -1,0 +1,48 @@
+"""A model cut into stages, with the ways to run it: in one process, over several, on the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.stages.compiled import compile_stages
+from intarsia.pipeline.stages.pipelined import Pipelined
+from intarsia.pipeline.stages.sequence import StageSequence
+
+if TYPE_CHECKING:
+    from intarsia.pipeline.distributed.pipeline import DistributedPipeline
+
+
+class Stages(StageSequence):
+    """What `split` gives: the stages of one model, called as the model is called."""
+
+    def gpipe(self, chunks: int = 1, **options: Any) -> nn.Module:
+        """These stages in one process, a worker each, `chunks` micro-batches in flight.
+
+        The answer is a module called as the model is; `options` go to `GPipe` (`devices`, `checkpoint`, ...).
+        """
+        return Pipelined(self, chunks, options)
+
+    def distributed(
+        self, schedule: str = "1F1B", n_microbatches: int = 8, **options: Any
+    ) -> DistributedPipeline:
+        """This process's part of the stages, run by `torch.distributed.pipelining` under `torchrun`."""
+        # Not every build of torch has torch.distributed; cutting a model works without.
+        from intarsia.pipeline.distributed.pipeline import DistributedPipeline
+
+        return DistributedPipeline(self, schedule, n_microbatches, **options)
+
+    def compile(  # type: ignore[override]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> Stages:
+        """The same stages, each given to the engines by `intarsia.compile`, for inference.
+
+        `args` and `kwargs` are an example call; it is pushed through the stages to give each its own.
+        `options` go to `intarsia.compile` (`engines`, ...).
+        """
+        if self.training:
+            raise PartitionError("the stages were cut in training mode; split the model after model.eval()")
+        return Stages(compile_stages(self, args, kwargs, options), self.signature, self.report, ())
