@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from intarsia.build.builder import Builder, Rewrite, run_in_pytorch
+from intarsia.capture.device import device_kind
 from intarsia.capture.input import resolve_call
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
-from intarsia.errors import PartitionError
+from intarsia.errors import InputError, PartitionError
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
 from intarsia.lower.lowered import example_inputs
@@ -23,6 +24,7 @@ from intarsia.partition import STRATEGIES, PartitionOptions, Strategy
 from intarsia.partition.support import support_table
 from intarsia.rewrite import apply
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.cuda_graphs import use_cuda_graphs
 
 
 def compile(
@@ -40,6 +42,7 @@ def compile(
     options: PartitionOptions | None = None,
     rewrite: bool | str | Iterable[str] | None = None,
     verify: bool = True,
+    cuda_graphs: bool | Literal["static"] | None = None,
 ) -> Compiled:
     """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
 
@@ -47,6 +50,8 @@ def compile(
     named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
     `plan` says why. With `verify` every piece is run once on the example inputs and compared.
     `rewrite` chooses the shipped patterns: None those measured to pay here, True all, False none, or names.
+    On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
+    off, and with "static" a call returns the graph's own memory, which the next call overwrites.
 
     >>> import torch, intarsia
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -54,8 +59,13 @@ def compile(
     >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
     True
     """
-    usable, notes = resolve_engines(engines)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+    device = device_kind(model, args, kwargs)
+    usable, notes = resolve_engines(engines, device)
+    if cuda_graphs is not None and cuda_graphs is not False and device != "cuda":
+        raise InputError(
+            f"cuda_graphs={cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
+        )
     lowered, call = lower_model(
         model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=verify
     )
@@ -71,7 +81,16 @@ def compile(
     plan, pieces, programs = builder.run(support_table(lowered.module, usable))
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
     notes = [*notes, *builder.notes]
-    return Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
+    compiled = Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
+    if device == "cuda" and cuda_graphs is not False:
+        use_cuda_graphs(
+            compiled,
+            lowered.module.graph,
+            capturable=all(engine.capturable for engine in usable if engine.name in plan.engines),
+            results="static" if cuda_graphs == "static" else "fresh",
+            example=example_inputs(lowered, *call),
+        )
+    return compiled
 
 
 def _examples(lowered: Lowered, call: Call, given: Call, notes: list[str]) -> list[list[Any]]:

@@ -17,7 +17,7 @@ from intarsia.engines import Engine, GraphEngine, GuardedProgram, NetworkEngine,
 from intarsia.errors import EngineError, RewriteError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.network import Network
-from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
+from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
 from intarsia.partition.support import support_table
 from intarsia.runtime.empty import UnlessEmpty, has_empty
@@ -87,8 +87,10 @@ class Builder:
     def _build(self, module: fx.GraphModule, engine_name: str, cases: Sequence[Case]) -> Program | Failure:
         engine = next(engine for engine in self.engines if engine.name == engine_name)
         if isinstance(engine, GraphEngine):
-            self._build_bodies(module, cases)
-            return engine.build(module)
+            if engine.name == PYTORCH:
+                self._build_bodies(module, cases)
+                return engine.build(module)
+            return self._try_graph(module, engine, cases)
         assert isinstance(engine, NetworkEngine)
         made = self._try_both(module, engine, cases)
         full = [case for case in cases if not has_empty(case[0])]
@@ -132,15 +134,17 @@ class Builder:
             return Failure(error.reason, (error.node.name,))
         except (EngineError, RewriteError) as error:
             return Failure(str(error))
-        for inputs, expected in cases:
-            try:
-                wrong = disagreement(program(*inputs), expected)
-            except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
-                said = next(iter(str(error).splitlines()), "")
-                return Failure(f"{engine.name} failed to run it: {type(error).__name__}: {said}")
-            if wrong is not None:
-                return Failure(f"{engine.name} answers wrongly: {wrong}")
-        return program
+        return _tried(program, engine, cases)
+
+    def _try_graph(
+        self, module: fx.GraphModule, engine: GraphEngine, cases: Sequence[Case]
+    ) -> Program | Failure:
+        """Build and, where an example is at hand, run and compare."""
+        try:
+            program = engine.build(module)
+        except EngineError as error:
+            return Failure(str(error))
+        return _tried(program, engine, cases)
 
     def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
         """Put compiled bodies into a piece of control flow; a branch the example leaves out is not tried."""
@@ -163,6 +167,8 @@ class Builder:
         by_name = {node.name: node for node in (*piece.segment.nodes, *piece.segment.views)}
         if failure.nodes:
             return {by_name[name]: {engine: failure.reason} for name in failure.nodes}
+        if next(one for one in self.engines if one.name == engine).slow_to_build:
+            return {node: {engine: failure.reason} for node in piece.segment.nodes}
         known = [_values(piece.module, inputs) for inputs, _ in cases]
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
@@ -174,6 +180,19 @@ class Builder:
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
+
+
+def _tried(program: Program, engine: Engine, cases: Sequence[Case]) -> Program | Failure:
+    """The program, if it answers every case as PyTorch does."""
+    for inputs, expected in cases:
+        try:
+            wrong = disagreement(program(*inputs), expected)
+        except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
+            said = next(iter(str(error).splitlines()), "")
+            return Failure(f"{engine.name} failed to run it: {type(error).__name__}: {said}")
+        if wrong is not None:
+            return Failure(f"{engine.name} answers wrongly: {wrong}")
+    return program
 
 
 def _contents(piece: Piece) -> tuple[str, ...]:

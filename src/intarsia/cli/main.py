@@ -14,7 +14,7 @@ from rich.table import Table
 from intarsia.cli import zoo
 from intarsia.compare import relative_error
 from intarsia.compile import compile
-from intarsia.engines import known_engines
+from intarsia.engines import default_engines, known_engines
 from intarsia.errors import IntarsiaError
 from intarsia.timing import race
 
@@ -72,7 +72,9 @@ def demo(
 
 def _line_ups() -> list[tuple[str, list[str] | None]]:
     usable = [
-        name for name, kind in known_engines().items() if kind().unavailable() is None and name != "pytorch"
+        engine.name
+        for engine in default_engines()
+        if engine.unavailable() is None and engine.name != "pytorch"
     ]
     if not usable:
         return [("PyTorch alone", None)]

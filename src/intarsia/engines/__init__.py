@@ -10,12 +10,15 @@ from intarsia.engines.base import GraphEngine as GraphEngine
 from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
 from intarsia.engines.base import Program as Program
+from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
 from intarsia.engines.openvino.engine import OpenVINO as OpenVINO
 from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 
 ENTRY_POINTS = "intarsia.engines"
+# Known by name, but not asked unless named: it takes long to build.
+NOT_BY_DEFAULT = ("inductor",)
 
 
 def known_engines() -> dict[str, type[Engine]]:
@@ -24,18 +27,29 @@ def known_engines() -> dict[str, type[Engine]]:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         engine = entry.load()
         found.setdefault(engine.name, engine)
+    found["inductor"] = Inductor
     found["pytorch"] = PyTorch
     return found
 
 
-def resolve_engines(asked: Sequence[Engine | str] | Engine | str | None) -> tuple[list[Engine], list[str]]:
+def default_engines(device: str = "cpu") -> list[Engine]:
+    """The engines asked when none is named, for a model on this kind of device, in that order."""
+    if device == "cpu":
+        return [kind() for name, kind in known_engines().items() if name not in NOT_BY_DEFAULT]
+    # A GPU's time goes into launching kernels and moving memory, which is what Inductor saves.
+    return [engine for engine in (Inductor(), PyTorch()) if engine.runs_on(device)]
+
+
+def resolve_engines(
+    asked: Sequence[Engine | str] | Engine | str | None, device: str = "cpu"
+) -> tuple[list[Engine], list[str]]:
     """The engines to use, PyTorch last, and a sentence for each that this machine lacks.
 
     An engine asked for by the user and unavailable is an error; of the default ones it is a note.
     """
     known = known_engines()
     if asked is None:
-        engines: list[Engine] = [kind() for kind in known.values()]
+        engines = default_engines(device)
     else:
         listed = [asked] if isinstance(asked, Engine | str) else list(asked)
         engines = [_make(item, known) for item in listed]

@@ -39,6 +39,8 @@ class Engine(abc.ABC):
     """Runs pieces of a model. Options are fields of the subclass; `name` is how plans call it."""
 
     name: ClassVar[str]
+    capturable: ClassVar[bool] = False  # whether a CUDA graph of torch's may hold its programs
+    slow_to_build: ClassVar[bool] = False  # so that a piece that fails leaves whole, and is not bisected
 
     @abc.abstractmethod
     def unavailable(self) -> str | None:
@@ -68,6 +70,10 @@ class NetworkEngine(Engine):
 class GraphEngine(Engine):
     """An engine that reads FX graphs of ATen operators."""
 
+    def refusal(self, node: fx.Node) -> str | None:
+        """Why this engine does not take a node; None if it does."""
+        return None
+
     @abc.abstractmethod
     def build(self, module: fx.GraphModule) -> Program:
-        """The program that runs a graph."""
+        """The program that runs a graph; EngineError if the engine fails."""

@@ -16,6 +16,7 @@ class PyTorch(GraphEngine):
     """Runs a piece operator by operator."""
 
     name: ClassVar[str] = "pytorch"
+    capturable: ClassVar[bool] = True
 
     def unavailable(self) -> str | None:
         return None

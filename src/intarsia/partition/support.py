@@ -11,9 +11,9 @@ from torch import fx
 from intarsia.convert.dryrun import Signature, dry_convert, signature_of
 from intarsia.convert.interpreter import constant_of
 from intarsia.convert.registry import registry
-from intarsia.engines import Engine, NetworkEngine
+from intarsia.engines import Engine, GraphEngine, NetworkEngine
 from intarsia.graph.nodes import is_compute, is_control_flow
-from intarsia.partition.table import SupportTable
+from intarsia.partition.table import PYTORCH, SupportTable
 
 # What an engine said of a signature; it depends on nothing else but the converters' version.
 _answers: dict[tuple[str, int, Signature], str | None] = {}
@@ -22,7 +22,7 @@ _answers: dict[tuple[str, int, Signature], str | None] = {}
 def support_table(module: fx.GraphModule, engines: Sequence[Engine]) -> SupportTable:
     """Ask every engine about every node; the table holds each refusal with its reason."""
     constants = {node: constant_of(module, node) for node in module.graph.nodes if node.op == "get_attr"}
-    askable = [engine for engine in engines if isinstance(engine, NetworkEngine)]
+    askable = [engine for engine in engines if engine.name != PYTORCH]
     refusals: dict[fx.Node, dict[str, str]] = {}
     for node in module.graph.nodes:
         if not is_compute(node):
@@ -33,16 +33,18 @@ def support_table(module: fx.GraphModule, engines: Sequence[Engine]) -> SupportT
     return SupportTable(tuple(engine.name for engine in engines), refusals)
 
 
-def refusals_of(
-    node: fx.Node, constants: dict[fx.Node, Any], engines: Sequence[NetworkEngine]
-) -> dict[str, str]:
+def refusals_of(node: fx.Node, constants: dict[fx.Node, Any], engines: Sequence[Engine]) -> dict[str, str]:
     """The engines that do not take a node, each with its reason."""
     if is_control_flow(node):
         return {engine.name: "control flow runs in PyTorch, its bodies on engines" for engine in engines}
-    signature = signature_of(node, constants)
+    signature: Signature | None = None
     reasons: dict[str, str] = {}
     for engine in engines:
-        reason = _ask(engine, node, constants, signature)
+        if isinstance(engine, NetworkEngine):
+            signature = signature or signature_of(node, constants)
+            reason = _ask(engine, node, constants, signature)
+        else:
+            reason = _ask_graph_engine(engine, node)
         if reason is not None:
             reasons[engine.name] = reason
     return reasons
@@ -61,7 +63,14 @@ def _ask(
     return _answers[key]
 
 
-def _foreign_device(node: fx.Node, engine: NetworkEngine) -> str | None:
+def _ask_graph_engine(engine: Engine, node: fx.Node) -> str | None:
+    device = _foreign_device(node, engine)
+    if device is not None:
+        return f"it runs on {device}, where {engine.name} does not"
+    return engine.refusal(node) if isinstance(engine, GraphEngine) else None
+
+
+def _foreign_device(node: fx.Node, engine: Engine) -> str | None:
     value: Any = node.meta.get("val")
     first = value[0] if isinstance(value, list | tuple) and value else value
     if isinstance(first, torch.Tensor) and not engine.runs_on(first.device.type):

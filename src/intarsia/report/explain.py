@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from intarsia.capture.device import device_kind
 from intarsia.capture.input import resolve_call
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
@@ -44,8 +45,8 @@ def explain(
     """
     if options is not None and choices:
         raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
-    usable, notes = resolve_engines(engines)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+    usable, notes = resolve_engines(engines, device_kind(model, args, kwargs))
     lowered, _ = lower_model(
         model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
     )

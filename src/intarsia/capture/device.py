@@ -1,0 +1,32 @@
+"""Where a model is: on the CPU, or on the kind of device that any of its tensors or inputs is on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+
+def device_kind(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The kind of device a call runs on, such as `cuda`; a few tensors on the CPU do not make it the CPU.
+
+    >>> device_kind(nn.Linear(2, 2), (torch.ones(1, 2),), {})
+    'cpu'
+    """
+    kinds = [tensor.device.type for tensor in _tensors(model, args, kwargs)]
+    return next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")
+
+
+def _tensors(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in pytree.tree_leaves((tuple(args), dict(kwargs))):
+        if isinstance(value, torch.Tensor):
+            yield value
+    if isinstance(model, nn.Module):
+        yield from model.parameters()
+        yield from model.buffers()
+    elif isinstance(model, ExportedProgram):
+        yield from (value for value in model.state_dict.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,3 @@
+"""TorchInductor."""
+
+from intarsia.engines.inductor.engine import Inductor as Inductor

@@ -1,0 +1,104 @@
+"""TorchInductor: whole segments compiled to C++ or Triton, with the weights frozen in."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from intarsia.engines.base import GraphEngine, Program
+from intarsia.engines.inductor.compiler import compile_graph, unknown_option
+from intarsia.engines.inductor.program import InductorProgram
+from intarsia.errors import EngineError
+from intarsia.graph.nodes import is_control_flow, is_ordered
+
+
+@dataclass(frozen=True)
+class Inductor(GraphEngine):
+    """Options: `freezing` (weights are constants), `max_autotune`, and `options` of `torch._inductor.config`.
+
+    It takes from seconds to minutes to build, so it is used only where it is named, measured, or the model
+    is on a GPU.
+
+    >>> from intarsia.engines import Inductor
+    >>> Inductor(max_autotune=True).name
+    'inductor'
+    """
+
+    freezing: bool = True
+    max_autotune: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: ClassVar[str] = "inductor"
+    capturable: ClassVar[bool] = True
+    slow_to_build: ClassVar[bool] = True
+
+    def unavailable(self) -> str | None:
+        if not _has_compiler():
+            return "TorchInductor needs a C++ compiler (g++, clang++ or $CXX), and none is installed"
+        if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+            return "TorchInductor needs Triton on a GPU; pip install triton"
+        return unknown_option(self.options)
+
+    def runs_on(self, device: str) -> bool:
+        return device in ("cpu", "cuda")
+
+    def refusal(self, node: fx.Node) -> str | None:
+        if is_control_flow(node):
+            return "control flow runs in PyTorch, its bodies on engines"
+        if is_ordered(node):
+            return "it draws random numbers or has effects, which are left to PyTorch"
+        made = node.meta.get("val")
+        for value in made if isinstance(made, list | tuple) else [made]:
+            if not isinstance(value, torch.Tensor):
+                return f"it makes a {type(value).__name__}, not a tensor"
+            if not all(isinstance(size, int) for size in value.shape):
+                return f"its sizes {tuple(map(str, value.shape))} vary"
+            if value.is_quantized or value.layout is not torch.strided:
+                return f"it makes a tensor of layout {value.layout}"
+        return None
+
+    def build(self, module: fx.GraphModule) -> Program:
+        example = [_example(node) for node in module.graph.nodes if node.op == "placeholder"]
+        if not example and not any(node.op == "call_function" for node in module.graph.nodes):
+            raise EngineError("there is nothing to compile")
+        try:
+            compiled = compile_graph(_own_copy(module), example, self._config())
+        except Exception as error:  # whatever Inductor throws concerns this piece alone
+            said = next((line for line in str(error).splitlines() if line.strip()), "")
+            raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
+        return InductorProgram(compiled, example)
+
+    def _config(self) -> dict[str, Any]:
+        return {"freezing": self.freezing, "max_autotune": self.max_autotune, **self.options}
+
+
+def _example(node: fx.Node) -> torch.Tensor:
+    """A tensor as a placeholder describes it; Inductor looks at its layout only."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise EngineError(f"input {node.name} is a {type(value).__name__}, not a tensor")
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        raise EngineError(f"input {node.name} has sizes that vary: {tuple(map(str, value.shape))}")
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _own_copy(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph for Inductor to change, its weights as buffers: only those are frozen."""
+    root = nn.Module()
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and str(node.target) not in root._buffers:
+            root.register_buffer(str(node.target), getattr(module, str(node.target)))
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    return fx.GraphModule(root, graph)
+
+
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)

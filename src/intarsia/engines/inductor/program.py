@@ -1,0 +1,31 @@
+"""Calls of what Inductor compiled: its code presumes the strides that it was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from intarsia.engines.inductor.compiler import Compiled
+
+
+class InductorProgram:
+    """A compiled graph; an input laid out otherwise is copied into the layout that it was compiled for."""
+
+    def __init__(self, compiled: Compiled, example: Sequence[torch.Tensor]) -> None:
+        self._compiled = compiled
+        self._strides = [tensor.stride() for tensor in example]
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        laid_out = [
+            tensor if tensor.stride() == strides else _restride(tensor, strides)
+            for tensor, strides in zip(inputs, self._strides, strict=True)
+        ]
+        with torch.no_grad():
+            return tuple(self._compiled(*laid_out))
+
+
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

@@ -1,0 +1,197 @@
+"""One CUDA graph for a whole compiled module: its kernels are recorded once and launched together.
+
+Launching a kernel from Python costs more than most kernels take. A graph reads and writes the memory that it
+was recorded with, so a call copies its inputs there, launches the graph, and copies the results out:
+
+    caller's stream   ──copy inputs──▶ launch graph ──copy results──▶ fresh tensors
+    graph's memory       static inputs ──▶ kernels ──▶ static results
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from intarsia.compare import disagreement
+from intarsia.graph.nodes import is_compute, is_control_flow, is_ordered, whereabouts
+from intarsia.runtime.compiled import Compiled, Run
+
+Results = Literal["fresh", "static"]
+
+SHAPES = 8  # graphs a module may have, one for each set of input shapes; each keeps its memory
+_WARMUPS = 2  # runs before recording: libraries set themselves up and choose their kernels
+
+
+def not_capturable(graph: fx.Graph, engines_capturable: bool) -> str | None:
+    """Why a graph cannot be recorded, as far as it shows before trying; None if nothing speaks against it."""
+    if not engines_capturable:
+        return "an engine of the plan launches its kernels on a stream of its own"
+    devices: dict[torch.device, fx.Node] = {}
+    for node in graph.nodes:
+        if not (is_compute(node) or node.op == "placeholder"):
+            continue
+        if node.op != "placeholder" and is_control_flow(node):
+            return f"{whereabouts(node)} decides on values what runs"
+        made = node.meta.get("val")
+        for value in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(value, torch.Tensor):
+                devices.setdefault(value.device, node)
+            elif node.op != "placeholder" and value is not None:
+                return f"{whereabouts(node)} reads a value back from the GPU"
+    for device, node in devices.items():
+        if device.type != "cuda":
+            return f"{whereabouts(node)} is on {device}"
+    if len(devices) > 1:
+        return f"it runs on {' and '.join(map(str, devices))}"
+    return None if devices else "nothing of it runs on a GPU"
+
+
+def use_cuda_graphs(
+    compiled: Compiled, graph: fx.Graph, *, capturable: bool, results: Results, example: Sequence[Any]
+) -> None:
+    """Let a compiled module run as one CUDA graph; where that cannot be, a note of the module says why."""
+    reason = not_capturable(graph, capturable)
+    if reason is not None:
+        compiled.notes = (*compiled.notes, f"not run as a CUDA graph: {reason}")
+        return
+    graphs = CudaGraphs(compiled.inlay.results, graph, results)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # told by the notes
+        graphs(example)
+    compiled.notes = (*compiled.notes, *graphs.notes)
+    compiled.run_by(graphs)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A graph with the memory it reads from and writes to."""
+
+    graph: torch.cuda.CUDAGraph
+    device: torch.device
+    inputs: list[Any]
+    results: list[Any]
+
+
+class CudaGraphs:
+    """Calls `run` through a CUDA graph for each set of shapes; what cannot be recorded runs as before.
+
+    Calls from several threads take turns, since they share the graph's memory; a call on another stream
+    waits for the one before. With `results="static"` a call returns the graph's own memory, which the next
+    call overwrites.
+    """
+
+    def __init__(self, run: Run, graph: fx.Graph, results: Results = "fresh") -> None:
+        self._run = run
+        self._static = results == "static"
+        self._random = any(node.op == "call_function" and is_ordered(node) for node in graph.nodes)
+        self._recorded: dict[Any, _Recorded | None] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None  # where the last launch went
+        self._lock = threading.Lock()
+        self.notes: list[str] = []
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        key = tuple([(x.shape, x.stride()) if isinstance(x, torch.Tensor) else (type(x), x) for x in inputs])
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            recorded = self._first_call(key, inputs)
+        # While the caller records a graph of its own, our kernels belong into that one.
+        if recorded is None or torch.cuda.is_current_stream_capturing():
+            return self._run(inputs)
+        with self._lock, torch.no_grad(), torch.cuda.device(recorded.device):
+            return self._launch(recorded, inputs)
+
+    def _first_call(self, key: Any, inputs: Sequence[Any]) -> _Recorded | None:
+        if key in self._recorded or torch.cuda.is_current_stream_capturing():
+            return None
+        with self._lock:
+            if key in self._recorded:
+                return self._recorded[key]
+            if len(self._recorded) >= SHAPES:
+                self._tell(f"only the first {SHAPES} sets of input shapes have a CUDA graph")
+                return None
+            made: _Recorded | None = None
+            try:
+                made = self._record(inputs)
+            except Exception as error:  # what cannot be recorded runs as it did before
+                said = next(iter(str(error).splitlines()), "")
+                self._tell(f"not run as a CUDA graph: {type(error).__name__}: {said}")
+            self._recorded[key] = made
+            return made
+
+    def _tell(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+            warnings.warn(note, stacklevel=5)
+
+    def _record(self, inputs: Sequence[Any]) -> _Recorded:
+        device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
+        static = [_same_layout(x).copy_(x) if isinstance(x, torch.Tensor) else x for x in inputs]
+        with torch.cuda.device(device), torch.no_grad():
+            state = torch.cuda.get_rng_state(device)
+            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for _ in range(_WARMUPS):
+                    expected = self._run(static)
+            torch.cuda.current_stream(device).wait_stream(side)
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                results = self._run(static)
+            torch.cuda.set_rng_state(state, device)
+            recorded = _Recorded(graph, device, static, results)
+            if not self._random:
+                self._check(recorded, expected)
+        return recorded
+
+    def _check(self, recorded: _Recorded, expected: list[Any]) -> None:
+        """A graph that answers otherwise than the run it recorded is not used."""
+        recorded.graph.replay()
+        pairs = [pair for pair in zip(recorded.results, expected, strict=True) if _is_tensor(pair[0])]
+        wrong = disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs])
+        if wrong is not None:
+            raise RuntimeError(f"replayed, {wrong}")
+
+    def _launch(self, recorded: _Recorded, inputs: Sequence[Any]) -> list[Any]:
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        _copy(
+            [to for to in recorded.inputs if _is_tensor(to)],
+            [x for x, to in zip(inputs, recorded.inputs, strict=True) if _is_tensor(to)],
+        )
+        recorded.graph.replay()
+        own = {id(to): x for x, to in zip(inputs, recorded.inputs, strict=True)}
+        made = [x for x in recorded.results if _is_tensor(x) and id(x) not in own]
+        if not self._static:
+            fresh = [_same_layout(x) for x in made]
+            _copy(fresh, made)
+            own.update(zip(map(id, made), fresh, strict=True))
+        # An input that is returned is the caller's tensor, not the graph's copy of it.
+        return [own.get(id(x), x) for x in recorded.results]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same sizes and, unless it overlaps itself, the same strides."""
+    return torch.empty_like(tensor, memory_format=torch.preserve_format)
+
+
+def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    if len(to) == 1:
+        to[0].copy_(tensors[0])
+    elif to:
+        torch._foreach_copy_(to, tensors)  # one kernel for all of them
