@@ -17,7 +17,16 @@ from intarsia.engines import Engine, GraphEngine, GuardedProgram, NetworkEngine,
 from intarsia.errors import EngineError, RewriteError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.network import Network
-from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
+from intarsia.partition import (
+    PYTORCH,
+    PartitionOptions,
+    Piece,
+    Plan,
+    Segment,
+    Strategy,
+    SupportTable,
+    extract,
+)
 from intarsia.partition.assemble import require_full
 from intarsia.partition.support import support_table
 from intarsia.runtime.empty import UnlessEmpty, has_empty

@@ -38,6 +38,8 @@ def not_capturable(graph: fx.Graph, engines_capturable: bool) -> str | None:
             continue
         if node.op != "placeholder" and is_control_flow(node):
             return f"{whereabouts(node)} decides on values what runs"
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+            return f"the sizes of {whereabouts(node)} depend on values"
         made = node.meta.get("val")
         for value in made if isinstance(made, list | tuple) else [made]:
             if isinstance(value, torch.Tensor):

@@ -1,0 +1,229 @@
+"""Models on a CUDA device: compiled as they are, run as one CUDA graph, with any streams, threads, shapes."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.errors import InputError
+from intarsia.runtime import cuda_graphs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def net() -> nn.Module:
+    return Net().eval().cuda()
+
+
+def image(*size: int) -> torch.Tensor:
+    return torch.randn(*(size or (2, 3, 16, 16)), device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_it_just_works_and_keeps_the_dtype(dtype: torch.dtype) -> None:
+    model, x = net().to(dtype), image().to(dtype)
+    fast = intarsia.compile(model, (x,))
+    assert fast.plan.engines == ("inductor",) and fast.notes == ()
+    for _ in range(3):
+        x = image().to(dtype)
+        assert fast(x).dtype == dtype
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(fast(x), model(x), atol=tolerance, rtol=tolerance)
+
+
+def fast_and_model(**options: object) -> tuple[intarsia.Compiled, nn.Module]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval().cuda()
+    x = torch.randn(4, 8, device="cuda")
+    return intarsia.compile(model, (x,), engines=["pytorch"], **options), model  # type: ignore[arg-type]
+
+
+def test_results_are_the_callers_own() -> None:
+    fast, model = fast_and_model()
+    inputs = [torch.randn(4, 8, device="cuda") for _ in range(4)]
+    answers = [fast(x) for x in inputs]
+    for x, answer in zip(inputs, answers, strict=True):
+        torch.testing.assert_close(answer, model(x))
+
+
+def test_static_results_are_overwritten_by_the_next_call() -> None:
+    fast, model = fast_and_model(cuda_graphs="static")
+    x, y = torch.randn(4, 8, device="cuda"), torch.randn(4, 8, device="cuda")
+    first = fast(x)
+    torch.testing.assert_close(first, model(x))
+    second = fast(y)
+    assert first.data_ptr() == second.data_ptr()
+    torch.testing.assert_close(second, model(y))
+
+
+def test_one_launch_a_call() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    fast, _ = fast_and_model()
+    x = torch.randn(4, 8, device="cuda")
+    fast(x)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        fast(x)
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events()]
+    assert any("cudaGraphLaunch" in name for name in names)
+
+
+def test_calls_from_many_threads_and_streams() -> None:
+    fast, model = fast_and_model()
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for _ in range(50):
+                x = torch.randn(4, 8, device="cuda", generator=generator)
+                answer, expected = fast(x), model(x)
+                torch.cuda.current_stream().synchronize()
+                if not torch.allclose(answer, expected, atol=1e-5):
+                    wrong.append(f"thread {seed}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_caller_may_record_a_graph_of_its_own() -> None:
+    fast, model = fast_and_model()
+    x = torch.randn(4, 8, device="cuda")
+    fast(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fast(x)
+    x.copy_(torch.randn(4, 8, device="cuda"))
+    graph.replay()
+    torch.testing.assert_close(y, model(x))
+
+
+def test_each_shape_has_a_graph_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "SHAPES", 2)
+    model = nn.Linear(8, 8).cuda()
+    fast = intarsia.compile(
+        model,
+        (torch.randn(4, 8, device="cuda"),),
+        dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=9)},),
+        engines=["pytorch"],
+    )
+    for rows in (4, 5, 4, 5):
+        x = torch.randn(rows, 8, device="cuda")
+        torch.testing.assert_close(fast(x), model(x))
+    x = torch.randn(6, 8, device="cuda")
+    with pytest.warns(UserWarning, match="only the first 2 sets of input shapes have a CUDA graph"):
+        answer = fast(x)
+    torch.testing.assert_close(answer, model(x))
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x) + torch.randn_like(x)
+
+
+def test_random_numbers_are_those_of_eager_and_differ_from_call_to_call() -> None:
+    x = torch.zeros(64, device="cuda")
+    fast = intarsia.compile(Draws(), (x,))
+    torch.manual_seed(3)
+    answers = [fast(x) for _ in range(3)]
+    torch.manual_seed(3)
+    for answer in answers:
+        assert torch.equal(answer, Draws()(x))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return x * self.seen
+
+
+def test_buffers_that_change() -> None:
+    model = Counts().cuda()
+    x = torch.ones(3, device="cuda")
+    fast = intarsia.compile(model, (x,), engines=["pytorch"])
+    model.seen.zero_()
+    for call in range(1, 4):
+        assert torch.equal(fast(x), x * call)
+    assert int(model.seen) == 3
+
+
+class Reads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nonzero(x)
+
+
+class Crosses(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x.cpu() + 1).cuda() * 2
+
+
+@pytest.mark.parametrize("model", [Reads(), Crosses()], ids=lambda model: type(model).__name__)
+def test_what_cannot_be_recorded_runs_without_and_says_why(model: nn.Module) -> None:
+    x = torch.tensor([0.0, 1.0, 2.0], device="cuda")
+    fast = intarsia.compile(model, (x,), engines=["pytorch"])
+    assert any("not run as a CUDA graph" in note for note in fast.notes), fast.notes
+    assert torch.equal(fast(x), model(x))
+    y = torch.tensor([3.0, 1.0, 0.0], device="cuda")
+    assert torch.equal(fast(y), model(y))
+
+
+def test_an_input_on_the_wrong_device_is_refused() -> None:
+    fast, _ = fast_and_model()
+    with pytest.raises(InputError, match="is on cpu; compiled for cuda:0"):
+        fast(torch.randn(4, 8))
+
+
+def test_a_returned_input_is_the_callers_tensor() -> None:
+    class Returns(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, x + 1
+
+    x = torch.ones(3, device="cuda")
+    fast = intarsia.compile(Returns(), (x,), engines=["pytorch"])
+    y = torch.zeros(3, device="cuda")
+    same, more = fast(y)
+    assert same.data_ptr() == y.data_ptr() and torch.equal(more, y + 1)
+
+
+def test_out_of_memory_while_recording_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "_record", fail)
+    fast, model = fast_and_model()
+    assert "not run as a CUDA graph: OutOfMemoryError: CUDA out of memory" in fast.notes
+    x = torch.randn(4, 8, device="cuda")
+    torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_the_second_device() -> None:
+    model, x = net().to("cuda:1"), image().to("cuda:1")
+    fast = intarsia.compile(model, (x,))
+    torch.testing.assert_close(fast(x), model(x), atol=1e-4, rtol=1e-4)
+    assert fast(x).device == x.device
