@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -123,5 +123,13 @@ def main() -> None:
     try:
         app()
     except IntarsiaError as error:
-        Console(stderr=True).print(f"[red]{error}[/]")
-        raise SystemExit(1) from None
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}")
+
+
+def _fail(sentence: str) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(sentence, style="red", markup=False, highlight=False)
+    raise SystemExit(1) from None

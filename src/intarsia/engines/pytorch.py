@@ -13,7 +13,11 @@ from intarsia.engines.base import GraphEngine, Program
 
 @dataclass(frozen=True)
 class PyTorch(GraphEngine):
-    """Runs a piece operator by operator."""
+    """Runs a piece operator by operator.
+
+    >>> PyTorch().unavailable() is None
+    True
+    """
 
     name: ClassVar[str] = "pytorch"
     capturable: ClassVar[bool] = True

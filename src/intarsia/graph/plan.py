@@ -42,10 +42,11 @@ class Plan:
     """Segments in the order they run. `str(plan)` tells what runs where, and why.
 
     Example:
-        >>> plan = dependency(gm, table)
-        >>> plan.verify(gm.graph)
-        >>> [segment.engine for segment in plan.segments]
-        ['onnxruntime', 'pytorch', 'onnxruntime']
+        >>> gm = torch.fx.symbolic_trace(lambda x: torch.tanh(torch.relu(x)))
+        >>> _, relu, tanh, _ = gm.graph.nodes
+        >>> plan = Plan((Segment("mine", (relu,)), Segment("pytorch", (tanh,)))).verify(gm)
+        >>> plan.engines, plan.engine_of(tanh)
+        (('mine', 'pytorch'), 'pytorch')
     """
 
     segments: tuple[Segment, ...]

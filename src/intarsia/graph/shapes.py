@@ -54,8 +54,12 @@ def segment_shapes(
     `bounds` narrows symbols by what is known from elsewhere, such as an exported program's constraints.
 
     Example:
-        >>> segment_shapes(borders(gm.graph, plan.segments))[0].inputs[0].sizes
-        ('s77', 3)
+        >>> import intarsia
+        >>> fast = intarsia.compile(torch.nn.ReLU(), (torch.ones(2, 3),), engines="pytorch")
+        >>> graph = fast.plan.nodes[0].graph
+        >>> from intarsia.graph.border import borders
+        >>> print(segment_shapes(borders(graph, fast.plan.segments))[0].inputs[0])
+        input_1: float32[2, 3]
     """
     return [
         SegmentShapes(

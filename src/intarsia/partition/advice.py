@@ -40,8 +40,13 @@ def advise(
     `require_full_compilation` there is nothing left to PyTorch, hence no advice.
 
     Example:
-        >>> print(advise(gm, table, dependency)[0])
-        if onnxruntime took aten.lgamma.default (3 nodes), 3 segments would become 1
+        >>> from intarsia.partition import dependency
+        >>> import torch
+        >>> gm = fx.symbolic_trace(lambda x: torch.relu(torch.lgamma(torch.relu(x))))
+        >>> lgamma = list(gm.graph.nodes)[2]
+        >>> table = SupportTable(("mine", "pytorch"), {lgamma: {"mine": "no converter"}})
+        >>> print(advise(gm, table, dependency, PartitionOptions(min_block_size=1))[0])
+        if mine took lgamma (1 node), 3 segments would become 1
     """
     options = options or PartitionOptions()
     if options.require_full_compilation:

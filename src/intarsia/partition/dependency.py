@@ -18,6 +18,11 @@ def dependency(gm: fx.GraphModule, table: SupportTable, options: PartitionOption
     of every engine open in one pass gives.
 
     Example:
-        >>> plan = dependency(gm, SupportTable(("onnxruntime", "pytorch"), refusals))
+        >>> import torch
+        >>> gm = fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+        >>> tanh = list(gm.graph.nodes)[2]
+        >>> table = SupportTable(("mine", "pytorch"), {tanh: {"mine": "no converter"}})
+        >>> dependency(gm, table, PartitionOptions(min_block_size=1)).engines
+        ('mine', 'pytorch')
     """
     return assemble(gm, table, options or PartitionOptions(), fewest, "dependency")

@@ -17,6 +17,11 @@ def greedy(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | 
     Simple, predictable, and often far from the fewest segments; `dependency` reorders nodes to do better.
 
     Example:
-        >>> plan = greedy(gm, SupportTable(("onnxruntime", "pytorch"), refusals))
+        >>> import torch
+        >>> gm = fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+        >>> tanh = list(gm.graph.nodes)[2]
+        >>> table = SupportTable(("mine", "pytorch"), {tanh: {"mine": "no converter"}})
+        >>> greedy(gm, table, PartitionOptions(min_block_size=1)).engines
+        ('mine', 'pytorch')
     """
     return assemble(gm, table, options or PartitionOptions(), in_order, "greedy")

@@ -19,11 +19,15 @@ def hierarchical(gm: fx.GraphModule, table: SupportTable, options: PartitionOpti
     each engine is given, by op name. A block too small for one engine is offered to the next.
 
     Example:
+        >>> import torch
+        >>> gm = fx.symbolic_trace(lambda x: torch.tanh(torch.relu(x)))
         >>> options = PartitionOptions(
-        ...     backend_priority=("openvino", "onnxruntime"),
-        ...     backend_support_map={"openvino": ("aten::convolution",), "onnxruntime": ("aten::relu",)},
+        ...     min_block_size=1,
+        ...     backend_priority=("a", "b"),
+        ...     backend_support_map={"a": (torch.relu,), "b": (torch.tanh,)},
         ... )
-        >>> plan = hierarchical(gm, table, options)
+        >>> hierarchical(gm, SupportTable(("b", "a", "pytorch")), options).engines
+        ('a', 'b')
     """
     options = options or PartitionOptions()
     return assemble(gm, prioritise(gm, table, options), options, fewest, "hierarchical")

@@ -36,7 +36,8 @@ class PartitionOptions:
         backend_support_map: the ops each engine is given, by name (hierarchical).
 
     Example:
-        >>> PartitionOptions(min_block_size=3, torch_executed_ops=("aten::add",))
+        >>> PartitionOptions(min_block_size=3, torch_executed_ops=("aten::add",)).min_block_size
+        3
     """
 
     min_block_size: int | None = None

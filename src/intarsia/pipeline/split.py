@@ -53,6 +53,7 @@ def split(
     if they can. `cuts` gives the places by hand: node numbers, or names of nodes a stage begins with. Times
     measured by several processes differ: with `agree` every rank of torch.distributed takes rank 0's cuts.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> parts = split(model, (torch.randn(2, 4),), stages=2)
     >>> len(parts), list(parts.state_dict()) == list(model.state_dict())

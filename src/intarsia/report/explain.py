@@ -41,7 +41,9 @@ def explain(
     Example:
         >>> import torch, intarsia
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
-        >>> print(intarsia.explain(model, (torch.ones(1, 8),)))
+        >>> explanation = intarsia.explain(model, (torch.ones(1, 8),), engines="pytorch")
+        >>> print(str(explanation).splitlines()[0])
+        Plan by dependency: 1 segment, 0 of 2 nodes (0%) on engines
     """
     if options is not None and choices:
         raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")

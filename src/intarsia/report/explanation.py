@@ -45,9 +45,10 @@ class Explanation:
     """What would run where, and why. Print it, or take `to_json()` or `to_html()`.
 
     Example:
-        >>> explanation = intarsia.explain(model, args)
-        >>> print(explanation)
+        >>> import torch, intarsia
+        >>> explanation = intarsia.explain(torch.nn.ReLU(), (torch.ones(2),), engines="pytorch")
         >>> [node.op for node in explanation.nodes if node.engine == "pytorch"]
+        ['aten.relu.default']
     """
 
     plan: Plan

@@ -25,6 +25,11 @@ class Compiled(nn.Module):
     """A model whose pieces run on engines; call it like the model it was made from.
 
     It computes what the model computes in evaluation and gives no gradients. `plan` tells what runs where.
+
+    >>> import intarsia
+    >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")
+    >>> fast(torch.tensor([-1.0, 2.0])), fast.plan.engines
+    (tensor([0., 2.]), ('pytorch',))
     """
 
     plan: Plan

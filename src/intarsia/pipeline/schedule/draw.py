@@ -32,8 +32,8 @@ def ascii_gantt(what: Schedule | Simulation, width: int | None = None) -> str:
 
     >>> from intarsia.pipeline.schedule.schedules import schedule
     >>> print(ascii_gantt(schedule("1F1B", 2, 2)))
-    rank 0 |F0|F1|  |B0   |  |B1   |
-    rank 1 |  |F0|B0   |F1|B1   |  |
+    rank 0 |F0|F1|  |  |B0   |  |B1   |
+    rank 1 |  |F0|B0   |F1|B1   |  |  |
     bubble 33%
     """
     played = _played(what)

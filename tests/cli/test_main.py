@@ -1,0 +1,62 @@
+"""The root command line: each command prints what it promises, and what is wrong in one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from intarsia.cli import zoo
+from intarsia.cli.main import app
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_engines_says_which_are_usable() -> None:
+    printed = run("engines")
+    for name in ("openvino", "onnxruntime", "pytorch"):
+        assert name in printed
+    assert "yes" in printed
+
+
+def test_demo_lists_the_architectures() -> None:
+    assert run("demo", "--list").split() == zoo.names()
+
+
+def test_demo_compares_every_engine_with_eager() -> None:
+    printed = run("demo", "resnet50", "--no-full")
+    assert "Plan by" in printed and "PyTorch eager" in printed and "error" in printed
+
+
+def test_explain_prints_a_plan_or_json() -> None:
+    assert "Plan by" in run("explain", "bert")
+    assert json.loads(run("explain", "bert", "--json"))["segments"]
+
+
+def test_pipeline_is_a_command_of_the_root() -> None:
+    assert "rank 0" in run("pipeline", "draw", "--ranks", "2", "--microbatches", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", "no-such-model"], "no-such-model"),
+        (["demo", "no-such-model"], "no-such-model"),
+        (["pipeline", "draw", "--ranks", "0"], "0"),
+        (["pipeline", "draw", "--picture", "/no/such/folder/a.svg"], "/no/such/folder"),
+        (["pipeline", "draw", "--schedule", "Fancy"], "Fancy"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: list[str], said: str) -> None:
+    command = [sys.executable, "-c", "from intarsia.cli.main import main; main()", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,47 @@
+"""Every example in a docstring of the package runs and prints what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import intarsia
+
+_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+_MODULES = sorted(module.name for module in pkgutil.walk_packages(intarsia.__path__, "intarsia."))
+
+
+def _examples(name: str) -> list[doctest.DocTest]:
+    module = importlib.import_module(name)
+    return [test for test in doctest.DocTestFinder().find(module, name) if test.examples]
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_examples(name: str) -> None:
+    for test in _examples(name):
+        said: list[str] = []
+        failed, _ = doctest.DocTestRunner(optionflags=_FLAGS).run(test, out=said.append)
+        assert not failed, "".join(said)
+
+
+def test_public_names_have_docstrings() -> None:
+    silent = [
+        name
+        for name, value in vars(intarsia).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("intarsia")
+        if not (getattr(value, "__doc__", None) or "").strip()
+    ]
+    assert silent == []
+
+
+def test_public_names_show_an_example() -> None:
+    without = [
+        name
+        for name, value in vars(intarsia).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("intarsia")
+        if ">>>" not in (getattr(value, "__doc__", None) or "")
+    ]
+    assert without == []
