@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -14,13 +14,15 @@ from intarsia.capture.device import device_kind
 from intarsia.capture.input import resolve_call
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import corners
 from intarsia.network import Network
-from intarsia.partition import STRATEGIES, PartitionOptions, Strategy
+from intarsia.partition import PartitionOptions, Strategy, find_strategy
+from intarsia.partition.names import check_names
+from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import support_table
 from intarsia.rewrite import apply
 from intarsia.runtime.compiled import Compiled
@@ -35,14 +37,11 @@ def compile(
     dynamic_shapes: Any = None,
     engines: Sequence[Engine | str] | Engine | str | None = None,
     partition: str | Strategy = "dependency",
-    min_block_size: int | None = None,
-    torch_executed_ops: Sequence[Any] = (),
-    torch_executed_modules: Sequence[Any] = (),
-    require_full_compilation: bool = False,
     options: PartitionOptions | None = None,
     rewrite: bool | str | Iterable[str] | None = None,
     verify: bool = True,
     cuda_graphs: bool | Literal["static"] | None = None,
+    **choices: Unpack[PartitionChoices],
 ) -> Compiled:
     """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
 
@@ -52,6 +51,9 @@ def compile(
     `rewrite` chooses the shipped patterns: None those measured to pay here, True all, False none, or names.
     On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
     off, and with "static" a call returns the graph's own memory, which the next call overwrites.
+    `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
+    `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
+    `backend_support_map`), given by name or together as `options`.
 
     >>> import torch, intarsia
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -59,6 +61,7 @@ def compile(
     >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
     True
     """
+    wishes, strategy = partition_options(options, choices), find_strategy(partition)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
     device = device_kind(model, args, kwargs)
     usable, notes = resolve_engines(engines, device)
@@ -69,12 +72,12 @@ def compile(
     lowered, call = lower_model(
         model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=verify
     )
+    check_names(lowered.module, wishes, [engine.name for engine in usable])
     builder = Builder(
         lowered.module,
         usable,
-        options
-        or _options(min_block_size, torch_executed_ops, torch_executed_modules, require_full_compilation),
-        _strategy(partition),
+        wishes,
+        strategy,
         rewrite=None if rewrite is False else _rewriter(rewrite),
         examples=_examples(lowered, call, (args, kwargs), notes) if verify else (),
     )
@@ -115,24 +118,3 @@ def _rewriter(patterns: bool | str | Iterable[str] | None) -> Rewrite:
         apply(net, engine=engine.name, patterns=patterns, build=engine.build)
 
     return rewrite
-
-
-def _strategy(partition: str | Strategy) -> Strategy:
-    if not isinstance(partition, str):
-        return partition
-    if partition not in STRATEGIES:
-        raise PartitionError(
-            f"there is no partition strategy {partition!r}; known are {', '.join(STRATEGIES)}"
-        )
-    return STRATEGIES[partition]
-
-
-def _options(
-    min_block_size: int | None, ops: Sequence[Any], modules: Sequence[Any], require_full: bool
-) -> PartitionOptions:
-    return PartitionOptions(
-        min_block_size=min_block_size,
-        torch_executed_ops=tuple(ops),
-        torch_executed_modules=tuple(modules),
-        require_full_compilation=require_full,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from intarsia.partition import (
     extract,
 )
 from intarsia.partition.assemble import require_full
+from intarsia.partition.constrain import constrain
 from intarsia.partition.support import support_table
 from intarsia.runtime.empty import UnlessEmpty, has_empty
 from intarsia.runtime.inlay import Inlay
@@ -60,6 +61,7 @@ class Builder:
 
     def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
         """A plan whose every piece builds and answers as PyTorch does."""
+        table = constrain(self.module, table, self.options)
         plan = self.strategy(self.module, table, self.options)
         while True:
             pieces = extract(self.module, plan.verify(self.module))
@@ -159,15 +161,15 @@ class Builder:
         """Put compiled bodies into a piece of control flow; a branch the example leaves out is not tried."""
         found = list(bodies(module))
         examples = examples_of(module, cases[0][0]) if found and cases else {}
-        options = replace(self.options, require_full_compilation=False)
         for node, name, body in found:
             example = examples.get(name)
             tries = [] if example is None else [example]
-            inner = Builder(body, self.engines, options, self.strategy, self.rewrite, tries)
+            inner = Builder(body, self.engines, self.options, self.strategy, self.rewrite, tries)
             plan, pieces, programs = inner.run(support_table(body, self.engines))
             setattr(module, name, Inlay(body.graph, pieces, programs))
-            self.body_plans[f"{node.name}.{name}"] = plan
-            self.body_plans.update(inner.body_plans)
+            key = f"{node.name}.{name}"
+            self.body_plans[key] = plan
+            self.body_plans.update({f"{key}/{below}": p for below, p in inner.body_plans.items()})
             self.notes += inner.notes
 
     def _blame(self, piece: Piece, failure: Failure, cases: Sequence[Case]) -> dict[fx.Node, dict[str, str]]:

@@ -96,7 +96,7 @@ def is_control_flow(node: fx.Node) -> bool:
 def is_view(node: fx.Node) -> bool:
     """True when the node returns one tensor that shares its first argument's memory."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and _is_view_op(target)
+    return isinstance(target, torch._ops.OpOverload) and is_view_op(target)
 
 
 def is_creation(node: fx.Node) -> bool:
@@ -166,7 +166,8 @@ def _on_scalars(node: fx.Node) -> bool:
 
 
 @cache
-def _is_view_op(target: torch._ops.OpOverload) -> bool:
+def is_view_op(target: torch._ops.OpOverload) -> bool:
+    """True for operators whose one result shares the first argument's memory."""
     schema = target._schema
     if target.overloadpacket in _NOT_VIEWS or schema.is_mutable or len(schema.returns) != 1:
         return False

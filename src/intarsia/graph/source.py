@@ -48,7 +48,9 @@ def origin_of(node: fx.Node) -> dict[str, str]:
 
 
 def _clean_path(path: str) -> str:
-    # torch.export writes "L['self'].layers.0" or "layers.0", by version and by mode.
-    path = re.sub(r"^L\['self'\]\.?", "", path)
-    path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+    # torch.export writes "L['self'].layers.0" or "layers.0", by version and by mode; torch.compile writes
+    # "L['self']._modules['layers']._modules['0']" or "L['self'].layers[0]".
+    path = re.sub(r"^[LG]\['[^']+'\]\.?", "", path)
+    path = re.sub(r"\.?_modules\['([^']+)'\]", r".\1", path)
+    path = re.sub(r"\[(\d+)\]", r".\1", path)
     return path.lstrip(".")

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from torch import fx
 
+from intarsia.errors import PartitionError
 from intarsia.graph.piece import Piece, extract
 from intarsia.graph.plan import Plan, Segment
 from intarsia.partition.dependency import dependency
@@ -23,6 +24,17 @@ STRATEGIES: dict[str, Strategy] = {
     "hierarchical": hierarchical,
 }
 
+
+def find_strategy(partition: str | Strategy) -> Strategy:
+    """The strategy of that name, or the function itself."""
+    if not isinstance(partition, str):
+        return partition
+    if partition not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise PartitionError(f"there is no partition strategy {partition!r}; known are {known}")
+    return STRATEGIES[partition]
+
+
 __all__ = [
     "PYTORCH",
     "STRATEGIES",
@@ -34,6 +46,7 @@ __all__ = [
     "SupportTable",
     "dependency",
     "extract",
+    "find_strategy",
     "greedy",
     "hierarchical",
 ]

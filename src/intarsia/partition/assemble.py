@@ -42,8 +42,10 @@ def assemble(
     units = find_units(gm.graph, table, groups)
     table = _within_budget(units, table, options)
     runs, table = _worthwhile(units, table, options, order)
-    segments = write_segments(gm.graph, units, _parts(units, runs, table, options), table)
-    if options.require_full_compilation:
+    full = options.require_full_compilation
+    parts = _parts(units, runs, table, options)
+    segments = write_segments(gm.graph, units, parts, table, full=full)
+    if full:
         require_full(segments)
     return Plan(tuple(segments), strategy)
 
@@ -130,11 +132,14 @@ def _parts(units: Units, runs: Runs, table: SupportTable, options: PartitionOpti
 
 
 def write_segments(
-    graph: fx.Graph, units: Units, parts: Sequence[Part], table: SupportTable
+    graph: fx.Graph, units: Units, parts: Sequence[Part], table: SupportTable, *, full: bool = False
 ) -> list[Segment]:
-    """The parts as segments: riders placed, nodes in graph order, reasons attached."""
+    """The parts as segments: riders placed, nodes in graph order, reasons attached.
+
+    Riders that no part reads run in PyTorch or, with `full`, on the first engine.
+    """
     position = {node: place for place, node in enumerate(graph.nodes)}
-    placed, views = _place_riders(graph, units, parts)
+    placed, views = _place_riders(graph, units, parts, table.engines[0] if full else PYTORCH)
     return [
         Segment(
             part.engine,
@@ -148,9 +153,9 @@ def write_segments(
 
 
 def _place_riders(
-    graph: fx.Graph, units: Units, parts: Sequence[Part]
+    graph: fx.Graph, units: Units, parts: Sequence[Part], otherwise: str
 ) -> tuple[list[Part], dict[int, list[fx.Node]]]:
-    """Give every rider a home among its readers; the other readers recompute it."""
+    """Give every rider a home among its readers, or on `otherwise`; the other readers recompute it."""
     if not units.riders:
         return list(parts), {}
     readers = _readers_of_riders(graph, units, parts)
@@ -168,7 +173,7 @@ def _place_riders(
             if not places or number != places[0]:
                 views.setdefault(number, []).append(rider)
     placed = [replace(part, nodes=own) for part, own in zip(parts, nodes, strict=True)]
-    return placed + ([Part(PYTORCH, homeless)] if homeless else []), views
+    return placed + ([Part(otherwise, homeless)] if homeless else []), views
 
 
 def _readers_of_riders(

@@ -8,7 +8,7 @@ from torch import fx
 
 from intarsia.errors import PartitionError
 from intarsia.graph.nodes import is_compute, is_getitem, op_name
-from intarsia.partition.opname import op_matcher
+from intarsia.partition.names import op_matcher
 from intarsia.partition.options import Atomic
 from intarsia.partition.table import SupportTable
 

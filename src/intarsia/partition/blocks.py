@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import fx
 
+from intarsia.capture.annotate import wanted_engine
 from intarsia.graph.nodes import is_view
 from intarsia.graph.shapes import bytes_of, size_hint
 
@@ -34,7 +35,12 @@ def work(node: fx.Node) -> float:
 
 
 def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | None:
-    """Why these nodes do not make a block worth an engine, or None where they do."""
+    """Why these nodes do not make a block worth an engine, or None where they do.
+
+    A block with a node that `run_on` asked for is always worth it: the user's word comes first.
+    """
+    if any(wanted_engine(node) is not None for node in nodes):
+        return None
     if min_block_size is not None:
         if len(nodes) >= min_block_size:
             return None

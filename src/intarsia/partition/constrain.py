@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from fnmatch import fnmatchcase
-
 from torch import fx
 
 from intarsia.capture.annotate import wanted_engine
 from intarsia.errors import PartitionError
-from intarsia.graph.nodes import compute_nodes, modules, op_name
-from intarsia.partition.opname import op_matcher
+from intarsia.graph.nodes import compute_nodes, op_name
+from intarsia.partition.names import module_matcher, op_matcher
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.table import PYTORCH, SupportTable
 
 
 def constrain(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> SupportTable:
-    """A table that also refuses what the user does not want: ops, modules, and `run_on` annotations."""
+    """A table in the order of `backend_priority` that also refuses what the user does not want.
+
+    Those are ops and modules kept in PyTorch, what `backend_support_map` does not give to an engine, and
+    engines other than the one `run_on` asks for. Constraining twice changes nothing.
+    """
+    table = _prioritise(gm, table, options)
     refused: dict[fx.Node, dict[str, str]] = {}
     others = [engine for engine in table.engines if engine != PYTORCH]
     by_op = [(name, op_matcher(name)) for name in options.torch_executed_ops]
-    by_module = [_module_matcher(name) for name in options.torch_executed_modules]
+    by_module = [module_matcher(name) for name in options.torch_executed_modules]
     for node in compute_nodes(gm.graph):
         reasons: dict[str, str] = {}
         for _, matches in by_op:
@@ -41,7 +43,7 @@ def constrain(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions
     return table.with_refusals(refused) if refused else table
 
 
-def prioritise(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> SupportTable:
+def _prioritise(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> SupportTable:
     """A table over `backend_priority`, where each engine takes only what `backend_support_map` gives it."""
     engines = tuple(options.backend_priority or table.engines)
     unknown = [engine for engine in engines if engine not in table.engines]
@@ -60,21 +62,3 @@ def prioritise(gm: fx.GraphModule, table: SupportTable, options: PartitionOption
                 reason = f"backend_support_map does not give {op_name(node)} to {engine}"
                 refused.setdefault(node, {})[engine] = reason
     return table.with_refusals(refused)
-
-
-def _module_matcher(name: type | str) -> Callable[[fx.Node], str | None]:
-    """A function that gives the path of the module by which `name` means a node, or None."""
-
-    def find(node: fx.Node) -> str | None:
-        for path, kind in modules(node):
-            if isinstance(name, str):
-                hit = path == name or fnmatchcase(path, name)
-            else:
-                hit = kind is name or kind == f"{name.__module__}.{name.__qualname__}"
-            if hit:
-                return path or "the whole model"
-        return None
-
-    if not isinstance(name, (str, type)):
-        raise PartitionError(f"torch_executed_modules holds {name!r}; name a class, a path or a glob")
-    return find

@@ -6,7 +6,6 @@ from torch import fx
 
 from intarsia.graph.plan import Plan
 from intarsia.partition.assemble import assemble
-from intarsia.partition.constrain import prioritise
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.schedule import fewest
 from intarsia.partition.table import SupportTable
@@ -29,5 +28,4 @@ def hierarchical(gm: fx.GraphModule, table: SupportTable, options: PartitionOpti
         >>> hierarchical(gm, SupportTable(("b", "a", "pytorch")), options).engines
         ('a', 'b')
     """
-    options = options or PartitionOptions()
-    return assemble(gm, prioritise(gm, table, options), options, fewest, "hierarchical")
+    return assemble(gm, table, options or PartitionOptions(), fewest, "hierarchical")

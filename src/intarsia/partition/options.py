@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from difflib import get_close_matches
+from typing import Any, TypeAlias, TypedDict
 
 from torch import fx
 
 from intarsia.errors import PartitionError
 
 OpName: TypeAlias = Any
-"""An OpOverload, an OpOverloadPacket, or a string such as "aten::add" or "torch.ops.aten.add.Tensor"."""
+"""An OpOverload, an OpOverloadPacket, a torch function, or a string such as "relu", "aten::add" or
+"torch.ops.aten.add.Tensor"; also the operator that a node lowers to or comes from ("aten::convolution")."""
 
 ModuleName: TypeAlias = "type | str"
 """A module class, a qualified path ("encoder.layers.0"), or a glob over such paths ("*.attention")."""
@@ -32,8 +34,8 @@ class PartitionOptions:
         require_full_compilation: raise if any node is left to PyTorch.
         atomic: patterns that are never cut apart.
         memory_budget: bytes of weights that one segment of an engine may hold.
-        backend_priority: engines in the order to prefer (hierarchical).
-        backend_support_map: the ops each engine is given, by name (hierarchical).
+        backend_priority: engines in the order to prefer.
+        backend_support_map: the ops each engine is given, by name.
 
     Example:
         >>> PartitionOptions(min_block_size=3, torch_executed_ops=("aten::add",)).min_block_size
@@ -50,8 +52,40 @@ class PartitionOptions:
     backend_support_map: Mapping[str, Sequence[OpName]] | None = None
 
     def __post_init__(self) -> None:
-        if self.min_block_size is not None and self.min_block_size < 1:
-            raise PartitionError(f"min_block_size={self.min_block_size} must be at least 1")
+        least = self.min_block_size
+        if least is not None and (not isinstance(least, int) or least < 1):
+            raise PartitionError(f"min_block_size={least!r} must be a whole number of at least 1")
         for engine, budget in self.memory_budget.items():
             if budget < 1:
                 raise PartitionError(f"memory_budget of {engine} is {budget} bytes; it must be at least 1")
+
+
+class PartitionChoices(TypedDict, total=False):
+    """The fields of `PartitionOptions`, as `compile` and `explain` take them by name."""
+
+    min_block_size: int | None
+    torch_executed_ops: Sequence[OpName]
+    torch_executed_modules: Sequence[ModuleName]
+    require_full_compilation: bool
+    atomic: Sequence[Atomic]
+    memory_budget: Mapping[str, int]
+    backend_priority: Sequence[str] | None
+    backend_support_map: Mapping[str, Sequence[OpName]] | None
+
+
+def partition_options(options: PartitionOptions | None, choices: PartitionChoices) -> PartitionOptions:
+    """One `PartitionOptions` out of `options=` and the arguments given by name; both at once is an error.
+
+    >>> partition_options(None, {"min_block_size": 3}).min_block_size
+    3
+    """
+    known = list(PartitionChoices.__annotations__)
+    for name in choices:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.4)
+            raise TypeError(f"there is no argument {name!r}" + (f"; near is {near[0]!r}" if near else ""))
+    if options is None:
+        return PartitionOptions(**choices)
+    if choices:
+        raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
+    return options

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 from torch import fx, nn
 
+from intarsia.build.control_flow import bodies
 from intarsia.capture.device import device_kind
 from intarsia.capture.input import resolve_call
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
-from intarsia.errors import PartitionError
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.shapes import segment_shapes
 from intarsia.lower.generalize import lower_model
-from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Strategy, SupportTable
+from intarsia.partition import PartitionOptions, Plan, Strategy, SupportTable, find_strategy
 from intarsia.partition.advice import advise
+from intarsia.partition.names import check_names
+from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
 
@@ -31,12 +34,12 @@ def explain(
     engines: Sequence[Engine | str] | Engine | str | None = None,
     partition: str | Strategy = "dependency",
     options: PartitionOptions | None = None,
-    **choices: Any,
+    **choices: Unpack[PartitionChoices],
 ) -> Explanation:
     """Say what `compile` would run where, and why; no engine is built and nothing is run.
 
-    The arguments are those of `compile`; `choices` are the fields of `PartitionOptions`, such as
-    `min_block_size=3`. The advice names the ops that, if an engine took them, would save segments.
+    The arguments are those of `compile`, without what concerns building. The advice names the ops that, if
+    an engine took them, would save segments. Bodies of control flow are explained too, each by itself.
 
     Example:
         >>> import torch, intarsia
@@ -45,18 +48,28 @@ def explain(
         >>> print(str(explanation).splitlines()[0])
         Plan by dependency: 1 segment, 0 of 2 nodes (0%) on engines
     """
-    if options is not None and choices:
-        raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
+    wishes, strategy = partition_options(options, choices), find_strategy(partition)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
     usable, notes = resolve_engines(engines, device_kind(model, args, kwargs))
     lowered, _ = lower_model(
         model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
     )
-    table = support_table(lowered.module, usable)
-    strategy = _strategy(partition)
-    return explain_graph(
-        lowered.module, table, strategy, options or PartitionOptions(**choices), notes=tuple(notes)
-    )
+    check_names(lowered.module, wishes, [engine.name for engine in usable])
+    return _explain(lowered.module, usable, strategy, wishes, tuple(notes))
+
+
+def _explain(
+    gm: fx.GraphModule,
+    engines: Sequence[Engine],
+    strategy: Strategy,
+    options: PartitionOptions,
+    notes: tuple[str, ...] = (),
+) -> Explanation:
+    told = explain_graph(gm, support_table(gm, engines), strategy, options, notes=notes)
+    inner = {
+        f"{node.name}.{name}": _explain(body, engines, strategy, options) for node, name, body in bodies(gm)
+    }
+    return replace(told, bodies=inner)
 
 
 def explain_graph(
@@ -92,12 +105,3 @@ def _nodes(plan: Plan) -> tuple[NodeReport, ...]:
         for number, segment in enumerate(plan.segments)
         for node in segment.nodes
     )
-
-
-def _strategy(partition: str | Strategy) -> Strategy:
-    if not isinstance(partition, str):
-        return partition
-    if partition not in STRATEGIES:
-        known = ", ".join(STRATEGIES)
-        raise PartitionError(f"there is no partition strategy {partition!r}; known are {known}")
-    return STRATEGIES[partition]

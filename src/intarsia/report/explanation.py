@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from intarsia.graph.plan import Plan
@@ -56,18 +56,22 @@ class Explanation:
     nodes: tuple[NodeReport, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
+    bodies: Mapping[str, Explanation] = field(default_factory=dict)  # of control flow, by node and name
 
     def to_json(self, indent: int | None = 2) -> str:
         """Everything, as JSON with the keys in a fixed order."""
-        content: dict[str, Any] = {
+        return json.dumps(self._content(), indent=indent)
+
+    def _content(self) -> dict[str, Any]:
+        return {
             "strategy": self.plan.strategy,
             "on_engines": round(self.plan.on_engines, 4),
             "segments": [asdict(segment) for segment in self.segments],
             "nodes": [asdict(node) for node in self.nodes],
             "advice": [asdict(advice) | {"text": str(advice)} for advice in self.advice],
             "notes": list(self.notes),
+            "bodies": {name: body._content() for name, body in self.bodies.items()},
         }
-        return json.dumps(content, indent=indent)
 
     def to_html(self) -> str:
         """The tables as one HTML page that needs nothing else."""
@@ -87,6 +91,8 @@ class Explanation:
             )
         lines.extend(f"advice: {advice}" for advice in self.advice)
         lines.extend(f"note: {note}" for note in self.notes)
+        for name, body in self.bodies.items():
+            lines += [f"body {name}:", *(f"  {line}" for line in str(body).splitlines())]
         return "\n".join(lines)
 
     def __rich__(self) -> RenderableType:
@@ -116,7 +122,8 @@ class Explanation:
                 refused.add_row(*map(Text, row))
         told = [Text(f"advice: {advice}") for advice in self.advice]
         told += [Text(f"note: {note}") for note in self.notes]
-        return Group(self.plan.__rich__(), borders, *([refused] if refused.row_count else []), *told)
+        inner = [part for name, body in self.bodies.items() for part in (Text(f"body {name}"), body)]
+        return Group(self.plan.__rich__(), borders, *([refused] if refused.row_count else []), *told, *inner)
 
 
 def _list(values: tuple[object, ...], most: int = 6) -> str:

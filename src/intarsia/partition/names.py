@@ -1,0 +1,187 @@
+"""Names of operators and modules as users write them, and the nodes they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from intarsia.errors import PartitionError
+from intarsia.graph.nodes import compute_nodes, is_view_op, modules, op_name
+from intarsia.graph.shapes import size_hint
+from intarsia.partition.options import PartitionOptions
+
+_EXAMPLE = "write e.g. 'relu', 'aten::add', 'aten::add.Tensor' or torch.ops.aten.add"
+# One entry for every target and kind of arguments; the value is the name it lowers to.
+_lowered: dict[tuple[Any, ...], str | None] = {}
+
+
+def op_matcher(name: object) -> Callable[[fx.Node], bool]:
+    """A test for nodes that `name` means; see `partition.options.OpName` for what a name may be.
+
+    A packet, or a string without an overload, means all overloads. A node also answers to the operator it
+    was decomposed from, and to the one it lowers to where that is a single one (`conv2d`: `convolution`).
+    """
+    if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _string_matcher(str(name))
+    if isinstance(name, str):
+        return _string_matcher(name)
+    if callable(name) and str(getattr(name, "__module__", "")).startswith("torch"):
+        plain = _string_matcher(str(getattr(name, "__name__", name)))
+        return lambda node: node.target is name or plain(node)
+    if callable(name):
+        return lambda node: node.target is name
+    raise PartitionError(f"{name!r} is not the name of an operator; {_EXAMPLE}")
+
+
+@cache
+def _string_matcher(name: str) -> Callable[[fx.Node], bool]:
+    plain = name.removeprefix("torch.ops.").replace("::", ".")
+    parts = plain.split(".")
+    if not all(parts) or len(parts) > 3:
+        raise PartitionError(f"{name!r} is not the name of an operator; {_EXAMPLE}")
+    return lambda node: any(_means(plain, parts, full) for full in op_names(node))
+
+
+def _means(plain: str, parts: list[str], full: str) -> bool:
+    if len(parts) == 1:
+        return plain in (full, *full.split(".")[1:2])
+    # "aten.add" means every overload; "operator.mul" and "higher_order.cond" are whole names.
+    return full == plain or (len(parts) == 2 and full.startswith(plain + "."))
+
+
+def op_names(node: fx.Node) -> list[str]:
+    """The full names a node answers to: its own, those it came from, the one it lowers to."""
+    lowered = _lowered_name(node)
+    return [op_name(node), *_origins(node), *([] if lowered is None else [lowered])]
+
+
+def _origins(node: fx.Node) -> list[str]:
+    """The operators that decomposition and export made the node of."""
+    found: dict[str, None] = {}
+    waiting = list(node.meta.get("from_node", ()))
+    while waiting:
+        source = waiting.pop()
+        waiting += source.from_node
+        if source.target.count(".") == 2:
+            found[source.target] = None
+    if node.meta.get("original_aten") is not None:
+        found[str(node.meta["original_aten"])] = None
+    return list(found)
+
+
+def _lowered_name(node: fx.Node) -> str | None:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    values = [value.meta.get("val") for value in node.all_input_nodes]
+    forms = [(v.dtype, v.ndim) if isinstance(v, torch.Tensor) else type(v) for v in values]
+    key = (node.target, len(node.args), tuple(node.kwargs), *forms)
+    if key not in _lowered:
+        ops = [op for op in _dispatched(node) if not is_view_op(op)]
+        _lowered[key] = str(ops[0]) if len(ops) == 1 and ops[0] is not node.target else None
+    return _lowered[key]
+
+
+class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the operators that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[torch._ops.OpOverload] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatched(node: fx.Node) -> list[torch._ops.OpOverload]:
+    """The operators PyTorch runs for a node, found on tensors without memory."""
+
+    def stand_in(value: fx.Node) -> Any:
+        held = value.meta.get("val")
+        if isinstance(held, torch.Tensor):
+            return torch.empty([size_hint(n) for n in held.shape], dtype=held.dtype, device="meta")
+        return size_hint(held) if isinstance(held, torch.SymInt) else held
+
+    record = _Record()
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
+        with record, torch.no_grad():
+            node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:  # an operator that cannot run on meta tensors answers to its own name alone
+        return []
+    return record.ops
+
+
+def module_matcher(name: type | str) -> Callable[[fx.Node], str | None]:
+    """A function that gives the path of the module by which `name` means a node, or None."""
+    if not isinstance(name, (str, type)):
+        raise PartitionError(f"torch_executed_modules holds {name!r}; name a class, a path or a glob")
+
+    def find(node: fx.Node) -> str | None:
+        for path, kind in modules(node):
+            if isinstance(name, str):
+                hit = path == name or fnmatchcase(path, name)
+            else:
+                hit = kind is name or kind == f"{name.__module__}.{name.__qualname__}"
+            if hit:
+                return path or "the whole model"
+        return None
+
+    return find
+
+
+def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable[str]) -> None:
+    """Raise `PartitionError` for a name in `options` that means nothing in the graph or its bodies."""
+    nodes = [
+        node
+        for body in gm.modules()
+        if isinstance(body, fx.GraphModule)
+        for node in compute_nodes(body.graph)
+    ]
+    known_engines = list(engines)
+    for option in ("backend_support_map", "memory_budget"):
+        for engine in getattr(options, option) or ():
+            if engine not in known_engines:
+                raise PartitionError(f"{option} names {engine!r}, but the engines are {known_engines}")
+    for option, name in _ops_named(options):
+        matches = op_matcher(name)
+        if not any(map(matches, nodes)):
+            known = {part for node in nodes for full in op_names(node) for part in _shorter(full)}
+            raise PartitionError(f"{option} names {name!r}, which no node is{_near(str(name), known)}")
+    for module in options.torch_executed_modules:
+        find = module_matcher(module)
+        if not any(map(find, nodes)):
+            known = {path for node in nodes for path, _ in modules(node)}
+            kinds = {str(getattr(kind, "__name__", kind)) for node in nodes for _, kind in modules(node)}
+            wanted, near = (module, known) if isinstance(module, str) else (module.__name__, kinds)
+            raise PartitionError(
+                f"torch_executed_modules names {wanted!r}, in which no node was traced{_near(wanted, near)}"
+            )
+
+
+def _ops_named(options: PartitionOptions) -> Iterator[tuple[str, Any]]:
+    for name in options.torch_executed_ops:
+        yield "torch_executed_ops", name
+    for names in (options.backend_support_map or {}).values():
+        for name in names:
+            yield "backend_support_map", name
+    for pattern in options.atomic:
+        for name in () if callable(pattern) else pattern:
+            yield "atomic", name
+
+
+def _shorter(full: str) -> tuple[str, ...]:
+    packet = ".".join(full.split(".")[:2])
+    return (packet.replace(".", "::", 1), full.split(".")[1] if "." in full else full)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    found = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
+    return f"; near are {', '.join(map(repr, found))}" if found else ""
