@@ -9,7 +9,7 @@ import torch
 from intarsia.errors import NetworkError
 from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.network.bodies import bodies_of, outer_reads, owner_in
+from intarsia.network.bodies import bodies_of, outer_uses, owner_in
 from intarsia.rewrite import PatternRewriter, RewritePatternManager
 
 
@@ -61,13 +61,13 @@ def test_owners() -> None:
     net, inside = branching()
     (holder,) = (layer.node for layer in net.get_layers() if layer.kind == "If")
     assert len(bodies_of(holder)) == 2
-    assert [value for *_, value in outer_reads(holder)] == [inside.value] * 2
-    for reader, _, _ in outer_reads(holder):
+    assert [value for *_, value in outer_uses(holder)] == [inside.value] * 2
+    for reader, _, _ in outer_uses(holder):
         assert owner_in(net.graph, reader) is holder
         assert reader.graph is not None
         reader.graph.meta.clear()  # as in a graph made elsewhere
         assert owner_in(net.graph, reader) is holder
-    assert owner_in(Network().graph, outer_reads(holder)[0][0]) is None
+    assert owner_in(Network().graph, outer_uses(holder)[0][0]) is None
 
 
 def test_a_removed_layer_lets_go_of_what_its_bodies_read() -> None:

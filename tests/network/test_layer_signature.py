@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from intarsia.network import FLayerInfo, FLayerInfoMemo, Layer, Network, Tensor, net_guard, record_signature
 from intarsia.network import functional as F
-from intarsia.network.edit.journal import undo
+from intarsia.network.edit.undo import undo
 from intarsia.network.signature import tensors_in
 
 
@@ -116,7 +116,9 @@ def test_calls_follow_layers_and_not_their_names() -> None:
         soft, made = F.softmax(x, axis=1), F.elu(x)
     one, other = soft.get_parent().node, made.get_parent().node
     one.name, other.name = other.name, one.name
-    assert FLayerInfoMemo.of(net).get(Layer(one)) is None
+    memo = FLayerInfoMemo.of(net)
+    assert [memo.get(layer).layer_kind for layer in (Layer(one), Layer(other))] == ["softmax", "elu"]  # type: ignore[union-attr]
+    assert memo.get(str(one.name)).layer_kind == "softmax"  # type: ignore[union-attr]
 
 
 def test_replacing_an_input_changes_the_layer_too() -> None:

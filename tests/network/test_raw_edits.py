@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-import pytest
 from tests.network.diamond import diamond, layer
 
 from intarsia.network import Layer, Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.network.edit import make
 
 
 def raw_neg(read: Tensor, name: str) -> ir.Node:
@@ -27,18 +25,17 @@ def test_raw_nodes_are_found_by_name() -> None:
     assert net.get_layer_by_name("mine") is None and layer(net, "another").kind == "Neg"
 
 
-def test_a_layer_that_is_gone_is_missed_without_a_walk() -> None:
+def test_a_layer_that_is_gone_is_missed() -> None:
     net = diamond()
     with net_guard(net):
         F.exp(net.get_inputs()[0])
     layer(net, "exp").mark_as_removed()
     assert net.get_layer_by_name("exp") is None
-    known = net.by_name
     with net_guard(net):
         F.log(net.get_inputs()[0])
     for name in ("exp", "nowhere", "log_1"):
         assert net.get_layer_by_name(name) is None
-    assert layer(net, "log").kind == "Log" and net.by_name is known
+    assert layer(net, "log").kind == "Log"
     # One raw node goes and another comes, under a name that was taken once.
     net.graph.remove(layer(net, "log").node, safe=True)
     net.graph.append(raw_neg(net.get_inputs()[0], "exp"))
@@ -77,9 +74,7 @@ def test_order_is_kept_where_labels_are_made_midway() -> None:
     net.verify()
 
 
-@pytest.mark.parametrize("short", [True, False])
-def test_a_layer_before_one_without_a_label(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make, "SHORT", short and make.SHORT)
+def test_a_layer_before_one_without_a_label() -> None:
     net = diamond()
     a = net.get_inputs()[0]
     raw = raw_neg(a, "raw")

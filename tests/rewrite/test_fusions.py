@@ -14,7 +14,7 @@ import torch
 from intarsia.engines import OnnxRuntime, OpenVINO
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.network.network import MICROSOFT
+from intarsia.network.types import MICROSOFT
 from intarsia.rewrite import FUSIONS, RewritePatternManager, check_pattern
 from intarsia.rewrite.fusions.fusion import given
 

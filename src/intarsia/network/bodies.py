@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import onnx_ir as ir
 
-Read = tuple[ir.Node, int, ir.Value]  # the layer in the body that reads, at which position, and what
-
 _OWNER = "intarsia.owner"
+
+
+class OuterUse(NamedTuple):
+    """A layer inside a body reads a value that is made outside of it."""
+
+    node: ir.Node
+    position: int
+    value: ir.Value
 
 
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
@@ -20,29 +28,29 @@ def bodies_of(node: ir.Node) -> list[ir.Graph]:
     return found
 
 
-def own_bodies(node: ir.Node, *, lost: bool = False) -> list[tuple[ir.Graph, ir.Node | None]]:
+def take_bodies(node: ir.Node, *, only_free: bool = False) -> list[tuple[ir.Graph, ir.Node | None]]:
     """Note in the bodies of a layer that they are its own; gives each with the layer that owned it before.
 
-    With `lost` a body that another layer owns stays that layer's.
+    With `only_free`, a body that another layer owns stays that layer's.
     """
     taken = [(body, body.meta.get(_OWNER)) for body in bodies_of(node)]
     for body, before in taken:
-        if before is None or not lost:
+        if before is None or not only_free:
             body.meta[_OWNER] = node
     return taken
 
 
-def own_body(body: ir.Graph, owner: ir.Node | None) -> None:
+def give_body(body: ir.Graph, owner: ir.Node | None) -> None:
     """Let a body be a layer's, or nobody's."""
     body.meta[_OWNER] = owner
 
 
-def outer_reads(node: ir.Node, *, owned: bool = False) -> tuple[Read, ...]:
+def outer_uses(node: ir.Node, *, owned: bool = False) -> tuple[OuterUse, ...]:
     """What is read in the bodies of a layer and made outside of them.
 
     `owned` leaves out the bodies that another layer took over and still holds.
     """
-    found: list[Read] = []
+    found: list[OuterUse] = []
     for body in bodies_of(node):
         holder = body.meta.get(_OWNER) or node
         if owned and holder is not node and holder.graph is not None:
@@ -52,7 +60,7 @@ def outer_reads(node: ir.Node, *, owned: bool = False) -> tuple[Read, ...]:
         for one in inner:
             for index, value in enumerate(one.inputs):
                 if value is not None and value.graph not in graphs:
-                    found.append((one, index, value))
+                    found.append(OuterUse(one, index, value))
     return tuple(found)
 
 

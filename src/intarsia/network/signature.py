@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.edit.journal import Recorded
-from intarsia.network.edit.raw import name_of, producer_of
-from intarsia.network.network import Layer, Network, Tensor, default_net, here
+from intarsia.network.edit.journal import RecordChanged
+from intarsia.network.edit.replaced import Replacements
+from intarsia.network.network import Layer, Network, Tensor, default_net, under_guard
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_INFO = "intarsia.call"  # where a layer keeps the call that made it
 
 
 class Form(NamedTuple):
-    """What a functional is called, and with what."""
+    """What a functional is called, and its parameters."""
 
     kind: str
     signature: inspect.Signature
@@ -27,20 +29,6 @@ class Form(NamedTuple):
     @staticmethod
     def of(function: Callable[..., Any]) -> Form:
         return Form(function.__name__, inspect.signature(function))
-
-
-# A call as it was: form, arguments, results, the layers it made, and the memo's clock then.
-Call = tuple[Form, tuple[Any, ...], dict[str, Any], Any, list[ir.Node], int]
-
-# Of functionals that are one layer without attributes: by operator and number of operands. Such a layer says
-# itself what was called, so nothing is recorded.
-_PLAIN: dict[tuple[str, int], Form] = {}
-
-
-def plain_form(op_type: str, function: Callable[..., Any]) -> None:
-    """Let a layer of this kind, with as many operands as the function takes, stand for its call."""
-    form = Form.of(function)
-    _PLAIN[op_type, len(form.signature.parameters)] = form
 
 
 class FLayerInfo:
@@ -56,42 +44,66 @@ class FLayerInfo:
     ('softmax', 1)
     """
 
-    __slots__ = ("_call", "_made", "_memo", "_outputs", "_time", "layer_kind", "signature")
+    __slots__ = ("_arguments", "_log", "_made", "_outputs", "_time", "layer_kind", "signature")
 
-    def __init__(self, memo: FLayerInfoMemo, call: Call) -> None:
-        form, args, kwargs, self._outputs, self._made, self._time = call
+    def __init__(
+        self,
+        log: Replacements,
+        form: Form,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        outputs: Any,
+        made: list[ir.Node],
+    ) -> None:
+        self._log, self._time = log, log.clock
         self.layer_kind, self.signature = form
-        self._call = (args, kwargs)
-        self._memo = memo
+        self._arguments, self._outputs, self._made = arguments, outputs, made
 
     # Tensors that were replaced since the call are looked up when asked for: most never are.
     @property
     def raw_inputs(self) -> dict[str, Any]:
         """Every argument by name, defaults filled in, as the network stands now."""
-        bound = self.signature.bind(*self._call[0], **self._call[1])
+        args, kwargs = self._current_arguments()
+        bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return {name: _map(value, self._now) for name, value in bound.arguments.items()}
+        return dict(bound.arguments)
 
     @property
     def raw_outputs(self) -> Any:
         """The results, in the structure the functional gave them, as the network stands now."""
-        return _map(self._outputs, self._now)
+        return _map(self._outputs, self._follow)
 
-    def _now(self, tensor: Tensor) -> Tensor:
-        return Tensor.of(self._memo.follow(tensor.value, self._time))
+    def _follow(self, tensor: Tensor) -> Tensor:
+        return Tensor.of(self._log.follow(tensor.value, self._time))
 
-    def say(self, call: tuple[Any, ...], outputs: Any, time: int) -> None:
-        """Let this be the call from now on, its tensors named as they were at `time`."""
-        self._call, self._outputs, self._time = call, outputs, time
+    def _current_arguments(self) -> Any:
+        current = self._redirected() or {}
+        return _map(self._arguments, lambda t: current[t] if t in current else self._follow(t))
+
+    def _redirected(self) -> dict[Tensor, Tensor] | None:
+        """What each tensor of the arguments is now; None where that cannot be told.
+
+        It can where the call is one layer, and each redirected read was the only one of its tensor.
+        """
+        changes = [change for node in self._made for change in self._log.inputs_since(node, self._time)]
+        if not changes:
+            return {}
+        if len(self._made) > 1:
+            return None
+        written = Counter(tensors_in(self._arguments))
+        now = {tensor: (tensor.value, self._time) for tensor in written}
+        for change in changes:
+            hit = [t for t, (v, time) in now.items() if self._log.follow(v, time, change.time) is change.old]
+            if sum(written[tensor] for tensor in hit) != 1 or change.still_read:
+                return None
+            now[hit[0]] = (change.new, change.time)
+        return {tensor: Tensor.of(self._log.follow(*state)) for tensor, state in now.items()}
 
     def is_true(self) -> bool:
         """Whether every tensor it mentions is still in the network, and read where it was."""
-        if any(self._memo.is_rewired(node, self._time) for node in self._made):
+        if self._redirected() is None:
             return False
-        return all(
-            self._memo.follow(tensor.value, self._time).graph is not None
-            for tensor in tensors_in((*self._call, self._outputs))
-        )
+        mentioned = tensors_in((*self._current_arguments(), self.raw_outputs))
+        return all(tensor.value.graph is not None for tensor in mentioned)
 
     def get_input(self, name: str) -> Any:
         inputs = self.raw_inputs
@@ -107,6 +119,8 @@ class FLayerInfo:
         """Let this call, and the layers it made, read `new` where they read `old`."""
         if new.value.graph is None:
             raise NetworkError(f"{new.name} was removed and cannot be read")
+        before = (self._arguments, self._outputs, self._time)
+        arguments = _map(self._current_arguments(), lambda t: new if t == old else t)
         redirected = False
         for node in self._made:
             for index, value in enumerate(node.inputs):
@@ -115,30 +129,19 @@ class FLayerInfo:
                     redirected = True
         if not redirected:
             raise NetworkError(f"{self.layer_kind} does not read {old.name}")
-        self.mention(new.network, old, new)
+        self._set(arguments, self.raw_outputs, self._log.clock)
+        new.network.record(RecordChanged(lambda: self._set(*before)))
 
-    def mention(self, net: Network, old: Tensor, new: Tensor) -> None:
-        """Say `new` where this said `old`."""
-        if net.journal is not None:
-            net.journal.append((Recorded, self, self._call, self._outputs, self._time))
-        now = tuple(_map(part, self._now) for part in self._call)
-        call = tuple(_map(part, lambda t: new if t == old else t) for part in now)
-        self.say(call, self.raw_outputs, self._memo.clock)
+    def _set(self, arguments: Any, outputs: Any, time: int) -> None:
+        self._arguments, self._outputs, self._time = arguments, outputs, time
+
+    def also_made(self, node: ir.Node) -> None:
+        """Let this be the call that made another layer too."""
+        self._made = [*self._made, node]
 
     def made(self, node: ir.Node) -> bool:
         """Whether the call made this layer."""
         return node in self._made
-
-    def claim(self, node: ir.Node) -> None:
-        """Let this be the call that made a layer."""
-        if node not in self._made:
-            self._made = [*self._made, node]
-
-    def stands_for(self, node: ir.Node, value: ir.Value) -> bool:
-        """Whether the call is this one layer and mentions this tensor once."""
-        if self._made != [node] or self._memo.is_rewired(node, self._time):
-            return False
-        return [t.value for t in tensors_in(_map(self._call, self._now))].count(value) == 1
 
     def replace_outputs_uses_with(self, net: Network, new_outputs: Any) -> None:
         """Redirect the readers of this call's results to `new_outputs`, matched by position or key."""
@@ -153,125 +156,89 @@ class FLayerInfo:
     replace_output_uses_with = replace_outputs_uses_with
 
 
-class _OwnRecord(FLayerInfo):
-    """The call of a functional that is one layer, as the layer itself says it."""
+# Functionals that are one layer without attributes, by operator and number of operands: such a layer says
+# itself what was called with what, so nothing is recorded.
+_SINGLE_LAYER: dict[tuple[str, int], Form] = {}
+
+
+def single_layer(op_type: str, function: Callable[..., Any]) -> None:
+    """Let a layer of this kind, with as many operands as the function takes, stand for its call."""
+    form = Form.of(function)
+    _SINGLE_LAYER[op_type, len(form.signature.parameters)] = form
+
+
+class _LayerAsCall(FLayerInfo):
+    """The call of a functional that is one layer, read from the layer itself."""
 
     __slots__ = ("_node",)
 
-    def __init__(self, memo: FLayerInfoMemo, form: Form, node: ir.Node) -> None:
-        made = Tensor.of(memo.follow(node.outputs[0], 0))
-        super().__init__(memo, (form, _reads(node), {}, made, [node], memo.clock))
+    def __init__(self, log: Replacements, form: Form, node: ir.Node) -> None:
+        made = Tensor.of(log.follow(node.outputs[0], 0))
+        super().__init__(log, form, (_operands(node), {}), made, [node])
         self._node = node
-
-    @staticmethod
-    def of(memo: FLayerInfoMemo, node: ir.Node) -> FLayerInfo | None:
-        """None if the layer is not one functional's alone."""
-        form = _PLAIN.get((node.op_type, len(node.inputs)))
-        if form is None or node.domain or node.attributes or None in node.inputs:
-            return None
-        return _OwnRecord(memo, form, node)
 
     @property
     def raw_inputs(self) -> dict[str, Any]:
         if self._node.graph is None:
             return super().raw_inputs  # as it was when the layer was asked
-        return dict(zip(self.signature.parameters, _reads(self._node), strict=True))
+        return dict(zip(self.signature.parameters, _operands(self._node), strict=True))
 
     def is_true(self) -> bool:
         return self._node.graph is not None and self.raw_outputs.value.graph is not None
 
-    def mention(self, net: Network, old: Tensor, new: Tensor) -> None:
-        pass  # it says what the layer reads
+    def _set(self, arguments: Any, outputs: Any, time: int) -> None:
+        pass  # the layer says what it reads
 
 
-def _reads(node: ir.Node) -> tuple[Tensor, ...]:
+def _operands(node: ir.Node) -> tuple[Tensor, ...]:
     return tuple(Tensor.of(value) for value in node.inputs if value is not None)
 
 
 class FLayerInfoMemo:
-    """The calls of one network, by layer name, but for those that the layers say themselves."""
+    """The calls that made the layers of one network."""
 
     def __init__(self, net: Network) -> None:
         self._net = net
-        self.infos: dict[str, FLayerInfo | Call] = {}  # most calls are never asked for
-        self._moves: dict[ir.Value, tuple[Any, ...]] = {}  # of each value: time, new value, time, ...
-        self._rewired: dict[ir.Node, tuple[int, ...]] = {}  # when single reads of a layer were redirected
-        self.clock = 0  # counts moves, so that a call sees those made after it and no others
 
     @staticmethod
     def instance() -> FLayerInfoMemo:
         """The memo of the network under guard."""
-        return FLayerInfoMemo.of(default_net())
+        return FLayerInfoMemo(default_net())
 
     @staticmethod
     def of(net: Network) -> FLayerInfoMemo:
-        return net.memo
+        return FLayerInfoMemo(net)
 
-    def add(self, layer_name: str, info: FLayerInfo) -> None:
+    def _node(self, layer: str | Layer) -> ir.Node | None:
+        node = self._net.node_named(layer) if isinstance(layer, str) else layer.node
+        return node if node is not None and node.graph is self._net.graph else None
+
+    def add(self, layer: str | Layer, info: FLayerInfo) -> None:
         """Let this be the call that made a layer."""
-        if (layer := self._net.get_layer_by_name(layer_name)) is not None:
-            info.claim(layer.node)
-        self.infos[layer_name] = info
+        node = self._node(layer)
+        if node is None:
+            raise NetworkError(f"network {self._net.name} has no layer {layer}")
+        if not info.made(node):
+            info.also_made(node)
+        node.meta[_INFO] = info
 
     def get(self, layer: str | Layer) -> FLayerInfo | None:
         """The call that made this layer's result; None if none was recorded or it is true no more."""
-        name = layer if isinstance(layer, str) else layer.name
-        found = self._net.get_layer_by_name(name) if isinstance(layer, str) else layer
-        if found is None or found.node.graph is not self._net.graph:
+        node = self._node(layer)
+        if node is None:
             return None
-        info = self.infos.get(name)
-        if isinstance(info, tuple):
-            info = self.infos[name] = FLayerInfo(self, info)
-        if info is None or not info.made(found.node):
-            info = _OwnRecord.of(self, found.node)
-        return info if info is not None and info.is_true() else None
+        info: FLayerInfo | None = node.meta.get(_INFO)
+        if info is None or not info.made(node):  # a copy of a layer has the call of the layer it copies
+            form = _SINGLE_LAYER.get((node.op_type, len(node.inputs)))
+            if form is None or node.domain or node.attributes or None in node.inputs:
+                return None
+            info = _LayerAsCall(self._net.replacements, form, node)
+        return info if info.is_true() else None
 
     def remove(self, layer: str | Layer) -> None:
-        self.infos.pop(layer if isinstance(layer, str) else layer.name, None)
-
-    def restore(self, name: str, info: FLayerInfo | Call) -> None:
-        self.infos[name] = info
-
-    def uses_moved(self, old: ir.Value, new: ir.Value) -> None:
-        """Called by the network when readers of `old` read `new` from now on."""
-        self.clock = clock = self.clock + 1
-        moves = self._moves
-        moves[old] = (*moves[old], clock, new) if old in moves else (clock, new)
-
-    def uses_moved_back(self, old: ir.Value) -> None:
-        """Called by the network when the last move of `old` is undone."""
-        self._moves[old] = self._moves[old][:-2]
-
-    def read_moved(self, net: Network, node: ir.Node, old: ir.Value | None, new: ir.Value) -> None:
-        """Called by the network when one read of a layer was redirected.
-
-        The call of a functional that is this layer alone, and read `old` once, says `new` from now on.
-        """
-        info = self.infos.get(name_of(node))
-        if isinstance(info, tuple):
-            info = self.infos[name_of(node)] = FLayerInfo(self, info)
-        told = old is not None and isinstance(info, FLayerInfo) and info.stands_for(node, old)
-        self.clock += 1
-        self._rewired[node] = (*self._rewired.get(node, ()), self.clock)
-        if told and old not in node.inputs:
-            info.mention(net, Tensor.of(old), Tensor.of(new))  # type: ignore[union-attr, arg-type]
-
-    def read_moved_back(self, node: ir.Node) -> None:
-        """Called by the network when the last redirection of one of a layer's reads is undone."""
-        self._rewired[node] = self._rewired.get(node, ())[:-1]
-
-    def is_rewired(self, node: ir.Node, time: int) -> bool:
-        """Whether a single read of a layer was redirected after `time`."""
-        return self._rewired.get(node, (0,))[-1:] > (time,)
-
-    def follow(self, value: ir.Value, time: int) -> ir.Value:
-        """What stands now for a value that was mentioned at `time`."""
-        while moves := self._moves.get(value):
-            later = next((place for place in range(0, len(moves), 2) if moves[place] > time), None)
-            if later is None:
-                return value
-            time, value = moves[later : later + 2]
-        return value
+        """Forget the call that made a layer."""
+        if (node := self._node(layer)) is not None:
+            node.meta.pop(_INFO, None)
 
 
 def record_signature(function: Callable[P, R]) -> Callable[P, R]:
@@ -283,7 +250,7 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
-        net = here.net
+        net = under_guard.net
         if net is None:
             given = next(tensors_in((args, kwargs)), None)
             if given is None:
@@ -299,20 +266,12 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
             return result
         if outer is not None:
             outer += made
-        memo = net.memo
-        call: Call = (form, args, kwargs, result, made, memo.clock)
-        if type(result) is Tensor:
-            # A functional may hand back a tensor that was there before: that one keeps its own call.
-            tensor: Any = result
-            node: Any = tensor.value._producer
-            if node is made[-1] or node in made:
-                memo.infos[node._name] = call
-            return result
-        info = FLayerInfo(memo, call)
+        info = FLayerInfo(net.replacements, form, (args, kwargs), result, made)
         for tensor in tensors_in(result):
-            node = producer_of(tensor.value)
+            # A functional may hand back a tensor that was there before: that one keeps its own call.
+            node = tensor.value.producer()
             if node is not None and node in made:
-                memo.infos[name_of(node)] = info
+                node.meta[_INFO] = info
         return result
 
     return recorded

@@ -19,6 +19,11 @@ _SHORT = {
 }
 
 
+def kind_of(node: ir.Node) -> str:
+    """The operator, with its domain where that is not ONNX's own."""
+    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+
+
 def type_text(value: ir.Value) -> str:
     """`f32[2, n]`"""
     dtype = "?" if value.dtype is None else _SHORT.get(value.dtype, value.dtype.name.lower())
@@ -47,9 +52,8 @@ def layer_text(node: ir.Node) -> str:
     """`y = Softmax(x) {axis=-1}`"""
     outputs = ", ".join(value.name or "?" for value in node.outputs)
     operands = ", ".join(operand_text(value) for value in node.inputs)
-    kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
     attributes = ", ".join(f"{name}={_attr_text(attr)}" for name, attr in node.attributes.items())
-    return f"{outputs} = {kind}({operands})" + (f" {{{attributes}}}" if attributes else "")
+    return f"{outputs} = {kind_of(node)}({operands})" + (f" {{{attributes}}}" if attributes else "")
 
 
 def _attr_text(attr: ir.Attr) -> str:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import gc
+import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 
 from intarsia.errors import RewriteError
-from intarsia.network import Network, net_guard
-from intarsia.network.edit.journal import Edit, Moved, Removed
-from intarsia.network.edit.make import nodes_of
-from intarsia.network.edit.raw import kind_of
-from intarsia.network.edit.uses import readers, use_count
+from intarsia.network import Layer, Network, net_guard
+from intarsia.network.text import kind_of
 from intarsia.network.verify import verify_links
+from intarsia.rewrite.changed import changed_layers, distances_below
 from intarsia.rewrite.log import RewriteLog
-from intarsia.rewrite.pattern import PatternRewriter
+from intarsia.rewrite.pattern import PatternRewriter, Refusal
 from intarsia.rewrite.transaction import attempt
 
-_NEAR = 32  # layers looked at again after one rewrite; a last scan finds what this misses
+_LOOP = 64  # replacements of replacements that are looked at to find a loop
 
 
 @dataclass(frozen=True)
@@ -34,47 +31,54 @@ class Entry:
     benefit: float
 
 
-class _Past(NamedTuple):
+@dataclass(frozen=True)
+class _Replaced:
     """A layer that was replaced, and what had replaced an earlier one to make it."""
 
     label: str
     op_type: str
     inputs: Sequence[ir.Value | None]
     attributes: Mapping[str, ir.Attr]
-    before: _Past | None
+    before: _Replaced | None
 
 
 class _Level:
     """The patterns of one benefit, by the kind of layer they start at, and the layers to try."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self.anywhere = [entry for entry in entries if entry.pattern.root_layer is None]
-        self.by_kind: dict[str, list[Entry]] = {}
+        self._anywhere = [entry for entry in entries if entry.pattern.root_layer is None]
+        self._by_kind: dict[str, list[Entry]] = {}
         for kind in dict.fromkeys(kind for entry in entries for kind in entry.pattern.root_layer or ()):
-            self.by_kind[kind] = [e for e in entries if kind in (e.pattern.root_layer or (kind,))]
-        self.waiting: deque[ir.Node] = deque()
-        self.queued: set[ir.Node] = set()  # those waiting that came after the sweep began
-        self.left = 0  # of the layers waiting, how many of the sweep over the whole network
+            self._by_kind[kind] = [e for e in entries if kind in (e.pattern.root_layer or (kind,))]
+        self._reach = {kind: _reach(held) for kind, held in self._by_kind.items()}
+        self._reach_anywhere = _reach(self._anywhere)
+        self._waiting: deque[ir.Node] = deque()
+        self._queued: set[ir.Node] = set()
+        # Layers of which a pattern said no and cannot tell what would change that; after how many rewrites.
+        self.undecided: dict[ir.Node, int] = {}
 
-    def fill(self, nodes: list[ir.Node]) -> None:
-        """Queue all these layers, where a pattern starts at their kind; nothing is queued yet."""
-        kinds = self.by_kind
-        if not self.anywhere:
-            nodes = [n for n in nodes if (kind_of(n) if n._domain else n._op_type) in kinds]
-        self.waiting, self.left = deque(nodes), len(nodes)
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
-    def push(self, node: ir.Node) -> bool:
-        """Queue a layer; false if no pattern starts at its kind."""
-        if not self.anywhere and (kind_of(node) if node._domain else node._op_type) not in self.by_kind:
-            return False
-        if node not in self.queued:
-            self.queued.add(node)
-            self.waiting.append(node)
-        return True
+    def entries(self, kind: str) -> list[Entry]:
+        """The patterns that may start at a layer of this kind."""
+        return self._by_kind.get(kind, self._anywhere)
+
+    def push(self, node: ir.Node, kind: str, distance: int = 0) -> None:
+        """Queue a layer, if a pattern may start at it that looks further than `distance` layers up."""
+        if distance < self._reach.get(kind, self._reach_anywhere) and node not in self._queued:
+            self._queued.add(node)
+            self._waiting.append(node)
+
+    def pop(self) -> ir.Node:
+        node = self._waiting.popleft()
+        self._queued.discard(node)
+        return node
 
 
-def _plain(attributes: Mapping[str, ir.Attr]) -> dict[str, object]:
-    return {name: attr.value for name, attr in attributes.items()}
+def _reach(entries: Sequence[Entry]) -> float:
+    """The number of layers that the patterns look at, counted upwards from where they start."""
+    return max((math.inf if (reach := e.pattern.reach) is None else reach for e in entries), default=0)
 
 
 class Driver:
@@ -91,126 +95,139 @@ class Driver:
     ) -> None:
         self.net = net
         benefits = sorted({entry.benefit for entry in entries}, reverse=True)
-        self.levels = [_Level([e for e in entries if e.benefit == benefit]) for benefit in benefits]
-        self.kinds = {kind for level in self.levels for kind in level.by_kind}
-        self.anywhere = any(level.anywhere for level in self.levels)
-        self.reach = max((entry.pattern.reach for entry in entries), default=0)
-        self.limit = limit
-        self.budget = 1000 + 20 * len(net) if budget is None else budget
-        self.strict = strict
-        self.log = RewriteLog()
-        self.pasts: dict[ir.Node, _Past] = {}
-        self.banned: set[tuple[str, ir.Node]] = set()
+        self._levels = [_Level([e for e in entries if e.benefit == benefit]) for benefit in benefits]
+        self._reach = max((entry.pattern.reach or 1 for entry in entries), default=1)
+        self._limit = limit
+        self._budget = 1000 + 20 * len(net) if budget is None else budget
+        self._strict = strict
+        self._log = RewriteLog()
+        self._history: dict[ir.Node, _Replaced] = {}  # of layers that rewrites made
+        self._banned: set[tuple[str, ir.Node]] = set()
 
     def run(self) -> RewriteLog:
         """Rewrite until nothing matches, or `limit` rewrites are made; then verify the links."""
-        log = self.log
-        with net_guard(self.net), _no_collection():
-            nodes, before = self.net.order.complete(), -1
-            while before < len(log) and not log.exhausted:
-                if before >= 0:
-                    nodes = nodes_of(self.net.graph)
-                before = len(log)
-                for level in self.levels:
-                    level.fill(nodes)
-                while not log.exhausted:
-                    for level in self.levels:  # the highest with layers to try
-                        if level.waiting:
-                            break
-                    else:
-                        break
+        log = self._log
+        with net_guard(self.net):
+            self._push(self.net.order.complete())
+            while not log.exhausted:
+                level = next(filter(None, self._levels), None)  # the highest with layers to try
+                if level is not None:
                     self._work(level)
+                elif not self._ask_again():
+                    break
             if len(log):
                 if self.net.journal is None:  # or what is going on could not be undone
                     self.net.drop_unused_constants()
                 verify_links(self.net.graph)
         return log
 
+    def _push(self, nodes: Iterable[ir.Node]) -> None:
+        for node in nodes:
+            kind = kind_of(node)
+            for level in self._levels:
+                level.push(node, kind)
+
+    def _ask_again(self) -> bool:
+        """Queue the layers of which no pattern can say what would change its mind, if anything did change."""
+        fired, asked = len(self._log), False
+        for level in self._levels:
+            stale = [node for node, then in level.undecided.items() if then < fired]
+            for node in stale:
+                del level.undecided[node]
+                if node.graph is self.net.graph:
+                    level.push(node, kind_of(node))
+                    asked = True
+        return asked
+
     def _work(self, level: _Level) -> None:
         """Try the layers of one level, until a rewrite may have queued some at a higher one."""
-        graph, waiting, queued = self.net.graph, level.waiting, level.queued
-        by_kind, anywhere = level.by_kind, level.anywhere
-        top = level is self.levels[0]
-        while waiting:
-            node = waiting.popleft()
-            if queued:
-                queued.discard(node)
-            level.left -= 1
-            if node._graph is not graph:
+        while level:
+            node = level.pop()
+            if node.graph is not self.net.graph:
                 continue  # gone since it was queued
-            for entry in by_kind.get(kind_of(node) if node._domain else node._op_type, anywhere):
-                try:
-                    found = entry.pattern.find_at(node)
-                except Exception as error:
-                    self._broken(entry, node, error)
-                    continue
-                if found and self._rewrite(entry, node, found, top and level.left >= 0):
-                    break
-            else:
-                continue
-            if not top or self.log.exhausted:
-                return
+            kind, fed = kind_of(node), None
+            for entry in level.entries(kind):
+                if groups := entry.pattern.fed_by.get(kind):
+                    if fed is None:
+                        fed = {maker.op_type for maker in node.predecessors()}
+                    if any(group.isdisjoint(fed) for group in groups):
+                        continue
+                if self._try(level, entry, node):
+                    return
 
-    def _rewrite(self, entry: Entry, node: ir.Node, found: Any, sweeping: bool) -> bool:
-        """Let a pattern act where it matches; whether this layer is done with."""
-        label, log, inputs = entry.label, self.log, node._inputs
-        if self.banned and (label, node) in self.banned:
+    def _try(self, level: _Level, entry: Entry, node: ir.Node) -> bool:
+        """Ask a pattern about a layer, and let it act; whether it did."""
+        pattern, layer = entry.pattern, Layer(node)
+        try:
+            found = pattern.find(layer)
+        except Exception as error:
+            self._fail_to_ask(entry, node, error)
             return False
-        if self.limit is not None and len(log) >= self.limit:
-            log.exhausted = True
+        if not found:
+            if pattern.reach is None:
+                level.undecided[node] = len(self._log)
+            return False
+        if (entry.label, node) in self._banned:
+            return False
+        if self._limit is not None and len(self._log) >= self._limit:
+            self._log.exhausted = True
             return True
-        loop = self._loop(label, node) if self.pasts else None
+        return self._act(level, entry, node, found)
+
+    def _act(self, level: _Level, entry: Entry, node: ir.Node, found: Any) -> bool:
+        label, inputs = entry.label, node.inputs
+        loop = self._loop(label, node)
         try:
             change = attempt(self.net, entry.pattern, node, found, keep=loop is None)
         except RewriteError as error:
-            if self.strict:
+            if self._strict:
                 raise
-            log.broken.append(str(error))
-            self.banned.add((label, node))
+            self._log.broken.append(str(error))
+            self._banned.add((label, node))
             return False
-        if type(change) is not tuple:
+        if isinstance(change, Refusal):
+            if entry.pattern.reach is None or entry.pattern.refuses_from_afar:
+                level.undecided[node] = len(self._log)
             return False
         if loop is not None:
             raise RewriteError(loop)
-        edits, made, replaced, lone = change
-        traced = self.net.traced
-        known = [node, *(edit[1] for edit in edits if edit[0] is Removed)] if traced else ()
-        log.write(label, node, replaced, made, known)
-        if len(log.events) > self.budget:
+        self._log.write(label, node, change.removed, change.made)
+        if len(self._log) > self._budget:
             self._no_end()
-        for new in made:
-            if (new._op_type in self.kinds or new._domain or self.anywhere) and self._push(new):
-                before = self.pasts.get(node)
-                self.pasts[new] = _Past(label, node.op_type, inputs, node.attributes, before)
-        if lone or not sweeping:
-            self._queue_near(edits, made, lone, sweeping)
+        for new in change.made:
+            before = self._history.get(node)
+            self._history[new] = _Replaced(label, node.op_type, inputs, node.attributes, before)
+        seeds = changed_layers(self.net.graph, change)
+        for near, distance in distances_below(self.net.graph, seeds, self._reach).items():
+            kind = kind_of(near)
+            for each in self._levels:
+                each.push(near, kind, distance)
         return True
 
-    def _broken(self, entry: Entry, node: ir.Node, error: Exception) -> None:
+    def _fail_to_ask(self, entry: Entry, node: ir.Node, error: Exception) -> None:
         """A pattern failed where it was only asked whether it matches."""
         where = f"layer {node.name} ({node.op_type})"
-        told = f"pattern {entry.pattern.name!r} could not be asked about {where}: {error}"
-        if self.strict:
-            raise RewriteError(told) from error
-        if told not in self.log.broken:
-            self.log.broken.append(told)
+        message = f"pattern {entry.pattern.name!r} could not be asked about {where}: {error}"
+        if self._strict:
+            raise RewriteError(message) from error
+        if message not in self._log.broken:
+            self._log.broken.append(message)
 
     def _no_end(self) -> None:
-        recent = Counter(one.pattern for one in self.log.fired[-200:])
+        recent = Counter(one.pattern for one in self._log.fired[-200:])
         labels = ", ".join(f"{name!r} ({count})" for name, count in recent.most_common(4))
-        raise RewriteError(f"{self.budget} rewrites and no end; of the last 200 came from {labels}")
+        raise RewriteError(f"{self._budget} rewrites and no end; of the last 200 came from {labels}")
 
     def _loop(self, label: str, node: ir.Node) -> str | None:
         """What to say if a pattern acts on a layer that it replaced before, just as it is."""
-        step = self.pasts.get(node)
-        labels = [label]
-        while step is not None and len(labels) < 64:
+        step, labels = self._history.get(node), [label]
+        while step is not None and len(labels) < _LOOP:
             labels.append(step.label)
             if (
                 step.label == label
                 and step.op_type == node.op_type
-                and step.inputs == node._inputs
-                and _plain(step.attributes) == _plain(node.attributes)
+                and step.inputs == node.inputs
+                and _values(step.attributes) == _values(node.attributes)
             ):
                 names = " and ".join(repr(name) for name in dict.fromkeys(reversed(labels)))
                 return (
@@ -220,73 +237,6 @@ class Driver:
             step = step.before
         return None
 
-    def _queue_near(
-        self,
-        edits: list[Edit],
-        made: list[ir.Node],
-        lone: list[ir.Value],
-        sweeping: bool,
-    ) -> None:
-        """Queue what a rewrite may have made matchable."""
-        near: dict[ir.Node, None] = {}
-        # One reader less may be what a pattern waited for.
-        for value in lone:
-            for use in value._uses:
-                reader = use[0]
-                if reader not in made and reader._graph is self.net.graph:  # not in a body
-                    near[reader] = None
-        if sweeping and near:
-            # All that stands below is still to be visited.
-            last = max((edit[3] for edit in edits if edit[0] is Removed), default=0)
-            near = {node: None for node in near if self.net.order.of(node) < last}
-        if not sweeping:
-            for kind, *fields in edits:
-                if kind is Moved:
-                    near.update(dict.fromkeys([use[0] for use in Moved(*fields).uses[:_NEAR]]))
-            near.update(dict.fromkeys(made))
-        if near:
-            self._push_near(near)
 
-    def _push(self, node: ir.Node) -> bool:
-        """Queue a layer wherever a pattern starts at its kind; whether one does."""
-        found = False
-        for level in self.levels:
-            if level.push(node):
-                found = True
-        return found
-
-    def _push_near(self, near: dict[ir.Node, None]) -> None:
-        """Queue these layers and those below them, as far down as a pattern reaches."""
-        front = list(near)
-        for _ in range(self.reach - 1):
-            below = []
-            for node in front:
-                for value in node.outputs:
-                    if use_count(value) <= _NEAR:
-                        below += [reader for reader in readers(value) if reader not in near]
-            if not below:
-                break
-            for node in below:
-                near[node] = None
-            if len(near) > _NEAR:
-                break
-            front = below
-        for node in near:
-            self._push(node)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    # Each full collection walks every node of a large network, and rewriting makes many objects.
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not gc.get_freeze_count():
-            # What was made is old now: the next young collection need not walk all of it.
-            gc.freeze()
-            gc.unfreeze()
-        gc.enable()
+def _values(attributes: Mapping[str, ir.Attr]) -> dict[str, object]:
+    return {name: attr.value for name, attr in attributes.items()}

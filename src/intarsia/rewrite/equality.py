@@ -10,9 +10,7 @@ import onnx_ir as ir
 
 from intarsia.network import Tensor
 from intarsia.network.schema import schema_of
-from intarsia.rewrite.term import Any_, Call
-
-TRANSPARENT = frozenset({"Identity", "Cast", "Reshape", "Expand", "Flatten", "Transpose"})
+from intarsia.rewrite.term import TRANSPARENT, Any_, Call
 
 
 def holds(value: ir.Value, number: float) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import onnx_ir as ir
 
 
-class Fired(NamedTuple):
-    """One rewrite: the pattern, the layers it took away and those it put in their place."""
+@dataclass(frozen=True)
+class Fired:
+    """One rewrite: the pattern, the layer it was found at, the layers it took away and those it put there."""
 
     pattern: str
     root: ir.Node
     replaced: tuple[str, ...]
-    nodes: list[ir.Node]
+    nodes: tuple[ir.Node, ...]
 
     @property
     def layer(self) -> str:
@@ -50,40 +50,28 @@ class RewriteLog:
     `exhausted` says that the run ended because `limit` rewrites were made.
     """
 
-    events: list[tuple[str, ir.Node, list[str], list[ir.Node]]] = field(default_factory=list)
+    fired: list[Fired] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     exhausted: bool = False
 
-    @property
-    def fired(self) -> list[Fired]:
-        """The rewrites, in order."""
-        return [Fired(label, root, tuple(replaced), made) for label, root, replaced, made in self.events]
-
     def __len__(self) -> int:
-        return len(self.events)
+        return len(self.fired)
 
-    def write(
-        self, pattern: str, root: ir.Node, replaced: list[str], made: list[ir.Node], known: Sequence[ir.Node]
-    ) -> None:
-        """Note a rewrite, and on every new layer where it comes from; `known` may know it."""
-        self.events.append((pattern, root, replaced, made))
-        props = {"pattern": pattern, "replaced": ", ".join(replaced)}
-        if known:
-            told = [node.metadata_props for node in known if node.metadata_props]
-            origin = next((each for each in told if "source" in each), told[0] if told else {})
-            props = {**origin, **props}
+    def write(self, pattern: str, root: ir.Node, removed: Sequence[ir.Node], made: Sequence[ir.Node]) -> None:
+        """Note a rewrite, and on every new layer which pattern made it and where its origin is."""
+        replaced = tuple(str(node.name) for node in removed)
+        self.fired.append(Fired(pattern, root, replaced, tuple(made)))
+        if not made:
+            return
+        known = [node.metadata_props for node in (root, *removed) if node.metadata_props]
+        origin = next((each for each in known if "source" in each), known[0] if known else {})
         for node in made:
-            if node._metadata_props is None:
-                node._metadata_props = props
-            else:
-                node.metadata_props.update(props)
-            if node is not made[-1]:
-                props = dict(props)
+            node.metadata_props.update({**origin, "pattern": pattern, "replaced": ", ".join(replaced)})
 
     def add(self, other: RewriteLog) -> None:
         """Take in what a further run did."""
-        self.events += other.events
+        self.fired += other.fired
         self.broken += other.broken
         self.skipped |= other.skipped
         self.exhausted |= other.exhausted

@@ -105,10 +105,14 @@ class RewritePatternManager:
         """The matches one by one, for those who need the first only."""
         self._pass(args)
         net.order.complete()
+        entries = self._sorted()
         for layer in list(net.get_layers()):
-            for entry in self._sorted():
+            kind = layer.kind
+            for entry in entries:
                 if layer.is_removed():
                     break  # by whoever asks for the matches
+                if entry.pattern.root_layer is not None and kind not in entry.pattern.root_layer:
+                    continue
                 with net_guard(net):
                     said = self._ask(net, entry, layer)
                 if not said.reason:

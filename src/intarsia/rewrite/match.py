@@ -7,12 +7,22 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intarsia.network.edit.raw import kind_of
-from intarsia.network.edit.uses import use_count
+from intarsia.network.text import kind_of
+from intarsia.rewrite.bindings import Bindings, outside_read
 from intarsia.rewrite.equality import holds, is_transparent, odd_attribute, see_through
-from intarsia.rewrite.found import Found, leaks
-from intarsia.rewrite.straight import even_calls
-from intarsia.rewrite.term import COMMUTATIVE, Call, Either, Maybe, Number, Output, Root, Term, Var, kinds
+from intarsia.rewrite.term import (
+    COMMUTATIVE,
+    Call,
+    Either,
+    Maybe,
+    Number,
+    Output,
+    Root,
+    Term,
+    Var,
+    kinds,
+    symmetric_calls,
+)
 
 _SOLUTIONS = 16  # ways to match one layer that are tried before giving up
 _READERS = 64  # readers of a tensor among which a further output of a pattern is looked for
@@ -29,11 +39,11 @@ class Matcher:
     def __init__(self, roots: Sequence[Root], *, explain: bool = False) -> None:
         self._roots = roots
         self._explain = explain
-        self._even = even_calls(roots)
+        self._symmetric = symmetric_calls(roots)
         self._all = True
         self.miss: tuple[int, str] = (-1, "")
 
-    def at(self, node: ir.Node) -> Iterator[Found]:
+    def at(self, node: ir.Node) -> Iterator[Bindings]:
         """Every way in which the pattern matches."""
         first = self._roots[0]
         index = first.index if isinstance(first, Output) else 0
@@ -42,23 +52,23 @@ class Matcher:
         value = node.outputs[index]
         # Whichever way round two free variables go, an operator of both matches: the other way is for
         # rules that refuse the first, and costs nothing until then.
-        if self._even:
+        if self._symmetric:
             self._all = False
             try:
-                found = next(self._solve(Found(value), [(first, value)]), None)
+                found = next(self._solve(Bindings(value), [(first, value)]), None)
             finally:
                 self._all = True
             if found is None:
                 return
             yield found
-        solutions = self._solve(Found(value), [(first, value)])
-        if self._even:
+        solutions = self._solve(Bindings(value), [(first, value)])
+        if self._symmetric:
             next(solutions, None)
         yield from solutions
 
-    def _solve(self, state: Found, goals: list[Goal]) -> Iterator[Found]:
+    def _solve(self, state: Bindings, goals: list[Goal]) -> Iterator[Bindings]:
         # Each choice is a state and the goals left in it; the last one made is tried first.
-        choices: list[tuple[Found, list[Goal]]] = [(state, goals)]
+        choices: list[tuple[Bindings, list[Goal]]] = [(state, goals)]
         yielded = 0
         while choices and yielded < _SOLUTIONS:
             state, goals = choices.pop()
@@ -77,9 +87,9 @@ class Matcher:
         self,
         term: Term | None,
         value: ir.Value | None,
-        state: Found,
+        state: Bindings,
         goals: list[Goal],
-        choices: list[tuple[Found, list[Goal]]],
+        choices: list[tuple[Bindings, list[Goal]]],
     ) -> bool:
         if type(term) is Var:
             return self._bind(term, value, state)
@@ -103,7 +113,7 @@ class Matcher:
             return True
         return value is None or self._fail(state, "{} is given where nothing should be", value)
 
-    def _bind(self, var: Var, value: ir.Value | None, state: Found) -> bool:
+    def _bind(self, var: Var, value: ir.Value | None, state: Bindings) -> bool:
         name = var.name
         if value is None:
             return self._fail(state, "the input {} is missing", name)
@@ -119,9 +129,9 @@ class Matcher:
         term: Call,
         index: int,
         value: ir.Value | None,
-        state: Found,
+        state: Bindings,
         goals: list[Goal],
-        choices: list[tuple[Found, list[Goal]]],
+        choices: list[tuple[Bindings, list[Goal]]],
     ) -> bool:
         node = None if value is None else value.producer()
         skipped: list[ir.Node] = []
@@ -146,7 +156,7 @@ class Matcher:
             return False
         return self._inputs(term, node, state, goals, choices)
 
-    def _attributes(self, term: Call, node: ir.Node, state: Found) -> bool:
+    def _attributes(self, term: Call, node: ir.Node, state: Bindings) -> bool:
         odd = odd_attribute(term, node)
         return odd is None or self._fail(state, *odd)
 
@@ -154,9 +164,9 @@ class Matcher:
         self,
         term: Call,
         node: ir.Node,
-        state: Found,
+        state: Bindings,
         goals: list[Goal],
-        choices: list[tuple[Found, list[Goal]]],
+        choices: list[tuple[Bindings, list[Goal]]],
     ) -> bool:
         terms, values = term.inputs, node.inputs
         if (
@@ -171,7 +181,7 @@ class Matcher:
             term.kind in COMMUTATIVE
             and len(terms) == 2
             and values[0] is not values[1]
-            and (self._all or term not in self._even)
+            and (self._all or term not in self._symmetric)
         ):
             swapped: list[Goal] = [*goals, (terms[1], padded[0]), (terms[0], padded[1])]
             choices.append((state.copy(), swapped))
@@ -179,7 +189,7 @@ class Matcher:
         goals += reversed(list(zip(terms, padded, strict=True)))
         return True
 
-    def _next_root(self, state: Found, choices: list[tuple[Found, list[Goal]]]) -> None:
+    def _next_root(self, state: Bindings, choices: list[tuple[Bindings, list[Goal]]]) -> None:
         """Look for the pattern's next output among what is made from tensors already matched."""
         term = self._roots[len(state.roots)]
         taken = {value.producer() for value in state.roots}
@@ -195,7 +205,7 @@ class Matcher:
         if not found:
             self._fail(state, "no further {} of the pattern is there", " or ".join(kinds(term)))
 
-    def _candidates(self, term: Term | None, state: Found) -> Iterator[ir.Value]:
+    def _candidates(self, term: Term | None, state: Bindings) -> Iterator[ir.Value]:
         if isinstance(term, Var):
             value = state.variables.get(term.name)
             if value is not None:
@@ -212,18 +222,19 @@ class Matcher:
             return
         for inner in call.inputs:
             for value in self._candidates(inner, state):
-                if value.const_value is not None or use_count(value) > _READERS:
+                uses = value.uses()
+                if value.const_value is not None or len(uses) > _READERS:
                     continue
-                for node, _ in value.uses():
+                for node, _ in uses:
                     if kind_of(node) == call.kind and index < len(node.outputs):
                         yield node.outputs[index]
 
-    def _closed(self, state: Found) -> bool:
+    def _closed(self, state: Bindings) -> bool:
         """Whether layers outside the match read nothing of it but its outputs."""
-        leak = leaks(state)
+        leak = outside_read(state)
         return leak is None or self._fail(state, *leak)
 
-    def _fail(self, state: Found, message: str, *parts: Any) -> bool:
+    def _fail(self, state: Bindings, message: str, *parts: Any) -> bool:
         if self._explain and len(state.layers) > self.miss[0]:
             self.miss = (len(state.layers), message.format(*(_shown(part) for part in parts)))
         return False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-import onnx_ir as ir
-
 from intarsia.errors import RewriteError
-from intarsia.network import Layer, Network
+from intarsia.network import Layer
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,15 @@ class PatternRewriter:
     it may be asked about (`{"Add", "com.microsoft::BiasGelu"}`), or None for all. New layers are put
     before the layer asked about. `keep_types=False` is for the rare pattern that means to change the
     shape or dtype of what it replaces; what follows is then inferred anew.
+
+    `reach` is how many layers deep it looks, the root included: where it said no, it is asked again once
+    something changed within that many. None promises nothing, and is asked again after any change.
     """
+
+    reach: int | None = None
+    refuses_from_afar = False  # whether it may find a match and still say no for what lies beyond its reach
+    # By kind of root: groups of operators; of each group at least one must be among those that feed the root.
+    fed_by: Mapping[str, tuple[frozenset[str], ...]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -59,7 +66,6 @@ class PatternRewriter:
         self.separate_match_rewrite = separate_match_rewrite
         self.keep_types = keep_types
         self.args: Any = None
-        self.reach = 2  # how far below a changed layer its root may stand
 
     def match(self, layer: Layer) -> bool | Refusal:
         raise NotImplementedError(f"pattern {self.name!r} has no match()")
@@ -80,13 +86,6 @@ class PatternRewriter:
             return self.match_and_rewrite(layer)
         self.rewrite(layer)
         return True
-
-    # The same of raw nodes: what the worklist calls, and `@rule` answers without views of them.
-    def find_at(self, node: ir.Node) -> Any:
-        return self.find(Layer(node))
-
-    def act(self, net: Network, node: ir.Node, found: Any) -> bool | Refusal:
-        return self.perform(Layer(node), found)
 
     def why_not(self, layer: Layer) -> str:
         """Why `find` said no."""

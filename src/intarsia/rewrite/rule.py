@@ -11,11 +11,10 @@ import onnx_ir as ir
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network.edit.redirect import replace_value
-from intarsia.rewrite.found import Found
+from intarsia.rewrite.bindings import Bindings
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.straight import spread, straight
-from intarsia.rewrite.term import Call, build, depth, kinds, parts
+from intarsia.rewrite.term import Call, build, depth, feeders, kinds, parts
 
 Function = Callable[..., Any]
 _AS_IT_IS = Refusal("what it gives stands there already")
@@ -24,58 +23,45 @@ _AS_IT_IS = Refusal("what it gives stands there already")
 class Rule(PatternRewriter):
     """A pattern made by `@rule`; calling it calls the function under the decorator."""
 
+    refuses_from_afar = True  # the function may look at anything
+
     def __init__(self, pattern: Function, function: Function, *, name: str, keep_types: bool = True) -> None:
         self.roots, variables = build(pattern)
         super().__init__(name, kinds(self.roots[0]), keep_types=keep_types)
         self.function = function
         self.variables = variables
-        self.reach = max(depth(root) for root in self.roots)
+        # What a further output of the pattern looks like is decided beside the root, not above it.
+        self.reach = depth(self.roots[0]) if len(self.roots) == 1 else None
+        self.fed_by = feeders(self.roots[0])
         self._matcher = Matcher(self.roots)
         self._named = {
             term.name: term for term in parts(self.roots) if isinstance(term, Call) and term.name is not None
         }
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        self._wanted = [parameter.name for parameter in parameters]
+        self._wanted = list(inspect.signature(function).parameters)[1:]
         known = {*variables, *self._named}
         if unknown := [wanted for wanted in self._wanted if wanted not in known]:
             raise RewriteError(f"rule {name!r} asks for {unknown}; its pattern has {sorted(known)}")
-        by_place = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-        self._call = spread(function, self._wanted)
-        found = straight(self.roots, self._wanted, self._first) if by_place else None
-        self.find_at: Callable[[ir.Node], Any] = found or self._first  # type: ignore[assignment]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     def find(self, layer: Layer) -> Any:
-        return self.find_at(layer.node)
+        return next(self._matcher.at(layer.node), None)
 
-    def _first(self, node: ir.Node) -> Any:
-        return next(self._matcher.at(node), None)
-
-    def perform(self, layer: Layer, found: Any) -> bool | Refusal:
-        return self.act(layer.network, layer.node, found)
-
-    def act(self, net: Network, node: ir.Node, found: Any) -> bool | Refusal:
+    def perform(self, layer: Layer, found: Bindings) -> bool | Refusal:
         """Let the function act on the first match it does not refuse."""
-        if type(found) is tuple:  # found straight: what the function wants
-            said = self._call(net, found)
-            if type(said) is Tensor:
-                return replace_value(net, node._outputs[0], said.value) or _AS_IT_IS
-            roots = [node._outputs[0]]
-        else:
-            said, roots = self.function(net, **self._bindings(found)), found.roots
-        if type(said) is not Refusal:
-            return self._replace(net, roots, said)
-        refusal = said
-        others = self._matcher.at(node)
+        net = layer.network
+        said = self.function(net, **self._bindings(found))
+        if not isinstance(said, Refusal):
+            return self._replace(net, found.roots, said)
+        others = self._matcher.at(layer.node)
         next(others, None)
         # What it built before it refused is undone, and with it the chance of another match.
-        while not net.journal and (solution := next(others, None)) is not None:
-            said = self.function(net, **self._bindings(solution))
-            if type(said) is not Refusal:
-                return self._replace(net, solution.roots, said)
-        return refusal
+        while not net.journal and (other := next(others, None)) is not None:
+            again = self.function(net, **self._bindings(other))
+            if not isinstance(again, Refusal):
+                return self._replace(net, other.roots, again)
+        return said
 
     def why_not(self, layer: Layer) -> str:
         matcher = Matcher(self.roots, explain=True)
@@ -83,7 +69,7 @@ class Rule(PatternRewriter):
             return "it matches"
         return matcher.miss[1] or "the pattern has no such output"
 
-    def _bindings(self, found: Found) -> dict[str, Any]:
+    def _bindings(self, found: Bindings) -> dict[str, Any]:
         bound: dict[str, Any] = {}
         for name in self._wanted:
             if name in self._named:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from intarsia.errors import RewriteError
 
+# Layers of these operators may change nothing; a pattern then sees through them.
+TRANSPARENT = frozenset({"Identity", "Cast", "Reshape", "Expand", "Flatten", "Transpose"})
 COMMUTATIVE = frozenset(
     {"Add", "Mul", "Max", "Min", "And", "Or", "Xor", "Equal", "BitwiseAnd", "BitwiseOr", "BitwiseXor"}
 )
@@ -62,14 +64,6 @@ class Call(Term):
     any_attributes: bool = False
     any_inputs: bool = False
     shared: bool = False
-
-    @functools.cached_property
-    def op_type(self) -> str:
-        return self.kind.rpartition("::")[2]
-
-    @functools.cached_property
-    def domain(self) -> str:
-        return self.kind.rpartition("::")[0]
 
     def __getitem__(self, index: int) -> Output:
         return Output(self, index)
@@ -206,3 +200,40 @@ def parts(terms: Sequence[Term]) -> list[Term]:
     for term in terms:
         visit(term)
     return found
+
+
+def symmetric_calls(roots: Sequence[Root]) -> frozenset[Call]:
+    """The commutative operators of two variables that stand nowhere else in the pattern."""
+    terms = parts(roots)
+    seen = Counter(term.name for term in terms if isinstance(term, Var))
+    return frozenset(
+        term
+        for term in terms
+        if isinstance(term, Call)
+        and term.kind in COMMUTATIVE
+        and all(isinstance(item, Var) and not item.constant and seen[item.name] == 1 for item in term.inputs)
+    )
+
+
+def feeders(root: Root) -> dict[str, tuple[frozenset[str], ...]]:
+    """By kind of root: groups of operators, of each of which one must feed a root that matches."""
+    calls = root.terms if isinstance(root, Either) else (root,)
+    found: dict[str, tuple[frozenset[str], ...]] = {}
+    for term in calls:
+        call = term.call if isinstance(term, Output) else term
+        assert isinstance(call, Call)
+        groups = tuple(group | TRANSPARENT for item in call.inputs if (group := _makers(item)))
+        found[call.kind] = () if call.kind in found else groups
+    return found
+
+
+def _makers(term: Term | None) -> frozenset[str]:
+    """The operators that may make what a term matches; empty if others may."""
+    if isinstance(term, Call):
+        return frozenset({term.kind.rpartition("::")[2]})
+    if isinstance(term, Output):
+        return _makers(term.call)
+    if isinstance(term, Either):
+        groups = [_makers(item) for item in term.terms]
+        return frozenset().union(*groups) if all(groups) else frozenset()
+    return frozenset()

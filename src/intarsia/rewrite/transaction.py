@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError, RewriteError
-from intarsia.network import Network, Tensor
+from intarsia.network import Layer, Network, Tensor
 from intarsia.network.attributes import from_attr
 from intarsia.network.bodies import owner_in
 from intarsia.network.edit.journal import (
-    Added,
-    Constant,
+    BodyTaken,
+    ConstantAdded,
     Edit,
-    Marked,
-    Moved,
-    Owned,
-    Redirected,
-    Removed,
-    Typed,
-    undo,
+    InputReplaced,
+    LayerAdded,
+    LayerRemoved,
+    OutputMarked,
+    UsesReplaced,
 )
-from intarsia.network.edit.remove import remove_dead
-from intarsia.network.edit.uses import is_dead
+from intarsia.network.edit.remove import is_dead, remove_dead
+from intarsia.network.edit.undo import undo
 from intarsia.network.infer.registry import Made, has_rule, infer
-from intarsia.network.network import Shape, raw_shape
+from intarsia.network.types import Shape
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
-# A rewrite that stands: all it did, the layers it made, the names of those it took out, tensors that may have
-# one reader left.
-Change = tuple[list[Edit], list[ir.Node], list[str], list[ir.Value]]
+
+@dataclass(frozen=True)
+class Change:
+    """A rewrite that stands: all it did, the layers it put in and those it took out."""
+
+    edits: Sequence[Edit]
+    made: Sequence[ir.Node]
+    removed: Sequence[ir.Node]
 
 
 def attempt(
@@ -47,10 +52,10 @@ def attempt(
     anchor, net.anchor = net.anchor, node
     done = False
     try:
-        said = pattern.act(net, node, found)
+        said = pattern.perform(Layer(node), found)
         if not said:
             return said if isinstance(said, Refusal) else Refusal("match_and_rewrite() said no")
-        change = _settle(net, edits, pattern.keep_types)
+        change = _finish(net, edits, pattern.keep_types)
         done = keep
         return change
     except Exception as error:
@@ -65,78 +70,57 @@ def attempt(
             outer += edits if done else ()
 
 
-def _settle(net: Network, edits: list[Edit], keep_types: bool) -> Change:
+def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change:
     """Check what the edits touched, and take out what nothing reads any more.
 
     Arity, types, uses and outputs are checked here; the network itself refuses cycles.
     """
     if not edits:
         raise RewriteError("it said that it rewrote the layer and changed nothing")
-    made: list[ir.Node] = []
-    removed: list[str] = []
-    dead: list[ir.Node] = []
+    added = [edit.node for edit in edits if isinstance(edit, LayerAdded)]
+    dead = [node for node in added if node.graph is not None and is_dead(node)]
     retyped: list[ir.Node] = []
-    lone: list[ir.Value] = []
-    graph, spare = net.graph, False
     for edit in edits:
-        kind = edit[0]
-        if kind is Added:
-            _, node, inferred = edit
-            if node._graph is None:
-                spare = True
-                continue
-            for value in node._outputs:
-                if value._uses or value._is_graph_output:
-                    made.append(node)
-                    if not inferred:
-                        verify_layer(node)
-                    break
-            else:
-                dead.append(node)
-                spare = True
-        elif kind is Moved:
-            old, new = edit[1], edit[2]
-            if old._producer is not None:
-                dead.append(old._producer)
-            was, now = old._type, new._type
-            if old._shape is new._shape is not None and was and now and was._dtype is now._dtype:
-                continue
-            if not _same_type(net, old, new, keep_types):
-                retyped += [use[0] for use in new._uses]
-        elif kind is Redirected:
-            _, node, _, old, new = edit
-            if old is not None and old._producer is not None:
-                dead.append(old._producer)
-            if node.graph is not None and not (_alike(old, new) or _same_made(node, keep_types)):
-                retyped.append(node)
-        elif kind is Removed:
-            _, node, inputs, _, _, released, _ = edit
-            if not is_dead(node):
-                raise NetworkError(f"layer {node.name} was removed and is still read")
-            removed.append(str(node.name))
-            dead += [value._producer for value in inputs if value is not None and value._producer]
-            dead += [value._producer for *_, value in released if value._producer]
-        elif kind is Marked:
-            raise NetworkError(f"it made {edit[1].name} an output of the network")
+        match edit:
+            case LayerAdded(node=node, inferred=inferred):
+                if not inferred and node.graph is not None and not is_dead(node):
+                    verify_layer(node)
+            case UsesReplaced(old=old, new=new):
+                dead += _makers([old])
+                if not _same_type(net, old, new, keep_types):
+                    retyped += [use.node for use in new.uses()]
+            case InputReplaced(node=node, old=before, new=new):
+                dead += _makers([before])
+                if node.graph is not None and not (_alike(before, new) or _same_made(node, keep_types)):
+                    retyped.append(node)
+            case LayerRemoved(node=node, inputs=inputs, released=released):
+                if not is_dead(node):
+                    raise NetworkError(f"layer {node.name} was removed and is still read")
+                dead += _makers([*inputs, *(use.value for use in released)])
+            case OutputMarked(value=value):
+                raise NetworkError(f"it made {value.name} an output of the network")
     if retyped:
         _infer_below(net, retyped)
-    if dead:
-        removed += remove_dead(net, dead, lone)
-    for node in made:
-        if node._graph is not graph:
-            spare = True
-    if spare:  # what was made and not needed is no part of the story
-        made = [node for node in made if node._graph is graph]
-        new = {edit[1].name for edit in edits if edit[0] is Added}
-        removed = [name for name in removed if name not in new]
-        if all(edit[0] in (Added, Owned, Removed, Constant) for edit in edits) and not (made or removed):
-            raise RewriteError("it said that it rewrote the layer and changed nothing")
-    return edits, made, removed, lone
+    remove_dead(net, dead)
+    # What was made and not needed is no part of the story.
+    made = [node for node in added if node.graph is net.graph]
+    fresh = set(added)
+    removed = [e.node for e in edits if isinstance(e, LayerRemoved) and e.node not in fresh]
+    idle = all(isinstance(edit, LayerAdded | BodyTaken | LayerRemoved | ConstantAdded) for edit in edits)
+    if idle and not (made or removed):
+        raise RewriteError("it said that it rewrote the layer and changed nothing")
+    return Change(edits, made, removed)
+
+
+def _makers(values: Sequence[ir.Value | None]) -> list[ir.Node]:
+    return [maker for value in values if value is not None and (maker := value.producer()) is not None]
 
 
 def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> bool:
     """Whether readers see the type they saw; what was known of either shape is kept."""
     was, now = Tensor.of(old), Tensor.of(new)
+    if was.dtype == now.dtype and was.shape == now.shape:
+        return True
     if was.dtype != now.dtype:
         if keep_types:
             raise NetworkError(f"{was!r} was replaced by {now!r}, of another dtype")
@@ -147,7 +131,7 @@ def _same_type(net: Network, old: ir.Value, new: ir.Value, keep_types: bool) -> 
         return False
     both = merged(was.shape, now.shape)
     if both != now.shape:
-        set_type(net, new, was.dtype, both)
+        net.set_type(new, was.dtype, both)
     return True
 
 
@@ -176,13 +160,6 @@ def _lost_symbol(was: Shape, now: Shape) -> str | None:
     return None
 
 
-def set_type(net: Network, value: ir.Value, dtype: ir.DataType, shape: tuple[int | str | None, ...]) -> None:
-    """Give a tensor another type or shape, so that it can be undone."""
-    if net.journal is not None:
-        net.journal.append((Typed, value, value.type, value.shape))
-    value.type, value.shape = ir.TensorType(dtype), raw_shape(shape)
-
-
 def _infer_below(net: Network, readers: list[ir.Node]) -> None:
     """Infer anew these layers, which read what was meant to change, and whatever is made from them.
 
@@ -204,7 +181,7 @@ def _infer_below(net: Network, readers: list[ir.Node]) -> None:
         for value, (dtype, shape) in zip(node.outputs, _inferred(node), strict=False):
             if value.dtype == dtype and Tensor.of(value).shape == shape:
                 continue
-            set_type(net, value, dtype, shape)
+            net.set_type(value, dtype, shape)
             for use in value.uses():
                 wait(use.node)
 

@@ -1,1 +1,1 @@
-"""Edits of a graph of layers: order, redirection, removal, and the journal that undoes them."""
+"""Edits of a graph: they keep its layers in order, refuse cycles, and can be undone."""

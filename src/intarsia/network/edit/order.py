@@ -1,153 +1,127 @@
-"""Where each layer stands: labels that grow along the list, so "made before" is one comparison."""
+"""The order of a graph's layers as numbers: "made before" is one comparison, and neighbours are known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from intarsia.errors import NetworkError
-from intarsia.network.bodies import own_bodies
-from intarsia.network.edit import make
-from intarsia.network.edit.journal import Ordered
-from intarsia.network.edit.make import next_of, nodes_of
-
-if TYPE_CHECKING:
-    from intarsia.network.network import Network
-
 _GAP = 1 << 40  # between layers that were appended
 _STEP = 1 << 16  # what one insertion takes of a gap, if the gap is wide
-_new = object.__new__
 
 
 class Order:
-    """Labels of the layers of one network, kept as layers are appended and put in.
+    """Labels that grow along the list of layers, and each layer's neighbours in it.
 
-    A layer that came by another road than the network has none; the whole list is then labelled anew.
+    `onnx_ir` tells neither a layer's place nor its neighbour without a walk over the whole list. A layer that
+    was put into the graph directly has no label until one is asked for; the whole list is then read anew.
     """
 
-    def __init__(self, net: Network) -> None:
-        self._net, self._graph = net, net.graph
-        self.labels: dict[ir.Node | None, int] = {None: 0}  # None stands before the first
-        self._last = 0
-        self._lows: dict[ir.Node, int] = {}  # what labels above a layer begin at, where the list cannot say
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._labels: dict[ir.Node, int] = {}
+        self._before: dict[ir.Node, ir.Node | None] = {}
+        self._behind: dict[ir.Node, ir.Node | None] = {}
+        self._last: ir.Node | None = None
+        self.relabel()
+
+    def __len__(self) -> int:
+        return len(self._labels)
 
     def of(self, node: ir.Node) -> int:
         """The label of a layer of the graph."""
-        if node not in self.labels:
+        if node not in self._labels:
             self.relabel()
-        return self.labels[node]
+        return self._labels[node]
 
-    def appended(self, node: ir.Node) -> None:
-        self._last = self.labels[node] = self._last + _GAP
+    def append(self, node: ir.Node) -> None:
+        """Put a layer at the end of the graph."""
+        self._graph.append(node)
+        self._link(node, None)
 
-    def put(self, node: ir.Node, anchor: ir.Node, reads: Sequence[ir.Value | None]) -> None:
-        """Put a layer before the anchor, or behind what it reads if that is made later."""
-        labels, graph = self.labels, self._graph
-        high = labels.get(anchor, 0)
-        for value in reads:
-            if value is not None:
-                maker = value._producer
-                if (value._graph is not graph) if maker is None else (labels.get(maker, high) >= high):
-                    self._put_behind(node, anchor, reads)
-                    return
-        if not make.SHORT:
-            self._put_slowly(node, anchor, high)
+    def insert(self, node: ir.Node, behind: ir.Node | None) -> None:
+        """Put a layer before another, or at the end."""
+        if behind is None:
+            self.append(node)
             return
-        new: Any = node
-        new._graph = graph
-        nodes: Any = graph._nodes
-        boxes = nodes._value_ids_to_boxes
-        behind = boxes[id(anchor)]
-        before = behind.prev
-        boxes[id(node)] = before.next = behind.prev = box = _new(make.Box)
-        box.prev = before
-        box.next = behind
-        box.value = node
-        box.owning_list = nodes
-        nodes._length += 1
-        low = labels.get(before.value, high)
-        if high - low < 2:
-            self.relabel()
+        self._graph.insert_before(behind, node)
+        if behind in self._labels:
+            self._link(node, behind)
         else:
-            gap = (high - low) >> 1
-            labels[node] = low + (gap if gap < _STEP else _STEP)
-
-    def _put_slowly(self, node: ir.Node, anchor: ir.Node, high: int) -> None:
-        """`put` where nobody knows how the list is kept."""
-        self._graph.insert_before(anchor, node)
-        low = self._lows.get(anchor, high - _GAP)
-        gap = (high - low) >> 1
-        if gap <= 0 or anchor not in self.labels:
             self.relabel()
-            return
-        self.labels[node] = label = low + (gap if gap < _STEP else _STEP)
-        self._lows[node], self._lows[anchor] = low, label
 
-    def _put_behind(self, node: ir.Node, anchor: ir.Node, reads: Sequence[ir.Value | None]) -> None:
-        """`put` of a layer that reads what has no label yet, or is not made before the anchor."""
-        self.check(node, reads)
-        makers = [value._producer for value in reads if value is not None and value._producer]
-        makers = [maker for maker in makers if maker._graph is self._graph]
-        for one in (anchor, *makers):  # all have labels before any two are compared: a new one changes others
-            self.of(one)
-        last = max(makers, key=self.of, default=None)
-        if last is None or self.of(last) < self.of(anchor):
-            self.put(node, anchor, ())
-        elif (behind := next_of(self._graph, last)) is None:
-            self._graph.append(node)
-            self.appended(node)
-        elif behind is not last:
-            self.put(node, behind, ())
+    def place(self, node: ir.Node, anchor: ir.Node, makers: Sequence[ir.Node]) -> None:
+        """Put a layer before the anchor, or behind the last of `makers` if that is not before the anchor."""
+        labels = self._labels
+        if anchor not in labels or any(maker not in labels for maker in makers):
+            self.relabel()
+        last = max(makers, key=labels.__getitem__, default=None)
+        if last is None or labels[last] < labels[anchor]:
+            self.insert(node, anchor)
         else:
-            self._graph.insert_after(last, node)
+            self.insert(node, self.behind(last))
+
+    def behind(self, node: ir.Node) -> ir.Node | None:
+        """The layer that stands behind this one; None at the end."""
+        if node not in self._labels:
             self.relabel()
+        found = self._behind[node]
+        while found is not None and found.graph is not self._graph:  # taken out of the graph directly
+            found = self._behind.get(found)
+        return found
 
-    def check(self, node: ir.Node, reads: Sequence[ir.Value | None]) -> None:
-        """While a rewrite is tried, an error if a layer reads what is not of this network.
+    def remove(self, node: ir.Node) -> ir.Node | None:
+        """Take a layer out of the graph; gives the layer that stood behind it."""
+        behind = self.behind(node)
+        self._graph.remove(node)
+        before = self._before.pop(node)
+        del self._behind[node], self._labels[node]
+        if before is not None:
+            self._behind[before] = behind
+        if behind is not None:
+            self._before[behind] = before
+        if node is self._last:
+            self._last = before
+        return behind
 
-        A body that is being made reads what is around it, and the network it will be part of is not known.
-        """
-        if self._net.journal is None:
-            return
-        for value in reads:
-            if value is not None and value.graph is not self._graph:
-                node.resize_inputs(0)
-                raise NetworkError(f"layer {node.name} reads {value.name}, which is not of this network")
-
-    def removed(self, node: ir.Node) -> None:
-        self.labels.pop(node, None)
-
-    def restored(self, node: ir.Node, label: int) -> None:
-        self.labels[node], self._last = label, max(label, self._last)
+    def reorder(self, nodes: list[ir.Node]) -> None:
+        """Let these layers, all of the graph, stand in this order."""
+        self._graph.remove(nodes)
+        self._graph.extend(nodes)
+        self.relabel()
 
     def complete(self) -> list[ir.Node]:
-        """All layers in order; those that came by another road, or were moved by one, are labelled now."""
-        nodes = nodes_of(self._graph)
-        labels = list(map(self.labels.get, nodes))
-        if len(self.labels) != len(nodes) + 1 or None in labels or labels != sorted(labels):  # type: ignore[type-var]
+        """All layers in order; the labels are renewed if the list was edited directly."""
+        nodes = list(self._graph)
+        labels = [self._labels.get(node, -1) for node in nodes]
+        if len(self._labels) != len(nodes) or -1 in labels or labels != sorted(labels):
             self.relabel()
         return nodes
 
-    def keep(self) -> None:
-        """Let the order of all layers, as it is, be part of what an undo brings back."""
-        if self._net.journal is not None:
-            self._net.journal.append((Ordered, nodes_of(self._graph), dict(self.labels), dict(self._lows)))
-
-    def labelled(self, labels: dict[ir.Node | None, int], lows: dict[ir.Node, int]) -> None:
-        """Take labels as `keep` kept them."""
-        self.labels.clear()
-        self.labels.update(labels)
-        self._lows, self._last = dict(lows), max(labels.values())
-
     def relabel(self) -> None:
         """Label every layer anew, in the order of the list."""
-        self.keep()
-        self.labels.clear()
-        self._lows.clear()
-        self.labels[None] = self._last = 0
+        self._labels.clear()
+        self._before.clear()
+        self._behind.clear()
+        self._last = None
         for node in self._graph:
-            self.appended(node)
-            if node._attributes.data and own_bodies(node, lost=True):
-                self._net.has_bodies = True
+            self._link(node, None)
+
+    def _link(self, node: ir.Node, behind: ir.Node | None) -> None:
+        """Note that a layer stands before another, or at the end."""
+        labels = self._labels
+        before = self._last if behind is None else self._before[behind]
+        low = 0 if before is None else labels.get(before, 0)
+        if behind is None:
+            self._last = node
+            labels[node] = low + _GAP
+        else:
+            self._before[behind] = node
+            gap = (labels[behind] - low) >> 1
+            if gap < 1:
+                self.relabel()
+                return
+            labels[node] = low + min(gap, _STEP)
+        self._before[node], self._behind[node] = before, behind
+        if before is not None:
+            self._behind[before] = node

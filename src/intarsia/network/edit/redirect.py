@@ -1,133 +1,134 @@
-"""Redirecting reads from one tensor to another, with cycles refused and the order of layers kept."""
+"""Redirecting reads from one value to another, with cycles refused and the order of layers kept."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
 from intarsia.network.bodies import owner_in
-from intarsia.network.edit.journal import Moved, Redirected
-from intarsia.network.edit.raw import graph_of, producer_of
-from intarsia.network.edit.uses import move_uses
-from intarsia.network.tensor import Tensor
-
-if TYPE_CHECKING:
-    from intarsia.network.network import Network
+from intarsia.network.edit.graph import EditableGraph
+from intarsia.network.edit.journal import InputReplaced, OutputMarked, Reordered, UsesReplaced
+from intarsia.network.value import TypedValue
 
 
-def replace_value(net: Network, before: ir.Value, after: ir.Value) -> bool:
-    """Let all that read one tensor, network outputs included, read another; false if they do already."""
-    if before is after:
+def replace_value(graph: EditableGraph, old: ir.Value, new: ir.Value) -> bool:
+    """Let all that read one value, graph outputs included, read another; false if they do already.
+
+    An output keeps its name: `new` takes it over, or a copy of `new` where that has a name to keep itself.
+    """
+    if old is new:
         return False
-    made, graph = after._producer, net.graph
-    if (after.graph if made is None else made._graph) is not graph:
-        raise NetworkError(f"{after.name} does not belong to the network of {before.name}")
-    uses = tuple(before._uses)
-    if before._is_graph_output:
-        if before.is_graph_input():
-            raise NetworkError(f"{before.name} is both an input and an output: its name cannot move")
-        if _is_copy(before, after) and (made is None or after._is_graph_output):
+    if new.graph is not graph.graph:
+        raise NetworkError(f"{new.name} does not belong to the network of {old.name}")
+    uses, maker = tuple(old.uses()), new.producer()
+    if old.is_graph_output():
+        if old.is_graph_input():
+            raise NetworkError(f"{old.name} is both an input and an output: its name cannot move")
+        if _is_copy(old, new) and (maker is None or new.is_graph_output()):
             for reader, index in uses:  # the output is already what it would become
-                replace_read(net, reader, index, after)
+                replace_input(graph, reader, index, new)
             return bool(uses)
-    if made is not None:
-        labels = net.order.labels
-        # What is made before `before` is made stands before all that reads it.
-        early, late = labels.get(made), labels.get(before._producer)
-        if early is None or late is None or early >= late:
-            _order_uses(net, before, after, made, uses)
-    move_uses(before, after, uses)
-    if before._is_graph_output:
-        shown, positions = _take_over(net, before, after, made)
-        moved = (Moved, before, shown, uses, positions, True)
+    if maker is not None:
+        _move_readers_behind(graph, old, new, maker, uses)
+    for reader, index in uses:
+        reader.replace_input_with(index, new)
+    if old.is_graph_output():
+        shown, positions = _take_over_output(graph, old, new)
+        graph.record(UsesReplaced(old, shown, uses, positions))
     else:
-        moved = (Moved, before, after, uses, (), False)
-    if net.journal is not None:
-        net.journal.append(moved)
-    net.memo.uses_moved(before, after)
+        graph.record(UsesReplaced(old, new, uses, ()))
+    graph.replacements.value_replaced(old, new)
     return True
 
 
-def _take_over(
-    net: Network, before: ir.Value, after: ir.Value, made: ir.Node | None
-) -> tuple[ir.Value, tuple[int, ...]]:
-    """Let a tensor, or a copy of it, stand among the network's outputs under the name that stood there."""
-    outputs = net.graph.outputs
-    positions = tuple(i for i, value in enumerate(outputs) if value is before)
-    shown = copied(net, after) if made is None or after._is_graph_output else after
+def replace_input(graph: EditableGraph, reader: ir.Node, index: int, new: ir.Value) -> None:
+    """Let one layer read another value at one position."""
+    old = reader.inputs[index]
+    if new.graph is not graph.graph:
+        raise NetworkError(f"{new.name} does not belong to the network of {reader.name}")
+    if (maker := new.producer()) is not None:
+        _move_readers_behind(graph, new if old is None else old, new, maker, ((reader, index),))
+    reader.replace_input_with(index, new)
+    graph.record(InputReplaced(reader, index, old, new))
+    graph.replacements.input_replaced(reader, old, new)
+
+
+def mark_output(graph: EditableGraph, value: ir.Value, name: str | None) -> None:
+    """Make a value an output, under this name; an input or output that has another keeps that."""
+    if name is not None and value.name != name and (value.is_graph_input() or value.is_graph_output()):
+        value = _copied(graph, value)
+    before = value.name
+    if name is not None and before != name:
+        value.name = graph.unique_name(name)
+    graph.graph.outputs.append(value)
+    graph.record(OutputMarked(value, before))
+
+
+def _take_over_output(graph: EditableGraph, old: ir.Value, new: ir.Value) -> tuple[ir.Value, tuple[int, ...]]:
+    """Let a value, or a copy of it, stand among the graph's outputs under the name that stood there."""
+    outputs = graph.graph.outputs
+    positions = tuple(i for i, value in enumerate(outputs) if value is old)
+    shown = _copied(graph, new) if new.producer() is None or new.is_graph_output() else new
     for position in positions:
         outputs[position] = shown
-    before.name, shown.name = shown.name, before.name
+    old.name, shown.name = shown.name, old.name
     return shown, positions
 
 
-def replace_read(net: Network, reader: ir.Node, index: int, new: ir.Value) -> None:
-    """Let one layer read another tensor at one position."""
-    old = reader.inputs[index]
-    if new.graph is not net.graph:
-        raise NetworkError(f"{new.name} does not belong to the network of {reader.name}")
-    if (maker := producer_of(new)) is not None:
-        _order_uses(net, new if old is None else old, new, maker, ((reader, index),))
-    reader.replace_input_with(index, new)
-    if net.journal is not None:
-        net.journal.append((Redirected, reader, index, old, new))
-    net.memo.read_moved(net, reader, old, new)
-
-
 def _is_copy(value: ir.Value, of: ir.Value) -> bool:
-    made = value.producer()
-    return made is not None and made.op_type == "Identity" and not made.domain and made.inputs[0] is of
+    maker = value.producer()
+    return maker is not None and maker.op_type == "Identity" and not maker.domain and maker.inputs[0] is of
 
 
-def copied(net: Network, value: ir.Value) -> ir.Value:
-    """What an Identity at the end of the network makes of a tensor."""
-    outer, net.anchor = net.anchor, None
-    made = net.add_layer(
-        "Identity", [Tensor.of(value)], outputs=[(Tensor.of(value).dtype, Tensor.of(value).shape)]
-    )
-    net.anchor = outer
-    return made.node.outputs[0]
+def _copied(graph: EditableGraph, value: ir.Value) -> ir.Value:
+    """What an Identity at the end of the graph makes of a value."""
+    outer, graph.anchor = graph.anchor, None
+    view = TypedValue(value)
+    node = graph.new_node("Identity", [value], None, [(view.dtype, view.shape)])
+    graph.anchor = outer
+    return node.outputs[0]
 
 
-def _order_uses(
-    net: Network, old: ir.Value, new: ir.Value, maker: ir.Node, uses: Collection[tuple[ir.Node, int]]
+def _move_readers_behind(
+    graph: EditableGraph,
+    old: ir.Value,
+    new: ir.Value,
+    maker: ir.Node,
+    uses: Collection[tuple[ir.Node, int]],
 ) -> None:
     """Let the readers stand behind the maker of `new`, or refuse if it is made from one of them."""
-    graph, order = net.graph, net.order
-    early = []
-    order.of(maker)  # has a label from now on; asked for again behind each reader, which may label all anew
-    for node, _ in uses:
-        reader = node if graph_of(node) is graph else _owner(net, node)
-        if order.of(reader) <= order.of(maker):
-            early.append(reader)
+    order = graph.order
+    former = old.producer()
+    if former is not None and former.graph is graph.graph and order.of(maker) < order.of(former):
+        return  # what is made before `old` stands before all that read it
+    readers = [_owner(graph.graph, node) for node, _ in uses]
+    early = [reader for reader in readers if order.of(reader) <= order.of(maker)]
     if not early:
         return
     # Everything made from an early reader and standing before the maker moves behind it.
-    region = dict.fromkeys(early)
-    stack = list(early)
+    region, stack = dict.fromkeys(early), list(early)
     while stack:
         node = stack.pop()
         if node is maker:
             raise NetworkError(f"replacing {old.name} with {new.name} would close a cycle")
         for value in node.outputs:
             for user, _ in value.uses():
-                reader = user if user.graph is net.graph else _owner(net, user)
+                reader = _owner(graph.graph, user)
                 if reader not in region and order.of(reader) <= order.of(maker):
                     region[reader] = None
                     stack.append(reader)
-    moving = sorted(region, key=order.of)
-    order.keep()
-    net.graph.remove(moving)
-    net.graph.insert_after(maker, moving)
-    order.relabel()
+    nodes = list(graph.graph)
+    graph.record(Reordered(nodes))
+    kept = [node for node in nodes if node not in region]
+    place = kept.index(maker) + 1
+    order.reorder([*kept[:place], *(node for node in nodes if node in region), *kept[place:]])
 
 
-def _owner(net: Network, inner: ir.Node) -> ir.Node:
-    """The layer of this network in whose body `inner` stands."""
-    found = owner_in(net.graph, inner)
+def _owner(graph: ir.Graph, node: ir.Node) -> ir.Node:
+    """The layer itself, or the layer of this graph in whose body it stands."""
+    found = owner_in(graph, node)
     if found is None:
-        raise NetworkError(f"layer {inner.name} belongs to another network")
+        raise NetworkError(f"layer {node.name} belongs to another network")
     return found

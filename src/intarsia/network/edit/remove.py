@@ -1,77 +1,59 @@
-"""Taking layers out of a network."""
+"""Taking layers out of a graph."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import onnx_ir as ir
 
-from intarsia.network.bodies import outer_reads
-from intarsia.network.edit import make
-from intarsia.network.edit.journal import Removed
-
-if TYPE_CHECKING:
-    from intarsia.network.network import Network
+from intarsia.errors import NetworkError
+from intarsia.network.bodies import outer_uses
+from intarsia.network.edit.graph import EditableGraph
+from intarsia.network.edit.journal import LayerRemoved
 
 
-def remove_dead(
-    net: Network, nodes: list[ir.Node], lone: list[ir.Value], *, feeders: bool = True
-) -> list[str]:
-    """Take out these layers, the last first, where nothing reads them, and what fed them alone.
+def is_dead(node: ir.Node) -> bool:
+    """Whether nothing reads what a layer makes."""
+    return not any(value.is_graph_output() or value.uses() for value in node.outputs)
 
-    Gives the names of those that went; `lone` is given tensors they read that may have one reader left.
-    """
-    gone: list[str] = []
-    graph, journal = net.graph, net.journal
-    labels, by_name, short = net.order.labels, net.by_name, make.SHORT
-    infos = net.memo.infos
-    idle = nodes if feeders else []
-    listed: Any = graph._nodes if short else None
-    while nodes:
-        node: Any = nodes.pop()
-        if node._graph is not graph:
+
+def remove_node(graph: EditableGraph, node: ir.Node) -> None:
+    """Take a layer out; an error if anything still reads it."""
+    if node.graph is not graph.graph:
+        raise NetworkError(f"layer {node.name} is not in network {graph.graph.name}")
+    for value in node.outputs:
+        if value.uses() or value.is_graph_output():
+            who = ", ".join(str(use.node.name) for use in value.uses()) or "the network's outputs"
+            raise NetworkError(f"layer {node.name} cannot be removed: {value.name} is read by {who}")
+    _take_out(graph, node)
+
+
+def remove_dead(graph: EditableGraph, nodes: list[ir.Node]) -> list[ir.Node]:
+    """Take out these layers, the last first, where nothing reads them, and what fed them alone."""
+    gone: list[ir.Node] = []
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.graph is not graph.graph or not is_dead(node):
             continue
-        for value in node._outputs:
-            if value._uses or value._is_graph_output:
-                break
-        else:
-            label = labels.pop(node, None)
-            if label is None:
-                label = net.order.of(node)
-                del labels[node]
-            name, inputs = node._name, node._inputs
-            info = infos.pop(name, None)
-            if by_name is not None:
-                by_name.pop(name, None)
-            released = outer_reads(node, owned=True) if net.has_bodies else ()
-            if short and not released and not node.device_configurations:
-                index = 0
-                for value in inputs:
-                    if value is not None:
-                        uses = value._uses
-                        del uses[node, index]
-                        if len(uses) < 2 and (maker := value._producer) is not None:
-                            lone.append(value) if uses else idle.append(maker)
-                    index += 1  # noqa: SIM113  (enumerate costs as much as the rest)
-                node._inputs = ()
-                node._graph = None
-                box = listed._value_ids_to_boxes.pop(id(node))
-                before = box.prev
-                before.next = after = box.next
-                after.prev = before
-                box.value = None
-                listed._length -= 1
-                behind = after.value
-            else:
-                behind = make.next_of(graph, node)
-                for inner, index, _ in released:
-                    inner.replace_input_with(index, None)
-                node.resize_inputs(0)
-                graph.remove(node)
-                for value in (*inputs, *(read for *_, read in released)):
-                    if value is not None and value._producer is not None and len(value._uses) < 2:
-                        lone.append(value) if value._uses else idle.append(value._producer)
-            gone.append(name)
-            if journal is not None:
-                journal.append((Removed, node, inputs, label, info, released, behind))
+        for value in _take_out(graph, node):
+            if (maker := value.producer()) is not None:
+                waiting.append(maker)
+        gone.append(node)
     return gone
+
+
+def _take_out(graph: EditableGraph, node: ir.Node) -> list[ir.Value]:
+    """Detach a layer from what it, or its bodies, read; gives those values."""
+    inputs = tuple(node.inputs)
+    released = outer_uses(node, owned=True)
+    detach(node)
+    behind = graph.order.remove(node)
+    graph.note_removed(node)
+    graph.record(LayerRemoved(node, inputs, released, behind))
+    return [value for value in (*inputs, *(use.value for use in released)) if value is not None]
+
+
+def detach(node: ir.Node) -> None:
+    """Let a layer and its bodies read nothing."""
+    for use in outer_uses(node, owned=True):
+        use.node.replace_input_with(use.position, None)
+    node.resize_inputs(0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from onnx_ir.tensor_adapters import TorchTensor
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.infer.registry import infer
-from intarsia.network.network import Network, Shape, Tensor, default_net, here
+from intarsia.network.network import Network, Tensor, default_net
+from intarsia.network.types import Shape
 
 Scalar = bool | int | float
 Operand = Tensor | Scalar | np.ndarray[Any, Any] | torch.Tensor
@@ -46,8 +46,6 @@ def constant(value: Operand, dtype: DTypeLike | None = None, *, name: str | None
     return net.add_constant(ir.Tensor(np.ascontiguousarray(array)), name)
 
 
-_new = object.__new__
-_value_of: Callable[[Any], ir.Value] = attrgetter("value")
 _NO_NUMPY = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -80,9 +78,7 @@ def op(op_type: str, *inputs: Operand | None, domain: str = "", **attributes: An
     ...     F.op("Softmax", x, axis=-1)
     Tensor(softmax: f32[2, 3])
     """
-    view = _new(Tensor)
-    view.value = _add(op_type, inputs, 1, domain, attributes)._outputs[0]
-    return view
+    return Tensor.of(_add(op_type, inputs, 1, domain, attributes).outputs[0])
 
 
 def ops(
@@ -96,19 +92,14 @@ def ops(
 def _add(
     op_type: str, inputs: Sequence[Operand | None], outputs: int, domain: str, attributes: dict[str, Any]
 ) -> ir.Node:
-    net = default_net(*inputs) if here.net is None else here.net
-    tensors: Sequence[Tensor | None] = inputs  # type: ignore[assignment]
-    try:
-        values: tuple[ir.Value | None, ...] = tuple(map(_value_of, inputs))
-    except AttributeError:  # not all are tensors of a network
-        tensors = operands(*inputs)
-        while tensors and tensors[-1] is None:
-            tensors.pop()
-        values = tuple([None if tensor is None else tensor.value for tensor in tensors])
-    if attributes:
-        attributes = {name: value for name, value in attributes.items() if value is not None}
-    made = infer(domain, op_type, tensors, attributes, outputs)
-    return net.add_node(op_type, values, attributes, made, domain, None, None, True)
+    net = default_net(*inputs)
+    tensors = operands(*inputs)
+    while tensors and tensors[-1] is None:
+        tensors.pop()
+    given = {name: value for name, value in attributes.items() if value is not None}
+    made = infer(domain, op_type, tensors, given, outputs)
+    values = [None if tensor is None else tensor.value for tensor in tensors]
+    return net.new_node(op_type, values, given, made, domain=domain, inferred=True)
 
 
 def opaque(

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from collections.abc import Callable
 
-from intarsia.network.functional.core import DTypeLike, Operand, as_dtype, op
-from intarsia.network.functional.short import Binary, Unary
-from intarsia.network.functional.short import of_one as _of_one
-from intarsia.network.functional.short import of_two as _of_two
+from intarsia.network.functional.core import DTypeLike, Operand, as_dtype, constant, op
 from intarsia.network.network import Tensor
-from intarsia.network.signature import record_signature
+from intarsia.network.signature import record_signature, single_layer
+
+Unary = Callable[[Operand], Tensor]
+Binary = Callable[[Operand, Operand], Tensor]
 
 
-def _unary(op_type: str, name: str | None = None, makes: ir.DataType | None = None) -> Unary:
-    """A functional of one operand, which makes its dtype unless it always `makes` another."""
+def _unary(op_type: str, name: str | None = None) -> Unary:
+    """A functional of one operand."""
 
     def functional(x: Operand) -> Tensor:
         return op(op_type, x)
 
     functional.__name__ = functional.__qualname__ = name or op_type.lower()
     functional.__doc__ = f"ONNX `{op_type}`, element by element."
-    return _of_one(functional, op_type, makes)
+    single_layer(op_type, functional)
+    return functional
 
 
-def _binary(op_type: str, name: str | None = None, makes: ir.DataType | None = None) -> Binary:
-    """A functional of two operands, which makes their dtype unless it always `makes` another."""
+def _binary(op_type: str, name: str | None = None) -> Binary:
+    """A functional of two operands of one dtype."""
 
     def functional(a: Operand, b: Operand) -> Tensor:
         return op(op_type, a, b)
 
     functional.__name__ = functional.__qualname__ = name or op_type.lower()
     functional.__doc__ = f"ONNX `{op_type}` of two operands of one dtype; a scalar takes the other's."
-    return _of_two(functional, op_type, makes)
+    single_layer(op_type, functional)
+    return functional
 
 
 abs = _unary("Abs")
@@ -45,16 +47,16 @@ neg, sign, reciprocal = _unary("Neg"), _unary("Sign"), _unary("Reciprocal")
 relu, sigmoid, softplus, softsign = _unary("Relu"), _unary("Sigmoid"), _unary("Softplus"), _unary("Softsign")
 hardswish, mish = _unary("HardSwish"), _unary("Mish")
 logical_not, bitwise_not = _unary("Not", "logical_not"), _unary("BitwiseNot", "bitwise_not")
-isnan, isinf = (_unary(name, makes=ir.DataType.BOOL) for name in ("IsNaN", "IsInf"))
+isnan, isinf = (_unary(name) for name in ("IsNaN", "IsInf"))
 
 add, sub, mul, div, pow = (_binary(name) for name in ("Add", "Sub", "Mul", "Div", "Pow"))
 maximum, minimum = _binary("Max", "maximum"), _binary("Min", "minimum")
-equal, greater, less = (_binary(name, makes=ir.DataType.BOOL) for name in ("Equal", "Greater", "Less"))
-greater_equal = _binary("GreaterOrEqual", "greater_equal", ir.DataType.BOOL)
-less_equal = _binary("LessOrEqual", "less_equal", ir.DataType.BOOL)
-logical_and = _binary("And", "logical_and", ir.DataType.BOOL)
-logical_or = _binary("Or", "logical_or", ir.DataType.BOOL)
-logical_xor = _binary("Xor", "logical_xor", ir.DataType.BOOL)
+equal, greater, less = (_binary(name) for name in ("Equal", "Greater", "Less"))
+greater_equal = _binary("GreaterOrEqual", "greater_equal")
+less_equal = _binary("LessOrEqual", "less_equal")
+logical_and = _binary("And", "logical_and")
+logical_or = _binary("Or", "logical_or")
+logical_xor = _binary("Xor", "logical_xor")
 bitwise_and, bitwise_or = _binary("BitwiseAnd", "bitwise_and"), _binary("BitwiseOr", "bitwise_or")
 bitwise_xor = _binary("BitwiseXor", "bitwise_xor")
 
@@ -78,8 +80,6 @@ def cast(x: Operand, dtype: DTypeLike) -> Tensor:
 def where(condition: Operand, a: Operand, b: Operand) -> Tensor:
     """`a` where the condition holds, else `b`."""
     like = next((v.dtype for v in (a, b) if isinstance(v, Tensor)), None)
-    from intarsia.network.functional.core import constant
-
     left = a if isinstance(a, Tensor) else constant(a, like)
     right = b if isinstance(b, Tensor) else constant(b, like)
     return op("Where", condition, left, right)

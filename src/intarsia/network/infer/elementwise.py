@@ -101,12 +101,7 @@ def _broadcast(inputs: Sequence[TypedValue | None]) -> Shape:
     "BitShift",
 )
 def _elementwise(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    x = first(inputs)
-    shape = x.value._shape
-    for other in inputs:
-        if other is None or other.value._shape is not shape:
-            return [(x.dtype, _broadcast(inputs))]
-    return [(x.dtype, x.shape)]  # most equal shapes are one object
+    return [(first(inputs).dtype, _broadcast(inputs))]
 
 
 @infers("And", "Or", "Xor", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")

@@ -8,8 +8,7 @@ import onnx_ir as ir
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
-from intarsia.network.edit.uses import readers, use_count
-from intarsia.network.network import OPSET
+from intarsia.network.types import OPSET
 from intarsia.rewrite.equality import is_transparent
 from intarsia.rewrite.fusions.fusion import Fusion, given
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
@@ -28,6 +27,8 @@ _FOLDABLE = frozenset(
 
 class Unchanged(PatternRewriter):
     """Layers that hand on their input as it is."""
+
+    reach = 1
 
     def __init__(self) -> None:
         super().__init__("identity", {"Identity", "Cast", "Reshape", "Expand", "Flatten", "Transpose"}, True)
@@ -80,6 +81,8 @@ def _two_casts(rng: np.random.Generator, large: bool) -> None:
 class EqualWork(PatternRewriter):
     """A layer that does what an earlier one did."""
 
+    reach = 1
+
     def __init__(self) -> None:
         super().__init__("common_subexpression")
 
@@ -91,12 +94,13 @@ class EqualWork(PatternRewriter):
         if any(value.is_graph_output() for value in node.outputs):
             return refuse(f"{node.name} makes an output of the network")
         first = next((v for v in node.inputs if v is not None and v.const_value is None), None)
-        if first is None or use_count(first) < 2:
+        readers = () if first is None else first.consumers()
+        if first is None or len(readers) < 2:
             return refuse("nothing else reads its input")
-        if use_count(first) > _READERS:
-            return refuse(f"{first.name} has {use_count(first)} readers")
+        if len(readers) > _READERS:
+            return refuse(f"{first.name} has {len(readers)} readers")
         order = layer.network.order
-        for other in readers(first):
+        for other in readers:
             if (
                 other is not node
                 and other.op_type == node.op_type
@@ -128,6 +132,8 @@ def _twins(rng: np.random.Generator, large: bool) -> None:
 
 class Folded(PatternRewriter):
     """A layer all of whose inputs are known becomes what it makes."""
+
+    reach = 1
 
     def __init__(self) -> None:
         super().__init__("constant_folding", _FOLDABLE)

@@ -6,7 +6,6 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.network.edit.uses import use_count
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, order_of
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
 from intarsia.rewrite.rule import rule
@@ -41,13 +40,12 @@ class SunkTranspose(PatternRewriter):
 
     def __init__(self) -> None:
         super().__init__("transpose_sunk", {"Transpose"})
-        self.reach = 8
 
     def match_and_rewrite(self, layer: Layer) -> bool | Refusal:
         chain: list[Layer] = []
         below = layer.get_inputs(0)[0]
         while below is not None and (parent := below.get_parent()) is not None:
-            if use_count(below.value) != 1 or below.is_output():
+            if len(below.value.uses()) != 1 or below.is_output():
                 return refuse(f"{below.name} is read elsewhere")
             if parent.kind == "Transpose":
                 return self._cancel(layer, chain, parent)

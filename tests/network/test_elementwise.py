@@ -1,4 +1,4 @@
-"""The short way of a functional that is one layer makes what the long way makes."""
+"""Functionals that are one layer: what they make, what they refuse, and the call that a layer stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNARY = ["abs", "relu", "exp", "identity", "round", "isnan", "isinf", "hardswish
 
 
 def _made(name: str, dtype: torch.dtype, *, guard: bool) -> tuple[str, dict[str, object]]:
-    """The network's text and the recorded call; without a guard the long way is taken."""
+    """The network's text and the call that made its layer."""
     net = Network()
     functional = getattr(F, name)
     with net_guard(net):
@@ -35,12 +35,12 @@ def _made(name: str, dtype: torch.dtype, *, guard: bool) -> tuple[str, dict[str,
 
 
 @pytest.mark.parametrize("name", [*ALIKE, *BOOLS, *UNARY, "logical_not"])
-def test_short_is_long(name: str) -> None:
+def test_with_a_guard_and_without(name: str) -> None:
     dtype = torch.bool if name.startswith("logical") else torch.float32
     assert _made(name, dtype, guard=True) == _made(name, dtype, guard=False)
 
 
-def test_operands_that_differ_take_the_long_way() -> None:
+def test_operands_are_broadcast() -> None:
     net = Network()
     with net_guard(net):
         a, row = Tensor("a", torch.float32, (2, 3)), Tensor("row", torch.float32, (3,))

@@ -1,0 +1,202 @@
+"""A graph that is edited: what new layers are called, where they stand, and what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from intarsia.errors import NetworkError
+from intarsia.network.attributes import to_attr
+from intarsia.network.bodies import outer_uses, take_bodies
+from intarsia.network.edit.journal import (
+    BodyTaken,
+    ConstantAdded,
+    ConstantKey,
+    Edit,
+    InputAdded,
+    LayerAdded,
+    TypeChanged,
+)
+from intarsia.network.edit.order import Order
+from intarsia.network.edit.replaced import Replacements
+from intarsia.network.types import Shape, raw_shape
+
+_SHARED_BYTES = 64  # constants up to this size are made once
+
+
+class EditableGraph:
+    """An `onnx_ir` graph with all that its edits share: journal, order, names, replacements.
+
+    `journal`, where it is a list, is given every edit, so that `undo` can take them back.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self.journal: list[Edit] | None = None
+        self.order = Order(graph)
+        self.replacements = Replacements()
+        self.constants: dict[ConstantKey, ir.Value] = {}  # small ones, by content
+        self.anchor: ir.Node | None = None  # new layers are put before it; at the end if there is none
+        self.scope = ""  # how new layers are called
+        self.origin: dict[str, str] | None = None  # where new layers come from: module path, source line
+        self.made: list[ir.Node] | None = None  # given every new layer: those of the functional that runs now
+        self._names: dict[str, int] = {}  # every name that was ever taken, and the last number behind it
+        self._by_name: dict[str, ir.Node] = {}
+        self._read_names()
+
+    def _read_names(self) -> None:
+        """Take the names of a graph that was made or edited elsewhere."""
+        for value in (*self.graph.inputs, *self.graph.initializers.values()):
+            self._names.setdefault(str(value.name), 0)
+        for node in self.graph:
+            for value in node.outputs:
+                self._names.setdefault(str(value.name), 0)
+            self._names.setdefault(str(node.name), 0)
+            take_bodies(node, only_free=True)
+        self._by_name = {str(node.name): node for node in self.graph}
+
+    def unique_name(self, hint: str) -> str:
+        """`hint`, or `hint_1`, `hint_2`, ... if taken."""
+        if len(self.graph) != len(self.order):  # nodes came or went directly
+            self.order.relabel()
+            self._read_names()
+        names = self._names
+        if hint not in names:
+            names[hint] = 0
+            return hint
+        count = names[hint]
+        while True:
+            count += 1
+            name = f"{hint}_{count}"
+            if name not in names:
+                names[hint], names[name] = count, 0
+                return name
+
+    def node_named(self, name: str) -> ir.Node | None:
+        """The layer of this name. A name that is not known is looked for in the whole graph."""
+        node = self._by_name.get(name)
+        if node is None or node.graph is not self.graph or node.name != name:
+            self._by_name = {str(node.name): node for node in self.graph}
+            node = self._by_name.get(name)
+        return node
+
+    def record(self, edit: Edit) -> None:
+        if self.journal is not None:
+            self.journal.append(edit)
+
+    def new_input(self, name: str, dtype: ir.DataType, shape: Shape) -> ir.Value:
+        """Add an input."""
+        value = ir.Value(name=self.unique_name(name), type=ir.TensorType(dtype), shape=raw_shape(shape))
+        self.graph.inputs.append(value)
+        self.record(InputAdded(value))
+        return value
+
+    def new_constant(self, array: ir.TensorProtocol, name: str | None) -> ir.Value:
+        """Add a constant; small equal ones without a name of their own are shared."""
+        shape = tuple(int(d) for d in array.shape)  # type: ignore[arg-type]
+        key = None
+        if name is None and array.nbytes <= _SHARED_BYTES:
+            key = (array.dtype, shape, array.tobytes())
+            if (found := self.constants.get(key)) is not None:
+                return found
+        value = ir.Value(
+            name=self.unique_name(name or "const"),
+            type=ir.TensorType(array.dtype),
+            shape=raw_shape(shape),
+            const_value=array,
+        )
+        self.graph.register_initializer(value)
+        if key is not None:
+            self.constants[key] = value
+        self.record(ConstantAdded(value, key))
+        return value
+
+    def new_node(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: Mapping[str, Any] | None,
+        outputs: Sequence[tuple[ir.DataType, Shape]],
+        *,
+        domain: str = "",
+        version: int | None = None,
+        name: str | None = None,
+        inferred: bool = False,
+    ) -> ir.Node:
+        """Add a layer whose outputs have these types, before the anchor or at the end.
+
+        `inferred` says that the types come from the operator's own rule and need no second look.
+        """
+        layer_name = self.unique_name(name or self.scope or op_type.lower())
+        made = [
+            ir.Value(
+                name=f"{layer_name}.{index}" if index else layer_name,
+                type=ir.TensorType(dtype),
+                shape=raw_shape(shape),
+            )
+            for index, (dtype, shape) in enumerate(outputs)
+        ]
+        node = ir.Node(
+            domain,
+            op_type,
+            inputs,
+            [to_attr(key, item) for key, item in (attributes or {}).items() if item is not None],
+            outputs=made,
+            version=version,
+            name=layer_name,
+            metadata_props=None if self.origin is None else dict(self.origin),
+        )
+        taken = take_bodies(node) if attributes else []
+        reads = [*inputs, *(use.value for use in outer_uses(node))] if taken else inputs
+        self._check_reads(node, reads)
+        if domain and domain not in self.graph.opset_imports:
+            self.graph.opset_imports[domain] = 1
+        anchor = self.anchor
+        if anchor is None or anchor.graph is not self.graph:
+            self.order.append(node)
+        else:
+            makers = [maker for value in reads if value is not None and (maker := value.producer())]
+            self.order.place(node, anchor, [maker for maker in makers if maker.graph is self.graph])
+        self.note_added(node)
+        if self.made is not None:
+            self.made.append(node)
+        if self.journal is not None:
+            self.journal.append(LayerAdded(node, inferred))
+            self.journal += [BodyTaken(body, before) for body, before in taken]
+        return node
+
+    def _check_reads(self, node: ir.Node, reads: Sequence[ir.Value | None]) -> None:
+        """While a rewrite is tried, an error if a layer reads what is not of this graph.
+
+        A body that is being made reads what is around it, and the graph it will be part of is not known.
+        """
+        if self.journal is None:
+            return
+        for value in reads:
+            if value is not None and value.graph is not self.graph:
+                node.resize_inputs(0)
+                raise NetworkError(f"layer {node.name} reads {value.name}, which is not of this network")
+
+    def note_added(self, node: ir.Node) -> None:
+        """Find a layer by its name from now on."""
+        self._by_name[str(node.name)] = node
+
+    def note_removed(self, node: ir.Node) -> None:
+        """Do not find a layer by its name any more."""
+        self._by_name.pop(str(node.name), None)
+
+    def set_type(self, value: ir.Value, dtype: ir.DataType, shape: Shape) -> None:
+        """Give a value another type or shape, so that it can be undone."""
+        self.record(TypeChanged(value, value.type, value.shape))
+        value.type, value.shape = ir.TensorType(dtype), raw_shape(shape)
+
+    def drop_unused_constants(self) -> int:
+        """Take out the constants nothing reads; how many there were."""
+        unused = [v for v in self.graph.initializers.values() if not v.uses() and not v.is_graph_output()]
+        for value in unused:
+            self.graph.initializers.pop(str(value.name))
+        gone = set(unused)
+        self.constants = {key: value for key, value in self.constants.items() if value not in gone}
+        return len(unused)
