@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.engines.base import GraphEngine, Program
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites
 from intarsia.engines.inductor.compiler import compile_graph, unknown_option
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
@@ -22,6 +23,9 @@ from intarsia.graph.nodes import is_control_flow, is_ordered
 @dataclass(frozen=True)
 class Inductor(GraphEngine):
     """Options: `freezing` (weights are constants), `max_autotune`, and `options` of `torch._inductor.config`.
+
+    `rewrites` names changes made to the graph first (see `engines.graph_rewrites`); None makes all of them on
+    a GPU, where they are known to pay, and none elsewhere.
 
     It takes from seconds to minutes to build, so it is used only where it is named, measured, or the model
     is on a GPU.
@@ -33,6 +37,7 @@ class Inductor(GraphEngine):
 
     freezing: bool = True
     max_autotune: bool = False
+    rewrites: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     name: ClassVar[str] = "inductor"
     capturable: ClassVar[bool] = True
@@ -43,6 +48,9 @@ class Inductor(GraphEngine):
             return "TorchInductor needs a C++ compiler (g++, clang++ or $CXX), and none is installed"
         if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
             return "TorchInductor needs Triton on a GPU; pip install triton"
+        for name in self.rewrites or ():
+            if name not in REWRITES:
+                return f"there is no rewrite {name!r}; known are {', '.join(REWRITES)}"
         return unknown_option(self.options)
 
     def runs_on(self, device: str) -> bool:
@@ -68,11 +76,18 @@ class Inductor(GraphEngine):
         if not example and not any(node.op == "call_function" for node in module.graph.nodes):
             raise EngineError("there is nothing to compile")
         try:
-            compiled = compile_graph(_own_copy(module), example, self._config())
+            graph = _own_copy(module)
+            apply_rewrites(graph, self._rewrites(example))
+            compiled = compile_graph(graph, example, self._config())
         except Exception as error:  # whatever Inductor throws concerns this piece alone
             said = next((line for line in str(error).splitlines() if line.strip()), "")
             raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
         return InductorProgram(compiled, example)
+
+    def _rewrites(self, example: Sequence[torch.Tensor]) -> Sequence[str]:
+        if self.rewrites is not None:
+            return self.rewrites
+        return tuple(REWRITES) if any(tensor.is_cuda for tensor in example) else ()
 
     def _config(self) -> dict[str, Any]:
         return {"freezing": self.freezing, "max_autotune": self.max_autotune, **self.options}

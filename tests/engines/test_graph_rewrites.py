@@ -1,0 +1,94 @@
+"""Rewrites of ATen graphs: the same answers up to rounding, applied where they fit and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from intarsia.convert import registry
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites
+from intarsia.lower.generalize import lower_model
+
+aten = torch.ops.aten
+
+
+def lowered(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:
+    made, _ = lower_model(
+        model.eval(), (x,), {}, None, has_converter=registry.__contains__, drop_guards=False
+    )
+    return made.module
+
+
+def targets(module: fx.GraphModule) -> list[object]:
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+def applied(model: nn.Module, x: torch.Tensor, name: str) -> tuple[int, fx.GraphModule]:
+    """How often a rewrite applies to a model, and the module after it; its answers are compared."""
+    module = lowered(model, x)
+    with torch.no_grad():
+        expected = module(x)
+        count = apply_rewrites(module, [name])[name]
+        for answer, truth in zip(module(x), expected, strict=True):
+            torch.testing.assert_close(answer, truth, rtol=1e-5, atol=1e-5)
+    return count, module
+
+
+@pytest.mark.parametrize(
+    ("convolution", "size", "count"),
+    [
+        (nn.Conv2d(3, 8, 4, 4), (2, 3, 8, 12), 1),
+        (nn.Conv2d(3, 8, (2, 3), (2, 3), bias=False), (1, 3, 4, 9), 1),
+        (nn.Conv2d(3, 8, 4, 4), (2, 3, 9, 12), 0),  # the rest of the image is left out
+        (nn.Conv2d(3, 8, 4, 4, padding=2), (2, 3, 8, 8), 0),
+        (nn.Conv2d(4, 8, 2, 2, groups=2), (2, 4, 8, 8), 0),
+        (nn.Conv2d(3, 8, 2, 2, dilation=2), (2, 3, 8, 8), 0),
+        (nn.Conv2d(3, 8, 3, 2), (2, 3, 8, 8), 0),
+        (nn.Conv2d(3, 8, 1), (2, 3, 8, 8), 0),
+    ],
+)
+def test_patch_convolutions(convolution: nn.Module, size: tuple[int, ...], count: int) -> None:
+    found, module = applied(convolution, torch.randn(size), "patch_convolutions")
+    assert found == count
+    assert (aten.conv2d.default in targets(module)) is not bool(count)
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: tuple[bool, bool, bool] = (True, True, True)) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 8, bias[0]), nn.Linear(8, 4, bias[1]), nn.Linear(8, 4, bias[2])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.relu(self.q(x)), self.k(x), self.v(x).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("bias", "count", "products"),
+    [((True,) * 3, 1, 1), ((False,) * 3, 1, 1), ((True, False, True), 1, 2), ((True, False, False), 1, 2)],
+)
+def test_products_of_one_input_are_merged(bias: tuple[bool, bool, bool], count: int, products: int) -> None:
+    found, module = applied(Attention(bias), torch.randn(2, 5, 8), "merged_products")
+    assert found == count
+    assert targets(module).count(aten.linear.default) == products
+
+
+class Computed(nn.Module):
+    """A weight that is an input's function is no constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), nn.functional.linear(x, x * 2)
+
+
+def test_only_constant_weights_are_merged() -> None:
+    found, _ = applied(Computed(), torch.randn(8, 8), "merged_products")
+    assert found == 0
+
+
+def test_every_rewrite_leaves_a_graph_without_its_pattern_alone() -> None:
+    module = lowered(nn.ReLU(), torch.randn(3))
+    assert apply_rewrites(module, REWRITES) == dict.fromkeys(REWRITES, 0)
