@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
-from intarsia.pipeline.schedule.schedules import SCHEDULES, Action, Schedule, Step, schedule
+from intarsia.pipeline.schedule.schedules import SCHEDULES, Action, Schedule, Slot, schedule
 from intarsia.pipeline.schedule.simulate import simulate
 
 F, B, I, W = Action.FORWARD, Action.BACKWARD, Action.INPUT, Action.WEIGHT  # noqa: E741
@@ -37,25 +37,25 @@ def test_every_pass_runs_exactly_once(plan):
     assert set(ran.values()) == {1}
     for stage in range(plan.stages):
         for m in range(plan.microbatches):
-            assert Step(stage, F, m) in ran
-            assert (Step(stage, B, m) in ran) != (Step(stage, I, m) in ran and Step(stage, W, m) in ran)
+            assert Slot(stage, F, m) in ran
+            assert (Slot(stage, B, m) in ran) != (Slot(stage, I, m) in ran and Slot(stage, W, m) in ran)
 
 
 @given(any_schedule)
 @settings(deadline=None, max_examples=120)
 def test_nothing_runs_before_what_it_needs(plan):
     played = simulate(plan, [UNIT] * plan.stages)
-    end = {s.step: s.end for s in played.timeline}
+    end = {s.slot: s.end for s in played.timeline}
     for span in played.timeline:
-        stage, m = span.step.stage, span.step.microbatch
-        if span.step.action is F and stage:
-            assert end[Step(stage - 1, F, m)] <= span.start
-        if span.step.action in (B, I):
-            assert end[Step(stage, F, m)] <= span.start
+        stage, m = span.slot.stage, span.slot.microbatch
+        if span.slot.action is F and stage:
+            assert end[Slot(stage - 1, F, m)] <= span.start
+        if span.slot.action in (B, I):
+            assert end[Slot(stage, F, m)] <= span.start
             if stage + 1 < plan.stages:
-                assert min(end[s] for a in (B, I) if (s := Step(stage + 1, a, m)) in end) <= span.start
-        if span.step.action is W:
-            assert end[Step(stage, I, m)] <= span.start
+                assert min(end[s] for a in (B, I) if (s := Slot(stage + 1, a, m)) in end) <= span.start
+        if span.slot.action is W:
+            assert end[Slot(stage, I, m)] <= span.start
     for steps in plan.ranks:
         order = [end[s] for s in steps]
         assert order == sorted(order)
@@ -112,7 +112,7 @@ def test_refusals():
         schedule("1F1B", 2, 2, per_rank=2)
     with pytest.raises(PartitionError, match="1 costs for 2 stages"):
         simulate(schedule("1F1B", 2, 2), [UNIT])
-    crossed = Schedule("crossed", 2, 1, ((Step(0, B, 0), Step(0, F, 0)), (Step(1, F, 0), Step(1, B, 0))))
+    crossed = Schedule("crossed", 2, 1, ((Slot(0, B, 0), Slot(0, F, 0)), (Slot(1, F, 0), Slot(1, B, 0))))
     with pytest.raises(PartitionError, match="stuck before 0B0, 1F0"):
         simulate(crossed, [UNIT] * 2)
 

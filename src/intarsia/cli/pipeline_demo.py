@@ -19,7 +19,7 @@ from intarsia.pipeline.schedule.schedules import SCHEDULES, schedule
 from intarsia.pipeline.schedule.simulate import simulate
 from intarsia.pipeline.split import split
 
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def run_rank(name: str, microbatches: int, steps: int, per_rank: int, timeout: float, say: Say) -> None:
+def run_rank(name: str, microbatches: int, steps: int, per_rank: int, timeout: float, echo: Echo) -> None:
     """One rank of the demonstration: cut, check the first step against the plain model, train."""
     cuda = torch.cuda.is_available()
     if cuda:
@@ -82,10 +82,10 @@ def run_rank(name: str, microbatches: int, steps: int, per_rank: int, timeout: f
     parts = split(model, (ids[:4],), stages=world * per_rank, agree=True)
     pipe = parts.distributed(name, microbatches, loss_fn=next_token_loss)
     if rank == 0:
-        say(str(parts.report))
+        echo(str(parts.report))
     result = pipe.step(ids, target=ids)
     worst = _compare(pipe, plain, ids)
-    say(
+    echo(
         f"rank {rank}: stages {pipe.held}, gradients equal the plain model's (largest difference {worst:.1e})"
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
@@ -98,13 +98,13 @@ def run_rank(name: str, microbatches: int, steps: int, per_rank: int, timeout: f
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - begin)
     if result.loss is not None:
-        say(
+        echo(
             f"rank {rank}: loss {result.loss.item():.4f} after {steps} steps,"
             f" {min(seconds) * 1e3:.1f} ms a step"
         )
         if name in SCHEDULES:
-            played = simulate(schedule(name, world, microbatches, per_rank), parts.report.costs)
-            say(f"rank {rank}: predicted {played.step_time * 1e3:.1f} ms, bubble {played.bubble:.0%}")
+            predicted = simulate(schedule(name, world, microbatches, per_rank), parts.report.costs)
+            echo(f"rank {rank}: predicted {predicted.step_time * 1e3:.1f} ms, bubble {predicted.bubble:.0%}")
     dist.barrier()
     dist.destroy_process_group()
 

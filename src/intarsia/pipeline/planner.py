@@ -204,10 +204,10 @@ def _candidates(
         borders = [_border_bytes(flow, cut, lengths) for cut in cuts]
         links = [b / link[0] + link[1] for b in borders]
         for checkpoint in (False, True):
-            played = simulate(
+            simulation = simulate(
                 order, sums, links=links, borders=borders, checkpoint=checkpoint, weight_copies=WEIGHT_COPIES
             )
-            yield Candidate(name, microbatches, per_rank, checkpoint, tuple(cuts), played)
+            yield Candidate(name, microbatches, per_rank, checkpoint, tuple(cuts), simulation)
 
 
 def _border_bytes(flow: Flow, cut: int, lengths: Mapping[str, int]) -> int:

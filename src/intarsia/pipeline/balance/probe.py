@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intarsia.pipeline.gpipe.first_run import versions
+from intarsia.pipeline.gpipe.effects import versions
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
 

@@ -19,12 +19,12 @@ from intarsia.pipeline.distributed.placement import (
     check_agreement,
     connect,
     default_device,
-    homes,
     is_folded,
     placed,
     schedule_class,
+    stage_ranks,
 )
-from intarsia.pipeline.distributed.wire import Border, wire_spec
+from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.tied import TiedGradients
@@ -75,15 +75,15 @@ class DistributedPipeline:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
-        self.homes = homes(len(stages), self.world, self.schedule_class)
+        self.stage_ranks = stage_ranks(len(stages), self.world, self.schedule_class)
         check_agreement(stages, group, self.device)
-        connect(self.homes, group, self.device)
+        connect(self.stage_ranks, group, self.device)
         self._borders = [_border_specs(s) for s in stages]
-        self._mine = [i for i, rank in enumerate(self.homes) if rank == self.rank]
-        self._parts = [placed(stages[i], self.device) for i in self._mine]
+        self._indices = [i for i, rank in enumerate(self.stage_ranks) if rank == self.rank]
+        self._parts = [placed(stages[i], self.device) for i in self._indices]
         self._count = len(stages)
         self._tied = TiedGradients(
-            stages.tied, self.homes, dict(zip(self._mine, self._parts, strict=True)), group
+            stages.tied, self.stage_ranks, dict(zip(self._indices, self._parts, strict=True)), group
         )
         self._built: dict[tuple[bool, tuple[tuple[str, int], ...]], Any] = {}
         self._targets: list[Any] = []
@@ -111,17 +111,17 @@ class DistributedPipeline:
     @property
     def held(self) -> list[int]:
         """The numbers of this rank's stages."""
-        return list(self._mine)
+        return list(self._indices)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank takes the inputs."""
-        return 0 in self._mine
+        return 0 in self._indices
 
     @property
     def is_last(self) -> bool:
         """Whether this rank takes the target and gives the loss and the outputs."""
-        return self._count - 1 in self._mine
+        return self._count - 1 in self._indices
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Forward and backward over one batch.
@@ -179,17 +179,17 @@ class DistributedPipeline:
         except InputError as error:
             refusal = str(error)
         mine = torch.tensor([int(bool(refusal)), *(lengths.get(n, -1) for n in names)], device=self.device)
-        told = [torch.empty_like(mine) for _ in range(self.world)]
+        gathered = [torch.empty_like(mine) for _ in range(self.world)]
         try:
-            dist.all_gather(told, mine, group=self.group)
+            dist.all_gather(gathered, mine, group=self.group)
         except RuntimeError as error:
             raise PipelineError(f"rank {self.rank} lost another rank before a step: {error}") from error
-        refused = [r for r, t in enumerate(told) if int(t[0])]
+        refused = [r for r, t in enumerate(gathered) if int(t[0])]
         if refusal:
             raise InputError(refusal)
         if refused:
             raise InputError(f"rank {refused[0]} refused this batch; its own error says why")
-        first = told[self.homes[0]]
+        first = gathered[self.stage_ranks[0]]
         return tensors, {n: int(v) for n, v in zip(names, first[1:], strict=True)}
 
     def _divide(
@@ -213,7 +213,7 @@ class DistributedPipeline:
             wires.append(tensor.to(self.device).contiguous())
         return wires, self.signature.lengths(parts)
 
-    def _schedule(self, learn: bool, lengths: Mapping[str, int]) -> tuple[Any, _Last | None]:
+    def _schedule(self, learn: bool, lengths: Mapping[str, int]) -> tuple[Any, _OutputRecorder | None]:
         """torch's schedule for batches of these lengths; made once for each."""
         key = (learn, tuple(sorted(lengths.items())))
         if key not in self._built:
@@ -221,16 +221,16 @@ class DistributedPipeline:
             self._built[key] = self._build(learn, lengths)
         return self._built[key]  # type: ignore[no-any-return]
 
-    def _build(self, learn: bool, lengths: Mapping[str, int]) -> tuple[Any, _Last | None]:
+    def _build(self, learn: bool, lengths: Mapping[str, int]) -> tuple[Any, _OutputRecorder | None]:
         made: list[PipelineStage] = []
-        keep: _Last | None = None
-        for i, part in zip(self._mine, self._parts, strict=True):
+        keep: _OutputRecorder | None = None
+        for i, part in zip(self._indices, self._parts, strict=True):
             takes, gives = self._borders[i]
             first, last = i == 0, i == self._count - 1
             whole = [not self.signature.splits(s) for s in takes] if first else [False] * len(takes)
-            module: nn.Module = Border(part, takes, whole, first, last)
+            module: nn.Module = WiredStage(part, takes, whole, first, last)
             if last:
-                module = keep = _Last(module)
+                module = keep = _OutputRecorder(module)
             inputs = [
                 _plain(s, lengths, w) if first else wire_spec(s, lengths)
                 for s, w in zip(takes, whole, strict=True)
@@ -282,7 +282,7 @@ class DistributedPipeline:
         return self.signature.unflatten(joined)
 
 
-class _Last(nn.Module):
+class _OutputRecorder(nn.Module):
     """Keeps what the last stage gives, micro-batch by micro-batch."""
 
     def __init__(self, border: nn.Module) -> None:
@@ -344,12 +344,12 @@ def _chunks(target: Any, count: int) -> list[Any]:
     leaves, spec = pytree.tree_flatten(target)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] % count:
-            said = (
+            found = (
                 f"a {type(leaf).__name__}"
                 if not isinstance(leaf, torch.Tensor)
                 else f"shape {tuple(leaf.shape)}"
             )
-            raise InputError(f"the target has {said}, which n_microbatches={count} does not divide")
+            raise InputError(f"the target has {found}, which n_microbatches={count} does not divide")
     columns = [leaf.chunk(count) for leaf in leaves]
     return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
 

@@ -46,7 +46,7 @@ def is_folded(kind: Any) -> bool:
     return kind.__name__ in _FOLDED
 
 
-def homes(stages: int, world: int, kind: Any) -> list[int]:
+def stage_ranks(stages: int, world: int, kind: Any) -> list[int]:
     """Which rank holds each stage."""
     if issubclass(kind, schedules.PipelineScheduleSingle):
         if stages != world:
@@ -78,9 +78,9 @@ def check_agreement(stages: StageSequence, group: dist.ProcessGroup | None, devi
     text = "\n".join(str(s.piece.nodes) if isinstance(s, Stage) else str(s) for s in stages)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     mine = torch.tensor([digest], device=device)
-    told = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, mine, group=group)
-    others = [r for r, t in enumerate(told) if int(t) != digest]
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    others = [r for r, t in enumerate(gathered) if int(t) != digest]
     if others:
         raise PartitionError(
             f"rank {others[0]} cut the model elsewhere than rank {dist.get_rank(group)}: measured times"
@@ -88,13 +88,13 @@ def check_agreement(stages: StageSequence, group: dist.ProcessGroup | None, devi
         )
 
 
-def connect(homes: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> None:
+def connect(stage_ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Open the connections between neighbours one by one.
 
     Some versions of gloo fail when both ends of a connection that is not yet open begin to send at once.
     """
     rank = dist.get_rank(group)
-    for a, b in sorted({(min(p), max(p)) for p in pairwise(homes) if p[0] != p[1]}):
+    for a, b in sorted({(min(p), max(p)) for p in pairwise(stage_ranks) if p[0] != p[1]}):
         if rank not in (a, b):
             continue
         word = torch.zeros(1, device=device)

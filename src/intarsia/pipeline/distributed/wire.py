@@ -108,7 +108,7 @@ class _Exit(torch.autograd.Function):
         return (None, *back)
 
 
-class Border(nn.Module):
+class WiredStage(nn.Module):
     """A stage between wires: the first takes plain tensors, the last gives them."""
 
     def __init__(

@@ -1,10 +1,11 @@
-"""The crew: one thread a stage for the backward pass on the CPU, where autograd itself has only one.
+"""One thread a stage for the backward pass on the CPU, where autograd itself has only one.
 
-Autograd walks the graph on the caller's thread, but the nodes of stages only hand their work to the crew
-and return tokens, tensors of the right shape without memory. The true gradients go from stage to stage
-beside the graph. The gate, the last node of the walk, waits for the crew and hands them on.
+Autograd walks the graph on the caller's thread, but the nodes of stages only queue their work for their
+stage's thread and return placeholders: tensors of the right shape without memory. The true gradients go
+from stage to stage beside the graph. The barrier, the last node of the walk, waits for the threads and
+returns the gradients of the input.
 
-    caller   gather ─ (2,1) (2,0) (1,1) (1,0) (0,1) (0,0) ─ gate ... waits ... ─ input
+    caller   gather ─ (2,1) (2,0) (1,1) (1,0) (0,1) (0,0) ─ barrier ... waits ... ─ input
     stage 1            [  2,1  ][  1,1  ][  0,1  ]
     stage 0                     [  2,0  ][  1,0  ][  0,0  ]
 """
@@ -27,7 +28,7 @@ from intarsia.pipeline.gpipe.phony import get_phony
 Gradients = tuple[Tensor | None, ...]
 
 
-class Crew:
+class BackwardThreads:
     """Threads that start with the first job of their stage and end with the last one waiting."""
 
     def __init__(self, stages: int) -> None:
@@ -90,30 +91,30 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """The place of one task in a crew."""
+class BackwardTask:
+    """The backward pass of one stage on one micro-batch, queued for the stage's thread."""
 
-    crew: Crew
+    threads: BackwardThreads
     micro_batch: int
     stage: int
 
     def submit_recompute(self, recompute: Callable[[], None]) -> None:
         """Let the stage's thread compute again, after the stage behind it has: skips go through both."""
         i, j = self.micro_batch, self.stage
-        later = self.crew.recomputed.get((i, j + 1))
+        later = self.threads.recomputed.get((i, j + 1))
 
         def job() -> None:
             if later is not None:
                 later.result()
             recompute()
 
-        self.crew.recomputed[(i, j)] = self.crew.submit(j, job)
+        self.threads.recomputed[(i, j)] = self.threads.submit(j, job)
 
     def submit_backward(self, grads: Gradients, backward: Callable[[Gradients], Gradients]) -> None:
         """Let the stage's thread go backward, once the gradient of its output is there."""
         i, j = self.micro_batch, self.stage
-        later = self.crew.gradients.pop((i, j + 1), None)
-        recomputed = self.crew.recomputed.get((i, j))
+        later = self.threads.gradients.pop((i, j + 1), None)
+        recomputed = self.threads.recomputed.get((i, j))
 
         def job() -> Gradients:
             if recomputed is not None:
@@ -125,38 +126,38 @@ class Lane:
                 error.add_note(f"in the backward pass of stage {j} of the pipeline, on micro-batch {i}")
                 raise
 
-        self.crew.gradients[(i, j)] = self.crew.submit(j, job)
+        self.threads.gradients[(i, j)] = self.threads.submit(j, job)
 
 
-def token(like: Tensor) -> Tensor:
-    """A tensor of a shape, without its memory, to walk the graph in place of a gradient."""
+def placeholder_gradient(like: Tensor) -> Tensor:
+    """A tensor of a shape, without its memory, that autograd passes on in place of a gradient."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-def pass_gate(crew: Crew, batches: list[Batch]) -> Tensor:
-    """Put the gate before the first stage; the phony ties to it a stage whose input needs no gradient."""
+def insert_barrier(threads: BackwardThreads, batches: list[Batch]) -> Tensor:
+    """Put the barrier before the first stage; the phony ties to it a stage whose input needs no gradient."""
     slots = [(i, k) for i, batch in enumerate(batches) for k, x in enumerate(batch) if x.requires_grad]
     phony = get_phony(torch.device("cpu"), requires_grad=True)
     inputs = [batches[i][k] for i, k in slots]
-    tied, *outputs = Gate.apply(phony, crew, slots, *inputs)  # type: ignore[no-untyped-call]
+    tied, *outputs = BackwardBarrier.apply(phony, threads, slots, *inputs)  # type: ignore[no-untyped-call]
     for (i, k), output in zip(slots, outputs, strict=True):
         batches[i][k] = output
     phony_out: Tensor = tied
     return phony_out
 
 
-class Gate(torch.autograd.Function):
-    """Forward: nothing. Backward: waits for the crew, and exchanges tokens for gradients."""
+class BackwardBarrier(torch.autograd.Function):
+    """Forward: nothing. Backward: waits for the threads, and exchanges placeholders for gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, phony: Tensor, crew: Crew, slots: list[tuple[int, int]], *inputs: Tensor
+        ctx: Any, phony: Tensor, threads: BackwardThreads, slots: list[tuple[int, int]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.crew, ctx.slots = crew, slots
+        ctx.threads, ctx.slots = threads, slots
         ctx.set_materialize_grads(False)
         return phony.detach(), *(x.detach() for x in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        gradients = ctx.crew.finish()
+        gradients = ctx.threads.finish()
         return None, None, None, *(gradients[i][k] if i in gradients else None for i, k in ctx.slots)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from intarsia.pipeline.gpipe.backward_threads import Gradients, Lane, token
+from intarsia.pipeline.gpipe.backward_threads import BackwardTask, Gradients, placeholder_gradient
 from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.phony import get_phony
@@ -109,7 +109,7 @@ class _Shared:
     input: Batch  # the structure of the input, without its tensors
     replay: Replay
     state: ThreadState
-    lane: Lane | None
+    backward_task: BackwardTask | None
     output: Batch | None = None
     # The input and the output of the function, with the graph between them.
     graphs: deque[tuple[Batch, Batch]] = field(default_factory=deque)
@@ -143,7 +143,7 @@ def checkpoint(function: Function, input: Any) -> Any:
 class Checkpointing:
     """Makes the nodes of one run: `checkpoint` computes, `recompute` puts the second node on the result.
 
-    With a lane the backward pass is the crew's work; `keep` then computes without checkpointing.
+    With a `backward_task` the backward pass runs on the stage's thread; `keep` runs without checkpointing.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Checkpointing:
         function: Function,
         batch: Batch,
         replay: Replay | None = None,
-        lane: Lane | None = None,
+        backward_task: BackwardTask | None = None,
         phony: Tensor | None = None,
     ) -> None:
         self.batch = batch
         structure = batch.copy()
         structure[:] = tuple(get_phony(x.device, requires_grad=False) for x in batch)
         replay = replay or ReplayRandom(batch[0].device)
-        self.shared = _Shared(function, structure, replay, ThreadState.capture(), lane)
+        self.shared = _Shared(function, structure, replay, ThreadState.capture(), backward_task)
         # The input may need no gradient while the parameters do, so a phony that needs one comes along.
         self.phony = get_phony(batch[0].device, requires_grad=True) if phony is None else phony
 
@@ -167,7 +167,7 @@ class Checkpointing:
         return self._apply(Checkpoint)
 
     def keep(self) -> Batch:
-        """Run the function and keep its graph, for the crew."""
+        """Run the function and keep its graph, for the stage's backward thread."""
         return self._apply(Keep)
 
     def _apply(self, node: type[torch.autograd.Function]) -> Batch:
@@ -234,10 +234,10 @@ class Checkpoint(torch.autograd.Function):
                 shared.run_again(saved)
             return _differentiate(shared.graphs.pop(), arrived)
 
-        if shared.lane is None:
+        if shared.backward_task is None:
             return None, None, *backward(grads)
-        shared.lane.submit_backward(grads, backward)
-        return None, None, *(token(x) if x.requires_grad else None for x in saved)
+        shared.backward_task.submit_backward(grads, backward)
+        return None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
 
 
 class Recompute(torch.autograd.Function):
@@ -254,15 +254,15 @@ class Recompute(torch.autograd.Function):
         _refuse_second_order()
         shared: _Shared = ctx.shared
         saved = ctx.saved_tensors
-        if shared.lane is None:
+        if shared.backward_task is None:
             shared.run_again(saved)
         else:
-            shared.lane.submit_recompute(lambda: shared.run_again(saved))
+            shared.backward_task.submit_recompute(lambda: shared.run_again(saved))
         return None, None, *(None for _ in saved)
 
 
 class Keep(torch.autograd.Function):
-    """Forward with a graph of its own, kept; backward through it, on the crew's thread."""
+    """Forward with a graph of its own, kept; backward through it, on the stage's thread."""
 
     @staticmethod
     def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -280,11 +280,13 @@ class Keep(torch.autograd.Function):
         _refuse_second_order()
         shared: _Shared = ctx.shared
         saved = ctx.saved_tensors
-        assert shared.lane is not None
+        assert shared.backward_task is not None
         retain = graph_is_kept()
         graph = shared.graphs[0] if retain else shared.graphs.pop()
-        shared.lane.submit_backward(grads, lambda arrived: _differentiate(graph, arrived, retain=retain))
-        return None, None, *(token(x) if x.requires_grad else None for x in saved)
+        shared.backward_task.submit_backward(
+            grads, lambda arrived: _differentiate(graph, arrived, retain=retain)
+        )
+        return None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
 
 
 def graph_is_kept() -> bool:

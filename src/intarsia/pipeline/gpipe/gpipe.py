@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from intarsia.pipeline.gpipe import microbatch
 from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
-from intarsia.pipeline.gpipe.first_run import Habits
+from intarsia.pipeline.gpipe.effects import StageEffects
 from intarsia.pipeline.gpipe.pipeline import Pipeline
 from intarsia.pipeline.gpipe.skip.layout import inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
@@ -145,7 +145,7 @@ class GPipe(nn.Module):
         self.train(module.training)
         verify_splitting(self.partitions, self.devices)
         self._skip_layout = inspect_skip_layout(cast(Iterable[nn.Sequential], self.partitions))
-        self._habits = [Habits() for _ in self.balance]
+        self._effects = [StageEffects() for _ in self.balance]
         self._copy_streams: list[list[AbstractStream]] = []
         self.register_load_state_dict_pre_hook(fit_state_dict)  # type: ignore[no-untyped-call]
 
@@ -211,7 +211,7 @@ class GPipe(nn.Module):
             self._ensure_copy_streams(count),
             self._skip_layout,
             stop if self.training else 0,
-            self._habits,
+            self._effects,
             self.concurrent_backward,
         )
         pipeline.run()
@@ -226,8 +226,8 @@ class GPipe(nn.Module):
         return self._copy_streams
 
     def __getstate__(self) -> dict[str, Any]:
-        # Streams belong to this process, and habits name the modules of this copy.
-        return dict(self.__dict__, _copy_streams=[], _habits=[Habits() for _ in self.balance])
+        # Streams belong to this process, and effects name the modules of this copy.
+        return dict(self.__dict__, _copy_streams=[], _effects=[StageEffects() for _ in self.balance])
 
 
 def _device(device: Device) -> torch.device:

@@ -11,20 +11,20 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from intarsia.pipeline.gpipe.backward_threads import Crew, Lane, pass_gate
+from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThreads, insert_barrier
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing
 from intarsia.pipeline.gpipe.copy import Copy, Wait
 from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.dependency import fork, join
-from intarsia.pipeline.gpipe.first_run import Habits
+from intarsia.pipeline.gpipe.effects import StageEffects
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.rng import Seeds
 from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals
+from intarsia.pipeline.gpipe.stage_run import StageRun
 from intarsia.pipeline.gpipe.stream import AbstractStream, current_stream, new_stream, use_device, use_stream
-from intarsia.pipeline.gpipe.task import StageRun
 from intarsia.pipeline.gpipe.thread_state import ThreadState
-from intarsia.pipeline.gpipe.worker import Done, Task, run_task, spawn_workers
+from intarsia.pipeline.gpipe.worker import Task, TaskResult, run_task, spawn_workers
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -48,10 +48,10 @@ class Progress:
     def __init__(self, m: int, n: int) -> None:
         self.m, self.n = m, n
         self.submitted, self.done = [0] * n, [0] * n
-        self.failures: list[Done] = []
+        self.failures: list[TaskResult] = []
         self.stop = False
 
-    def note(self, result: Done) -> bool:
+    def note(self, result: TaskResult) -> bool:
         """Count a task that ended; whether its output is still wanted."""
         self.done[result.task.stage] += 1
         if isinstance(result.result, BaseException):
@@ -76,7 +76,7 @@ class Progress:
         return self.done[-1] == self.m or bool(self.failures and self.submitted == self.done)
 
     @property
-    def first_failure(self) -> Done:
+    def first_failure(self) -> TaskResult:
         """The failure that would have come first, had the stages kept step."""
         return min(self.failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
 
@@ -99,7 +99,7 @@ class Pipeline:
         copy_streams: list[list[AbstractStream]] | None = None,
         skip_layout: SkipLayout | None = None,
         checkpoint_stop: int = 0,
-        habits: list[Habits] | None = None,
+        effects: list[StageEffects] | None = None,
         concurrent_backward: bool | None = None,
     ) -> None:
         self.batches = batches
@@ -110,7 +110,7 @@ class Pipeline:
         self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
         self.checkpoint_stop = checkpoint_stop
         self.concurrent_backward = checkpoint_stop > 0 if concurrent_backward is None else concurrent_backward
-        self.habits = habits or [Habits() for _ in range(count)]
+        self.effects = effects or [StageEffects() for _ in range(count)]
 
     def run(self) -> None:
         """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
@@ -120,8 +120,8 @@ class Pipeline:
         self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
         self._shared = shared_generators(self.devices)
         self._checkpoints: dict[int, Checkpointing] = {}
-        self._crew: Crew | None = None
-        self._gate: Tensor | None = None
+        self._backward_threads: BackwardThreads | None = None
+        self._barrier: Tensor | None = None
         self._phonies: dict[int, Tensor] = {}
         if m == 1 or n == 1:  # nothing can run at the same time
             self._run_alone()
@@ -140,13 +140,13 @@ class Pipeline:
         m, n = len(self.batches), len(self.partitions)
         seeds = Seeds()
         if self.concurrent_backward and self._state.grad and all(d.type == "cpu" for d in self.devices):
-            self._crew = Crew(n)
-            self._gate = pass_gate(self._crew, self.batches)
+            self._backward_threads = BackwardThreads(n)
+            self._barrier = insert_barrier(self._backward_threads, self.batches)
         progress = Progress(m, n)
-        inbox: SimpleQueue[Done | None] = SimpleQueue()
+        inbox: SimpleQueue[TaskResult | None] = SimpleQueue()
         lock = threading.Lock()
 
-        def advance(result: Done | None = None) -> None:
+        def advance(result: TaskResult | None = None) -> None:
             """Take over what a task gave, and hand out the tasks this makes possible."""
             with lock, self._state.enter():
                 try:
@@ -156,7 +156,7 @@ class Pipeline:
                         queues[j].put(self._task(i, j, seeds))
                         progress.submitted[j] += 1
                 except BaseException as error:
-                    progress.failures.append(Done(Task(m, n, _nothing), error))
+                    progress.failures.append(TaskResult(Task(m, n, _nothing), error))
             if progress.over:
                 inbox.put(None)
 
@@ -175,9 +175,9 @@ class Pipeline:
         if progress.failures:
             raise cast(BaseException, progress.first_failure.result)
         if not seeds.finish():
-            # Somebody drew from the default generator unwatched: a stage with a new habit, or other code.
-            for habits in self.habits:
-                habits.forget()
+            # The default generator was drawn from unobserved: by a stage with a new effect, or by other code.
+            for effects in self.effects:
+                effects.reset()
             if self.checkpoint_stop:
                 warnings.warn(
                     "random numbers were drawn from torch's default generator while the pipeline ran; "
@@ -190,17 +190,19 @@ class Pipeline:
         self._fence(i, j)
         batch, device, stream = self.batches[i], self.devices[j], self._streams[j]
         checkpointed = i < self.checkpoint_stop and self._state.grad
-        lane = None if self._crew is None else Lane(self._crew, i, j)
-        gate = self._gate if j == 0 else None
+        backward_task = None if self._backward_threads is None else BackwardTask(self._backward_threads, i, j)
+        barrier = self._barrier if j == 0 else None
         run = StageRun(
-            self.partitions[j], device, self.habits[j], self._skip_trackers[i], (i, j), seeds, self._shared
+            self.partitions[j], device, self.effects[j], self._skip_trackers[i], (i, j), seeds, self._shared
         )
 
         def compute() -> Batch:
             with self._state.enter(), use_device(device), use_stream(stream):
                 if self._crosses(j - 1, j):
                     batch[:] = Wait.apply(self.copy_streams[j][i], stream, *batch)  # type: ignore[no-untyped-call]
-                output, checkpoint = run.compute(batch, checkpointed=checkpointed, lane=lane, phony=gate)
+                output, checkpoint = run.compute(
+                    batch, checkpointed=checkpointed, backward_task=backward_task, phony=barrier
+                )
             if checkpoint is not None:
                 self._checkpoints[i] = checkpoint
             return output
@@ -224,7 +226,7 @@ class Pipeline:
             streams = self.copy_streams[j - 1][i], self.copy_streams[j][i]
             batch[:] = Copy.apply(*streams, *batch)  # type: ignore[no-untyped-call]
 
-    def _finish(self, result: Done) -> None:
+    def _finish(self, result: TaskResult) -> None:
         """Take a task's output over, or raise what it raised."""
         if isinstance(result.result, BaseException):
             raise result.result

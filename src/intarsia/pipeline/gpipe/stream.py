@@ -27,13 +27,6 @@ def is_cuda(stream: AbstractStream) -> TypeGuard[torch.cuda.Stream]:
     return stream is not CPUStream
 
 
-def as_cuda(stream: AbstractStream) -> torch.cuda.Stream:
-    """The stream as a CUDA stream; the CPU's is refused."""
-    if not is_cuda(stream):
-        raise TypeError(f"expected a CUDA stream, got {stream!r}")
-    return stream
-
-
 def new_stream(device: torch.device) -> AbstractStream:
     """A new stream on a device."""
     if device.type != "cuda":

@@ -22,24 +22,24 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Done:
+class TaskResult:
     """What came of a task: a batch, or the exception that ended it."""
 
     task: Task
     result: Batch | BaseException
 
 
-def run_task(task: Task) -> Done:
+def run_task(task: Task) -> TaskResult:
     """Run a task; whatever it raises is part of the answer, so that no thread dies with it."""
     try:
-        return Done(task, task.compute())
+        return TaskResult(task, task.compute())
     except BaseException as error:
         error.add_note(f"in stage {task.stage} of the pipeline, on micro-batch {task.micro_batch}")
-        return Done(task, error)
+        return TaskResult(task, error)
 
 
 def _work(
-    tasks: SimpleQueue[Task | None], report: Callable[[Done], None], prepare: Callable[[], None]
+    tasks: SimpleQueue[Task | None], report: Callable[[TaskResult], None], prepare: Callable[[], None]
 ) -> None:
     prepare()
     while (task := tasks.get()) is not None:
@@ -49,7 +49,7 @@ def _work(
 
 @contextmanager
 def spawn_workers(
-    count: int, report: Callable[[Done], None], prepare: Callable[[], None] = lambda: None
+    count: int, report: Callable[[TaskResult], None], prepare: Callable[[], None] = lambda: None
 ) -> Iterator[list[SimpleQueue[Task | None]]]:
     """Start workers, hand out a task queue for each, and end them all; they report what became of tasks.
 

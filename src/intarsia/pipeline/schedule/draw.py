@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.schedule.schedules import Action, Schedule
+from intarsia.pipeline.schedule.schedules import Action, Schedule, Slot
 from intarsia.pipeline.schedule.simulate import Simulation, simulate
 
 _COLOURS = {
@@ -23,11 +23,11 @@ _WORDS = {
 _UNIT = Cost(forward=1.0, backward_input=1.0, backward_weight=1.0)
 
 
-def _played(what: Schedule | Simulation) -> Simulation:
-    return what if isinstance(what, Simulation) else simulate(what, [_UNIT] * what.stages)
+def _simulated(subject: Schedule | Simulation) -> Simulation:
+    return subject if isinstance(subject, Simulation) else simulate(subject, [_UNIT] * subject.stages)
 
 
-def ascii_gantt(what: Schedule | Simulation, width: int | None = None) -> str:
+def ascii_gantt(subject: Schedule | Simulation, width: int | None = None) -> str:
     """A line a rank, time running right; a bare schedule is drawn with equal passes, backward being two.
 
     >>> from intarsia.pipeline.schedule.schedules import schedule
@@ -36,41 +36,41 @@ def ascii_gantt(what: Schedule | Simulation, width: int | None = None) -> str:
     rank 1 |  |F0|B0   |F1|B1   |  |  |
     bubble 33%
     """
-    played = _played(what)
-    cells = width if width is not None else round(played.step_time)
-    scale = cells / played.step_time if played.step_time else 1.0
-    several = len(played.schedule.ranks) != played.schedule.stages
-    size = max(len(_label(s.step.stage, s.step.action, s.step.microbatch, several)) for s in played.timeline)
+    simulation = _simulated(subject)
+    cells = width if width is not None else round(simulation.step_time)
+    scale = cells / simulation.step_time if simulation.step_time else 1.0
+    name_stage = len(simulation.schedule.ranks) != simulation.schedule.stages
+    size = max(len(_label(s.slot, name_stage)) for s in simulation.timeline)
     lines = []
-    for rank in range(len(played.schedule.ranks)):
+    for rank in range(len(simulation.schedule.ranks)):
         row, at = "", 0
-        for span in played.timeline:
+        for span in simulation.timeline:
             if span.rank != rank:
                 continue
             start, end = round(span.start * scale), round(span.end * scale)
             row += "".join("|" + " " * size for _ in range(start - at))
-            text = _label(span.step.stage, span.step.action, span.step.microbatch, several)
+            text = _label(span.slot, name_stage)
             room = max(end - start, 1) * (size + 1) - 1
             row += "|" + text[:room].ljust(room)
             at = max(end, start + 1)
         row += "".join("|" + " " * size for _ in range(cells - at))
         lines.append(f"rank {rank} {row}|")
-    return "\n".join([*lines, f"bubble {played.bubble:.0%}"])
+    return "\n".join([*lines, f"bubble {simulation.bubble:.0%}"])
 
 
-def svg_gantt(what: Schedule | Simulation, width: int = 960, row: int = 30) -> str:
+def svg_gantt(subject: Schedule | Simulation, width: int = 960, row: int = 30) -> str:
     """The same as an SVG picture, with a legend and, on hover, what each box is."""
-    played = _played(what)
+    simulation = _simulated(subject)
     left, top = 60, 26
-    ranks = len(played.schedule.ranks)
-    scale = (width - left - 10) / played.step_time if played.step_time else 1.0
-    several = ranks != played.schedule.stages
+    ranks = len(simulation.schedule.ranks)
+    scale = (width - left - 10) / simulation.step_time if simulation.step_time else 1.0
+    name_stage = ranks != simulation.schedule.stages
     height = top + ranks * row + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
         ' font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{left}" y="16" font-size="13">{escape(_title(played))}</text>',
+        f'<text x="{left}" y="16" font-size="13">{escape(_title(simulation))}</text>',
     ]
     for rank in range(ranks):
         y = top + rank * row
@@ -78,16 +78,16 @@ def svg_gantt(what: Schedule | Simulation, width: int = 960, row: int = 30) -> s
         parts.append(
             f'<rect x="{left}" y="{y}" width="{width - left - 10}" height="{row - 4}" fill="#eeeeee"/>'
         )
-    for span in played.timeline:
+    for span in simulation.timeline:
         x, y = left + span.start * scale, top + span.rank * row
         wide = max((span.end - span.start) * scale, 0.5)
-        text = _label(span.step.stage, span.step.action, span.step.microbatch, several)
-        shade = 1.0 - 0.35 * (span.step.stage // ranks) / max(1, played.schedule.stages // ranks)
-        said = f"stage {span.step.stage}, {_WORDS[span.step.action]}, micro-batch {span.step.microbatch}"
+        text = _label(span.slot, name_stage)
+        shade = 1.0 - 0.35 * (span.slot.stage // ranks) / max(1, simulation.schedule.stages // ranks)
+        tooltip = f"stage {span.slot.stage}, {_WORDS[span.slot.action]}, micro-batch {span.slot.microbatch}"
         parts += [
-            f"<g><title>{said}: {span.start:.4g} to {span.end:.4g}</title>",
+            f"<g><title>{tooltip}: {span.start:.4g} to {span.end:.4g}</title>",
             f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{row - 4}" stroke="#ffffff"'
-            f' fill="{_COLOURS[span.step.action]}" fill-opacity="{shade:.2f}"/>',
+            f' fill="{_COLOURS[span.slot.action]}" fill-opacity="{shade:.2f}"/>',
         ]
         if wide > 7 * len(text):
             parts.append(
@@ -96,7 +96,7 @@ def svg_gantt(what: Schedule | Simulation, width: int = 960, row: int = 30) -> s
             )
         parts.append("</g>")
     x = left
-    for action in (a for a in Action if any(s.step.action is a for s in played.timeline)):
+    for action in (a for a in Action if any(s.slot.action is a for s in simulation.timeline)):
         parts.append(f'<rect x="{x}" y="{height - 20}" width="12" height="12" fill="{_COLOURS[action]}"/>')
         parts.append(f'<text x="{x + 17}" y="{height - 10}">{action} {_WORDS[action]}</text>')
         x += 110
@@ -111,13 +111,13 @@ def html_gantt(*pictures: Schedule | Simulation) -> str:
     )
 
 
-def _title(played: Simulation) -> str:
-    s = played.schedule
+def _title(simulation: Simulation) -> str:
+    s = simulation.schedule
     return (
         f"{s.name}: {s.stages} stages on {len(s.ranks)} ranks, {s.microbatches} micro-batches,"
-        f" step {played.step_time:.4g}, bubble {played.bubble:.0%}"
+        f" step {simulation.step_time:.4g}, bubble {simulation.bubble:.0%}"
     )
 
 
-def _label(stage: int, action: Action, microbatch: int, several: bool) -> str:
-    return f"{stage}{action}{microbatch}" if several else f"{action}{microbatch}"
+def _label(slot: Slot, name_stage: bool) -> str:
+    return str(slot) if name_stage else f"{slot.action}{slot.microbatch}"

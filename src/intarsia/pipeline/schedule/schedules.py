@@ -1,6 +1,6 @@
 """Pipeline schedules: for each rank, the order in which it runs its stages on its micro-batches.
 
-A schedule is a generator of steps for one rank. With 3 ranks and 4 micro-batches, time running right
+A schedule is a generator of slots for one rank. With 3 ranks and 4 micro-batches, time running right
 (`F` forward, `B` backward, `I` and `W` the gradients of inputs and of weights):
 
     GPipe        F0 F1 F2 F3 -  -  -  -  B0 B1 B2 B3     all forward, then all backward
@@ -28,10 +28,10 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One stage, one action, one micro-batch.
+class Slot:
+    """One entry of a rank's schedule: a stage runs an action on a micro-batch.
 
-    >>> print(Step(2, Action.FORWARD, 5))
+    >>> print(Slot(2, Action.FORWARD, 5))
     2F5
     """
 
@@ -45,30 +45,30 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of every rank, in order."""
+    """The slots of every rank, in order."""
 
     name: str
     stages: int
     microbatches: int
-    ranks: tuple[tuple[Step, ...], ...]
+    ranks: tuple[tuple[Slot, ...], ...]
 
     def __str__(self) -> str:
         return "\n".join(f"rank {i}: {' '.join(map(str, steps))}" for i, steps in enumerate(self.ranks))
 
 
-def gpipe(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Step]:
+def gpipe(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
     """All forward passes, then all backward passes.
 
     >>> print(*gpipe(1, 2, 2))
     1F0 1F1 1B0 1B1
     """
     for i in range(microbatches):
-        yield Step(rank, Action.FORWARD, i)
+        yield Slot(rank, Action.FORWARD, i)
     for i in range(microbatches):
-        yield Step(rank, Action.BACKWARD, i)
+        yield Slot(rank, Action.BACKWARD, i)
 
 
-def one_f_one_b(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Step]:
+def one_f_one_b(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
     """One forward, one backward: no rank holds more micro-batches than there are stages behind it.
 
     >>> print(*one_f_one_b(0, 2, 3))
@@ -76,15 +76,15 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> 
     """
     ahead = min(ranks - rank - 1, microbatches)
     for i in range(ahead):
-        yield Step(rank, Action.FORWARD, i)
+        yield Slot(rank, Action.FORWARD, i)
     for i in range(microbatches - ahead):
-        yield Step(rank, Action.FORWARD, ahead + i)
-        yield Step(rank, Action.BACKWARD, i)
+        yield Slot(rank, Action.FORWARD, ahead + i)
+        yield Slot(rank, Action.BACKWARD, i)
     for i in range(microbatches - ahead, microbatches):
-        yield Step(rank, Action.BACKWARD, i)
+        yield Slot(rank, Action.BACKWARD, i)
 
 
-def interleaved(rank: int, ranks: int, microbatches: int, per_rank: int = 2) -> Iterator[Step]:
+def interleaved(rank: int, ranks: int, microbatches: int, per_rank: int = 2) -> Iterator[Slot]:
     """1F1B with several stages a rank: stage `s` runs on rank `s % ranks`.
 
     >>> print(*interleaved(1, 2, 2))
@@ -92,43 +92,43 @@ def interleaved(rank: int, ranks: int, microbatches: int, per_rank: int = 2) -> 
     """
     total = microbatches * per_rank
 
-    def step(action: Action, i: int) -> Step:
+    def slot(action: Action, i: int) -> Slot:
         # Micro-batches go round in groups of `ranks`: each group through every stage of the rank.
         group, inside = divmod(i, ranks * per_rank)
         turn, offset = divmod(inside, ranks)
         stage = turn if action is Action.FORWARD else per_rank - 1 - turn
-        return Step(stage * ranks + rank, action, group * ranks + offset)
+        return Slot(stage * ranks + rank, action, group * ranks + offset)
 
     ahead = min(total, (per_rank - 1) * ranks + 2 * (ranks - rank - 1))
     for i in range(ahead):
-        yield step(Action.FORWARD, i)
+        yield slot(Action.FORWARD, i)
     for i in range(total - ahead):
-        yield step(Action.FORWARD, ahead + i)
-        yield step(Action.BACKWARD, i)
+        yield slot(Action.FORWARD, ahead + i)
+        yield slot(Action.BACKWARD, i)
     for i in range(total - ahead, total):
-        yield step(Action.BACKWARD, i)
+        yield slot(Action.BACKWARD, i)
 
 
-def zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Step]:
+def zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
     """1F1B whose weight gradients wait, on rank r for r micro-batches, and fill the bubble at the end.
 
     >>> print(*zero_bubble(1, 2, 2))
     1F0 1I0 1F1 1I1 1W0 1W1
     """
     done = 0
-    for step in one_f_one_b(rank, ranks, microbatches):
-        if step.action is Action.FORWARD:
-            yield step
+    for slot in one_f_one_b(rank, ranks, microbatches):
+        if slot.action is Action.FORWARD:
+            yield slot
             continue
-        yield Step(rank, Action.INPUT, step.microbatch)
-        if step.microbatch >= rank:
-            yield Step(rank, Action.WEIGHT, done)
+        yield Slot(rank, Action.INPUT, slot.microbatch)
+        if slot.microbatch >= rank:
+            yield Slot(rank, Action.WEIGHT, done)
             done += 1
     for i in range(done, microbatches):
-        yield Step(rank, Action.WEIGHT, i)
+        yield Slot(rank, Action.WEIGHT, i)
 
 
-Generator = Callable[[int, int, int, int], Iterator[Step]]
+Generator = Callable[[int, int, int, int], Iterator[Slot]]
 
 SCHEDULES: dict[str, Generator] = {
     "GPipe": gpipe,
@@ -159,3 +159,19 @@ def schedule(name: str, ranks: int, microbatches: int, per_rank: int | None = No
         raise PartitionError(f"per_rank={each} must be 1 or more")
     steps = tuple(tuple(SCHEDULES[name](r, ranks, microbatches, each)) for r in range(ranks))
     return Schedule(name, ranks * each, microbatches, steps)
+
+
+def refusal(name: str, ranks: int, microbatches: int) -> str | None:
+    """Why torch's runtime would not run a schedule with so many micro-batches; None where it would.
+
+    >>> refusal("1F1B", 4, 2)
+    '1F1B needs a micro-batch a stage: microbatches=2 is less than 4 stages'
+    """
+    if name == "1F1B" and microbatches < ranks:
+        return f"1F1B needs a micro-batch a stage: microbatches={microbatches} is less than {ranks} stages"
+    rounds = max(1, microbatches // ranks)
+    if name in ("Interleaved1F1B", "ZeroBubble") and microbatches % rounds:
+        return (
+            f"{name} runs in {rounds} rounds of equal length: they do not divide microbatches={microbatches}"
+        )
+    return None

@@ -1,4 +1,4 @@
-"""Playing a schedule through with known costs: how long a step takes, how much memory it holds."""
+"""Simulating a schedule with known costs: how long a training step takes, how much memory it holds."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.schedule.schedules import Action, Schedule, Step
+from intarsia.pipeline.schedule.schedules import Action, Schedule, Slot
 
 
 @dataclass(frozen=True)
 class Span:
-    """A step with its rank, start and end."""
+    """A slot with its rank, start and end."""
 
     rank: int
-    step: Step
+    slot: Slot
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule is predicted to do: seconds, idle share, bytes by stage, and when each step runs."""
+    """What a schedule is predicted to do: seconds, idle share, bytes by stage, and when each slot runs."""
 
     schedule: Schedule
     step_time: float
@@ -35,7 +35,7 @@ class Simulation:
         """Bytes by rank: the sum over its stages (their peaks taken as one)."""
         out = [0] * len(self.schedule.ranks)
         for rank, steps in enumerate(self.schedule.ranks):
-            out[rank] = sum(self.peak_memory[s] for s in sorted({step.stage for step in steps}))
+            out[rank] = sum(self.peak_memory[s] for s in sorted({slot.stage for slot in steps}))
         return tuple(out)
 
 
@@ -61,7 +61,7 @@ def simulate(
     """
     _check(schedule, costs, links, borders)
     wires = list(links) if links is not None else [0.0] * (schedule.stages - 1)
-    done: dict[Step, float] = {}
+    done: dict[Slot, float] = {}
     clock = [0.0] * len(schedule.ranks)
     place = [0] * len(schedule.ranks)
     spans: list[Span] = []
@@ -70,14 +70,14 @@ def simulate(
         before = left
         for rank, steps in enumerate(schedule.ranks):
             while place[rank] < len(steps):
-                step = steps[place[rank]]
-                ready = _ready(step, done, wires, schedule.stages)
+                slot = steps[place[rank]]
+                ready = _ready(slot, done, wires, schedule.stages)
                 if ready is None:
                     break
                 start = max(clock[rank], ready)
-                end = start + seconds(step.action, costs[step.stage], checkpoint)
-                clock[rank] = done[step] = end
-                spans.append(Span(rank, step, start, end))
+                end = start + seconds(slot.action, costs[slot.stage], checkpoint)
+                clock[rank] = done[slot] = end
+                spans.append(Span(rank, slot, start, end))
                 place[rank] += 1
                 left -= 1
         if left == before:
@@ -103,10 +103,10 @@ def seconds(action: Action, cost: Cost, checkpoint: bool = False) -> float:
     return again + cost.backward_input if action is Action.INPUT else cost.backward_weight
 
 
-def _ready(step: Step, done: dict[Step, float], links: Sequence[float], stages: int) -> float | None:
-    """When everything the step needs is there; None while something has not run."""
+def _ready(slot: Slot, done: dict[Slot, float], links: Sequence[float], stages: int) -> float | None:
+    """When everything the slot needs is there; None while something has not run."""
     times = []
-    for need, wait in _needs(step, links, stages):
+    for need, wait in _needs(slot, links, stages):
         ends = [done[n] for n in need if n in done]
         if not ends:
             return None
@@ -114,16 +114,16 @@ def _ready(step: Step, done: dict[Step, float], links: Sequence[float], stages: 
     return max(times, default=0.0)
 
 
-def _needs(step: Step, links: Sequence[float], stages: int) -> list[tuple[list[Step], float]]:
+def _needs(slot: Slot, links: Sequence[float], stages: int) -> list[tuple[list[Slot], float]]:
     """What must have run, as lists of equal choices, and how long its result travels."""
-    stage, m = step.stage, step.microbatch
-    if step.action is Action.FORWARD:
-        return [([Step(stage - 1, Action.FORWARD, m)], links[stage - 1])] if stage else []
-    if step.action is Action.WEIGHT:
-        return [([Step(stage, Action.INPUT, m)], 0.0)]
-    needs = [([Step(stage, Action.FORWARD, m)], 0.0)]
+    stage, m = slot.stage, slot.microbatch
+    if slot.action is Action.FORWARD:
+        return [([Slot(stage - 1, Action.FORWARD, m)], links[stage - 1])] if stage else []
+    if slot.action is Action.WEIGHT:
+        return [([Slot(stage, Action.INPUT, m)], 0.0)]
+    needs = [([Slot(stage, Action.FORWARD, m)], 0.0)]
     if stage + 1 < stages:
-        after = [Step(stage + 1, a, m) for a in (Action.BACKWARD, Action.INPUT)]
+        after = [Slot(stage + 1, a, m) for a in (Action.BACKWARD, Action.INPUT)]
         needs.append((after, links[stage]))
     return needs
 
@@ -145,13 +145,13 @@ def _memory(
         base = cost.weights * weight_copies
         events: list[tuple[float, int, int]] = []
         for span in spans:
-            if span.step.stage != stage:
+            if span.slot.stage != stage:
                 continue
-            if span.step.action is Action.FORWARD:
+            if span.slot.action is Action.FORWARD:
                 events.append((span.start, 1, kept))
-            elif span.step.action in (Action.BACKWARD, Action.WEIGHT):
+            elif span.slot.action in (Action.BACKWARD, Action.WEIGHT):
                 events.append((span.end, 0, -kept))
-            if checkpoint and span.step.action in (Action.BACKWARD, Action.INPUT):
+            if checkpoint and span.slot.action in (Action.BACKWARD, Action.INPUT):
                 events += [(span.start, 1, cost.saved), (span.end, 0, -cost.saved)]
         now = peak = base
         for _, _, change in sorted(events):

@@ -1,7 +1,8 @@
-"""What a stage was seen to do on its first micro-batch, so that the others cost nothing extra.
+"""The side effects of a stage, observed on its first micro-batch so that the others cost nothing extra.
 
-A stage may change its input in place, change its buffers, or draw random numbers. Each needs care when
-the stage runs again for the gradient or beside other stages, and the care is paid only where needed.
+A stage may change its input in place, change its buffers, or draw random numbers. Each must be
+undone or isolated when the stage runs again for the gradient or beside other stages; stages without an effect
+do not pay for it.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ Owner = tuple[nn.Module, str]
 
 
 @dataclass
-class Habits:
-    """What is known of one stage; `learned` says in which mode (training or not, module by module)."""
+class StageEffects:
+    """The side effects of one stage, and the mode (training or not, by module) they were observed in."""
 
-    learned: tuple[bool, ...] | None = None
+    observed_mode: tuple[bool, ...] | None = None
     mutates_input: bool = True
-    random: bool | None = None  # None: it never ran where it could be watched
+    random: bool | None = None  # None: it never ran where draws could be observed
     buffers: list[Owner] = field(default_factory=list)
 
-    def known(self, stage: nn.Module) -> bool:
-        """Whether this was learned in the mode the stage is in now."""
-        return self.learned == _mode(stage)
+    def known_for(self, stage: nn.Module) -> bool:
+        """Whether they were observed in the mode the stage is in now."""
+        return self.observed_mode == _mode(stage)
 
-    def forget(self) -> None:
-        """Start over: be careful with everything until it is learned again."""
-        self.learned = None
+    def reset(self) -> None:
+        """Assume every effect until the stage is observed again."""
+        self.observed_mode = None
 
-    def learn(self, stage: nn.Module, mutates_input: bool, random: bool | None, buffers: list[Owner]) -> None:
+    def observe(
+        self, stage: nn.Module, mutates_input: bool, random: bool | None, buffers: list[Owner]
+    ) -> None:
         """Remember what the stage did."""
-        self.learned = _mode(stage)
+        self.observed_mode = _mode(stage)
         self.mutates_input = mutates_input
         self.random = random
         self.buffers = buffers

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intarsia.pipeline.gpipe.backward_threads import Lane
+from intarsia.pipeline.gpipe.backward_threads import BackwardTask
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing
-from intarsia.pipeline.gpipe.first_run import BufferSnapshot, Habits, owned_buffers, versions
+from intarsia.pipeline.gpipe.effects import BufferSnapshot, StageEffects, owned_buffers, versions
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.rng import Seeds, States, TaskRandom, noted_draws
 from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
 
 
 class StageRun:
-    """Runs a stage on a micro-batch, learns its habits, and can make the run happen again exactly."""
+    """Runs a stage on a micro-batch, observes its effects, and can make the run happen again exactly."""
 
     def __init__(
         self,
         stage: nn.Module,
         device: torch.device,
-        habits: Habits,
+        effects: StageEffects,
         skip_tracker: SkipTracker,
         place: tuple[int, int],
         seeds: Seeds | None,
@@ -32,27 +32,32 @@ class StageRun:
     ) -> None:
         self.stage = stage
         self.device = device
-        self.habits = habits
+        self.effects = effects
         self.skip_tracker = skip_tracker
         self.place = place
         self.seeds = seeds  # None where no other stage runs at the same time
         self.shared = shared
-        self.learning = not habits.known(stage) or (seeds is not None and habits.random is None)
-        self.mutates_input = self.learning or habits.mutates_input
-        self.random = self.learning or bool(habits.random)
+        self.observing = not effects.known_for(stage) or (seeds is not None and effects.random is None)
+        self.mutates_input = self.observing or effects.mutates_input
+        self.random = self.observing or bool(effects.random)
         self.mutated = False
         self.buffers = BufferSnapshot([], [])
         self.drawn: States = {}
 
     def compute(
-        self, batch: Batch, *, checkpointed: bool, lane: Lane | None = None, phony: Tensor | None = None
+        self,
+        batch: Batch,
+        *,
+        checkpointed: bool,
+        backward_task: BackwardTask | None = None,
+        phony: Tensor | None = None,
     ) -> tuple[Batch, Checkpointing | None]:
         """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
         if checkpointed:
-            checkpoint = Checkpointing(self, batch, self, lane, phony)
+            checkpoint = Checkpointing(self, batch, self, backward_task, phony)
             return _checked(checkpoint.checkpoint()), checkpoint
-        if lane is not None:
-            return _checked(Checkpointing(self, batch, self, lane, phony).keep()), None
+        if backward_task is not None:
+            return _checked(Checkpointing(self, batch, self, backward_task, phony).keep()), None
         with self.record(again=False):
             return _checked(batch.call(self)), None
 
@@ -69,17 +74,17 @@ class StageRun:
             if self.mutated and not self.mutates_input:
                 raise RuntimeError("the stage changed its input in place, but not on its first micro-batch")
         except BaseException:
-            self.habits.forget()  # it may have a new habit; the next mini-batch is watched again
+            self.effects.reset()  # it may have another effect now; the next mini-batch is observed again
             raise
         return output
 
     @contextmanager
     def record(self, *, again: bool = True) -> Iterator[None]:
-        """Around the first run: note what a second one needs, and learn the stage's habits."""
-        if self.learning:
+        """Around the first run: note what a second one needs, and observe the stage's effects."""
+        if self.observing:
             self.buffers = BufferSnapshot.take(owned_buffers(self.stage))
         elif again:
-            self.buffers = BufferSnapshot.take(self.habits.buffers)
+            self.buffers = BufferSnapshot.take(self.effects.buffers)
         # Alone it draws from the default generators; beside others, only from that of a device of its own.
         own = {torch.device("cpu"), self.device} if self.seeds is None else {self.device} - self.shared
         mode = self._random_mode()
@@ -88,11 +93,11 @@ class StageRun:
         drew = mode is not None and not self.shared.isdisjoint(mode.drew)
         if drew and self.seeds is not None:
             self.seeds.used = True
-        if self.learning:
+        if self.observing:
             self.buffers = self.buffers.changed()
-            # Without other stages beside it nobody watched what it drew.
+            # Without other stages beside it draws were not observed.
             random = None if mode is None else drew
-            self.habits.learn(self.stage, self.mutated, random, self.buffers.owners)
+            self.effects.observe(self.stage, self.mutated, random, self.buffers.owners)
 
     @contextmanager
     def replay(self) -> Iterator[None]:
