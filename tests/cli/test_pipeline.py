@@ -1,0 +1,70 @@
+"""The command line draws schedules and runs them under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from intarsia.cli.pipeline import app
+from intarsia.pipeline.schedule.draw import ascii_gantt
+from intarsia.pipeline.schedule.schedules import schedule
+
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(SOURCE)]))
+    here = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    here.pop("RANK", None)
+    return here
+
+
+def test_draw(tmp_path):
+    result = CliRunner().invoke(
+        app, ["draw", "--schedule", "ZeroBubble", "--ranks", "2", "--microbatches", "3"]
+    )
+    assert result.exit_code == 0
+    assert result.output.strip() == ascii_gantt(schedule("ZeroBubble", 2, 3))
+    for name in ("a.svg", "a.html"):
+        path = tmp_path / name
+        assert CliRunner().invoke(app, ["draw", "--picture", str(path)]).exit_code == 0
+        assert "<svg" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        (["draw", "--ranks", "0"], "--ranks=0"),
+        (["draw", "--microbatches", "-1"], "--microbatches=-1"),
+        (["run", "--ranks", "0"], "--ranks=0"),
+        (["run", "--steps", "0"], "--steps=0"),
+        (["run", "--timeout", "0"], "--timeout=0"),
+        (["run", "--microbatches", "0"], "--microbatches=0"),
+        (["run", "--schedule", "Fancy"], "Fancy"),
+        (["run", "--ranks", "4", "--microbatches", "3"], "microbatches=3 is less than 4"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(options, value):
+    command = [sys.executable, "-c", "from intarsia.cli.main import main; main()", "pipeline", *options]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0 and value in done.stderr, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["1F1B"])
+def test_run_under_torchrun(name):
+    command = [sys.executable, "-m", "intarsia.cli.pipeline", "run", "--schedule", name, "--steps", "2"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("gradients equal the plain model's") == 2
+    assert "tied: tokens.weight is held by stages 0, 1" in done.stdout
+    assert "loss" in done.stdout
