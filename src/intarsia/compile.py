@@ -12,6 +12,7 @@ from torch import nn
 from intarsia.build.builder import Builder, Rewrite, run_in_pytorch
 from intarsia.capture.device import device_kind
 from intarsia.capture.input import resolve_call
+from intarsia.capture.random_state import keeps_random_state
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
 from intarsia.errors import InputError
@@ -29,6 +30,7 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
 
 
+@keeps_random_state
 def compile(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -83,7 +85,7 @@ def compile(
     )
     plan, pieces, programs = builder.run(support_table(lowered.module, usable))
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
-    notes = [*notes, *builder.notes]
+    notes = [*notes, *lowered.notes, *builder.notes]
     compiled = Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
     if device == "cuda" and cuda_graphs is not False:
         use_cuda_graphs(
@@ -100,7 +102,7 @@ def _examples(lowered: Lowered, call: Call, given: Call, notes: list[str]) -> li
     """The call that was captured, the user's own, and the same at the least and largest sizes it may have."""
     example = example_inputs(lowered, *call)
     found = [example] if call[0] is given[0] else [example, example_inputs(lowered, *given)]
-    for corner in corners(lowered, example):
+    for corner in corners(lowered, example, notes):
         try:
             run_in_pytorch(lowered.module, corner)
         except Exception as error:  # PyTorch itself cannot run the model so: there is no answer to compare

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
 
+from intarsia.capture.input import honest_sizes
 from intarsia.errors import CaptureError
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -22,32 +25,82 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> ExportedProgram:
-    """Export a model as it behaves in evaluation, without gradients.
+    """Export a model as it behaves in evaluation, without gradients; sizes of 0 and 1 are not assumed away.
+
+    An ExportedProgram is copied (its weights are shared), since what follows edits the graph.
 
     >>> program = capture(nn.Linear(4, 2), (torch.ones(1, 4),))
     >>> [node.name for node in program.graph.nodes if node.op == "call_function"]
     ['linear']
     """
     if isinstance(model, ExportedProgram):
-        return model
+        return _copied(model)
     if not isinstance(model, nn.Module):
         raise CaptureError(f"a model must be an nn.Module, not a {type(model).__name__}")
     if not isinstance(args, list | tuple):
         raise CaptureError(f"args must be a tuple of inputs, not a {type(args).__name__}")
+    call = tuple(args), dict(kwargs or {})
+    if dynamic_shapes is not None:
+        # A named Dim promises every size of its range to export, which gives up where the model treats 1 by
+        # itself; an unnamed one writes the exception down as a guard.
+        for asked in (dynamic_shapes, _unnamed(dynamic_shapes)):
+            try:
+                with honest_sizes():
+                    return _export(model, call, asked)
+            except Exception:  # the plain export below succeeds, or says why not
+                continue
     try:
-        with evaluating(model), torch.no_grad():
-            return torch.export.export(
-                model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-            )
+        return _export(model, call, dynamic_shapes)
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
+
+
+def _export(
+    model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic_shapes: Any
+) -> ExportedProgram:
+    with evaluating(model), torch.no_grad():
+        return torch.export.export(model, *call, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+def _unnamed(dynamic_shapes: Any) -> Any:
+    """Each plain named `Dim` as a `Dim.DYNAMIC` of its range."""
+
+    def unnamed(dim: Any) -> Any:
+        low, high = getattr(dim, "min", None), getattr(dim, "max", None)
+        if type(dim).__name__ != "Dim" or not isinstance(low, int):
+            return dim
+        return Dim.DYNAMIC(min=low, max=high)
+
+    return pytree.tree_map(unnamed, dynamic_shapes)
+
+
+def _copied(program: ExportedProgram) -> ExportedProgram:
+    """The program with a graph of its own; weights and example inputs are shared."""
+    graph = copy.deepcopy(program.graph)
+    for old, new in zip(program.graph.nodes, graph.nodes, strict=True):
+        new.name = old.name  # a copy avoids Python's own names, and the signature refers to these
+    return ExportedProgram(
+        root=program.graph_module,
+        graph=graph,
+        graph_signature=copy.deepcopy(program.graph_signature),
+        state_dict=program.state_dict,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=program.module_call_graph,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )
 
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; each submodule's own mode comes back after."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    try:
+        model.eval()
+    except Exception:  # such as an exported module, whose mode is part of its graph
+        for module in modes:
+            module.training = False
     try:
         yield
     finally:
@@ -56,11 +109,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _explain(model: nn.Module, error: Exception) -> str:
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.rstrip() for line in str(error).splitlines()]
+    reason = next((line.strip() for line in lines if line.strip()), "")
+    advice = [f"\n{line}" for line in _advice(lines)]
     return (
-        f"{type(model).__name__} cannot be exported{_where(error)}: {type(error).__name__}: {reason}\n"
+        f"{type(model).__name__} cannot be exported{_where(error)}: {type(error).__name__}: {reason}"
+        f"{''.join(advice)}\n"
         'torch.compile(model, backend="intarsia") may still work: it compiles around what cannot be captured.'
     )
+
+
+def _advice(lines: Sequence[str]) -> list[str]:
+    """What torch says of sizes: which constraint is violated by what, and its suggested fixes."""
+    violated = any(line.startswith("Constraints violated") for line in lines)
+    kept: list[str] = []
+    fixes = False
+    for line in lines:
+        fixes = (fixes or line.startswith("Suggested fixes")) and not line.startswith("The error above")
+        if line.strip() and (fixes or (violated and line.startswith("  - "))):
+            kept.append(line)
+    return kept
 
 
 def _where(error: Exception) -> str:
@@ -81,4 +149,4 @@ def _where(error: Exception) -> str:
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith("<") or any(part in file for part in ("/torch/", "intarsia/capture.py"))
+    return file.startswith("<") or any(part in file for part in ("/torch/", "intarsia/capture/"))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
+from intarsia.capture.example import distinct_inputs
 from intarsia.errors import InputError
 
 Shape = tuple[int, ...]
@@ -42,6 +43,8 @@ class Input:
     domain: tuple[float, float] = (0.0, 2.0)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype):
+            raise InputError(f"Input's dtype is {self.dtype!r}; give a torch.dtype, such as torch.float32")
         given = [self.min_shape, self.opt_shape, self.max_shape]
         if self.shape is not None:
             if any(shape is not None for shape in given):
@@ -126,16 +129,32 @@ def resolve_call(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
 ) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
     """The call to export with, every `Input` in it replaced, and the `dynamic_shapes` they ask for."""
+    if not isinstance(args, list | tuple):
+        raise InputError(f"args must be a tuple of inputs, not a {type(args).__name__}")
     if not any(isinstance(value, Input) for value in (*args, *kwargs.values())):
-        return args, kwargs, dynamic_shapes
+        return (*_example_call(model, args, kwargs), dynamic_shapes)
+    if isinstance(model, ExportedProgram):
+        raise InputError(
+            "an ExportedProgram has its shapes and ranges already; give examples or nothing, not an Input"
+        )
     if dynamic_shapes is not None:
         raise InputError("an Input says which sizes vary, and so does dynamic_shapes; give one of them")
     names = [*inspect.signature(model.forward).parameters][: len(args)]
     found = resolve((*args, *kwargs.values()))
-    examples = found.args[: len(args)], dict(zip(kwargs, found.args[len(args) :], strict=True))
+    named = dict(zip(kwargs, found.args[len(args) :], strict=True))
+    examples = distinct_inputs(model, found.args[: len(args)], named)
     if found.dynamic_shapes is None:
         return (*examples, None)
     return (*examples, dict(zip((*names, *kwargs), found.dynamic_shapes, strict=True)))
+
+
+def _example_call(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example as given; a program that was exported brings its own."""
+    if isinstance(model, ExportedProgram) and not args and not kwargs and model.example_inputs is not None:
+        args, kwargs = model.example_inputs
+    return distinct_inputs(model, args, kwargs)
 
 
 @contextmanager

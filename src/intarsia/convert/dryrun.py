@@ -67,6 +67,8 @@ def _describe_value(value: Any) -> Any:
 def _describe_constant(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return ("object", id(value))
+    if value.layout is not torch.strided:
+        return ("constant", value.layout, id(value))
     if value.numel() <= _SMALL and value.device.type == "cpu" and value.dtype is not torch.bfloat16:
         return ("constant", value.dtype, tuple(value.shape), value.detach().contiguous().numpy().tobytes())
     # Integers and booleans index: their values may decide. Floating weights never do.

@@ -15,6 +15,7 @@ from intarsia.graph.randomness import draws as draws
 from intarsia.graph.source import module_path as module_path
 from intarsia.graph.source import modules as modules
 from intarsia.graph.source import source_line as source_line
+from intarsia.lower.purity import is_pure_operator
 
 _SYM_OPERATORS: frozenset[Any] = frozenset(
     {
@@ -110,7 +111,7 @@ def is_ordered(node: fx.Node) -> bool:
     """True for nodes whose mutual order shows: they draw random numbers or have side effects."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return draws(node) or target._schema.is_mutable
+        return draws(node) or not is_pure_operator(target)
     return node.op == "call_function" and not is_control_flow(node) and node.is_impure()
 
 
@@ -170,7 +171,7 @@ def _on_scalars(node: fx.Node) -> bool:
 def is_view_op(target: torch._ops.OpOverload) -> bool:
     """True for operators whose one result shares the first argument's memory."""
     schema = target._schema
-    if target.overloadpacket in _NOT_VIEWS or schema.is_mutable or len(schema.returns) != 1:
+    if target.overloadpacket in _NOT_VIEWS or not is_pure_operator(target) or len(schema.returns) != 1:
         return False
     result = schema.returns[0]
     first = schema.arguments[0] if schema.arguments else None
@@ -183,7 +184,7 @@ def is_view_op(target: torch._ops.OpOverload) -> bool:
 @cache
 def _is_creation_op(target: torch._ops.OpOverload) -> bool:
     schema = target._schema
-    if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or len(schema.returns) != 1:
+    if not is_pure_operator(target) or len(schema.returns) != 1:
         return False
     if str(schema.returns[0].type) != "Tensor" or "empty" in target.__name__:
         return False

@@ -6,3 +6,4 @@ from intarsia.lower.lowered import Lowered as Lowered
 from intarsia.lower.lowered import Output as Output
 from intarsia.lower.lowered import Role as Role
 from intarsia.lower.passes import lowering_pass as lowering_pass
+from intarsia.lower.purity import pure_operators as pure_operators

@@ -90,10 +90,10 @@ torch_disabled_decompositions.rival = torch_enabled_decompositions
 def register_decomposition(
     *operators: Any, replace: bool = False
 ) -> Callable[[Decomposition], Decomposition]:
-    """Register a function of torch operators as the decomposition of an operator; it wins over torch's.
+    """Register a function of torch operators as the decomposition of an operator.
 
-    An operator that has a converter stays whole all the same, unless it is in
-    `torch_enabled_decompositions`. The function may return NotImplemented to leave a call as it is.
+    It wins over torch's own and over a converter of the operator. The function may return NotImplemented to
+    leave a call as it is.
 
     >>> import torch
     >>> from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
@@ -132,7 +132,7 @@ def unregister_decomposition(operator: Any) -> None:
 def decomposition_table(
     has_converter: Callable[[Any], bool] = lambda target: False,
 ) -> dict[Any, Decomposition]:
-    """What is decomposed and how: torch's export defaults, ours over them, converters over both."""
+    """What is decomposed and how: torch's defaults, converters over them, the user's word over both."""
     table: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
     for operator in (*_CHECKING, *torch_disabled_decompositions):
         table.pop(operator, None)
@@ -140,12 +140,13 @@ def decomposition_table(
         found = _of_torch(operator)
         if found is not None:
             table[operator] = found
-    table.update(_registered)
-    return {
-        operator: function
-        for operator, function in table.items()
-        if operator in torch_enabled_decompositions or not has_converter(operator)
-    }
+    whole = {operator for operator in table if has_converter(operator)} - {*torch_enabled_decompositions}
+    return {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
+
+
+def registered_decompositions() -> dict[Any, Decomposition]:
+    """What users registered."""
+    return dict(_registered)
 
 
 def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
@@ -173,6 +174,11 @@ def _of_torch(operator: torch._ops.OpOverload) -> Decomposition | None:
         return found
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     name: str = operator.name()  # type: ignore[no-untyped-call]
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, composite):
-        return operator.decompose
-    return None
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, composite):
+        return None
+
+    def composite_kernel(*args: Any, **kwargs: Any) -> Any:
+        # Not `operator.decompose`: while a program is decomposed, that looks up the table and finds us.
+        return operator._op_dk(composite, *args, **kwargs)
+
+    return composite_kernel

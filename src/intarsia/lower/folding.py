@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from intarsia.lower.purity import is_pure_operator
+
 aten = torch.ops.aten
 
 # A folded value may not take more memory than what it was made from, beyond this allowance.
@@ -66,7 +68,7 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         # getitem of a folded tuple; arithmetic on sizes is not constant
         return bool(node.all_input_nodes) and target.__name__ == "getitem" if callable(target) else False
-    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+    if not is_pure_operator(target):
         return False
     values = made if isinstance(made, list | tuple) else [made]
     if not all(isinstance(value, torch.Tensor) and _is_static(value) for value in values):

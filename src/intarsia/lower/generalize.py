@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
-from intarsia.capture.size_guards import read_guards
+from intarsia.capture.size_guards import holds, read_guards
 from intarsia.errors import CaptureError
 from intarsia.lower import Lowered, lower
 from intarsia.lower.lowered import example_inputs
@@ -98,7 +98,7 @@ def _may_be(lowered: Lowered, call: Call, place: Place, size: int) -> bool:
         return False
     inputs = at_sizes(lowered, example_inputs(lowered, *call), {symbol: size})
     places = {item.name: slot for slot, item in enumerate(lowered.inputs)}
-    return all(guard.holds(inputs) for guard in read_guards(lowered.guards, places))
+    return all(holds(guard, inputs) for guard in read_guards(lowered.guards, places))
 
 
 def _ones(

@@ -11,7 +11,8 @@ from torch.export import ExportedProgram
 
 from intarsia.lower import complex_moves, fourier  # noqa: F401  (their rules are found in the table)
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
-from intarsia.lower.decompositions import decomposition_table
+from intarsia.lower.decompositions import decomposition_table, registered_decompositions
+from intarsia.lower.grad_modes import inline_grad_modes
 from intarsia.lower.lowered import Lowered
 from intarsia.lower.passes import run_passes
 from intarsia.lower.unlift import unlift
@@ -28,7 +29,8 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     table = decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
-        table.update(COMPLEX_DECOMPOSITIONS)
+        table.update({**COMPLEX_DECOMPOSITIONS, **registered_decompositions()})
+    inline_grad_modes(program.graph_module)
     _free_views(program.graph)
     if any(_needs_work(node, table) for node in program.graph.nodes):
         with torch.no_grad():
@@ -65,7 +67,8 @@ def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return True  # bodies are traced as they were written
     if not isinstance(target, torch._ops.OpOverload):
-        return False
+        # What vmap and its kin leave in the graph works on wrapped tensors; tracing once more resolves it.
+        return getattr(target, "__module__", "").startswith("torch._functorch")
     if target._schema.is_mutable or target in table:
         return True
     flag = _TRAINING_FLAG.get(target)

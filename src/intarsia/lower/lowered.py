@@ -54,6 +54,7 @@ class Lowered:
     input_names: tuple[str, ...]
     range_constraints: dict[Any, Any]
     guards: tuple[str, ...] = ()  # what else the graph takes for granted about sizes, as export writes it
+    notes: tuple[str, ...] = ()  # what a user should know of how the model was captured
 
 
 def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

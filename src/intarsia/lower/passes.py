@@ -10,6 +10,7 @@ from torch import fx
 
 from intarsia.errors import LoweringError
 from intarsia.lower.folding import fold_constants
+from intarsia.lower.purity import is_pure, is_pure_operator
 from intarsia.lower.strides import pin_strides
 
 aten = torch.ops.aten
@@ -149,16 +150,6 @@ def share_equal_work(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def is_pure(node: fx.Node) -> bool:
-    """Whether a node gives the same answer each time and changes nothing."""
-    target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return False
-    if not isinstance(target, torch._ops.OpOverload):
-        return True
-    return torch.Tag.nondeterministic_seeded not in target.tags and not target._schema.is_mutable
-
-
 def _freeze(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return (type(value), tuple(_freeze(item) for item in value))
@@ -188,5 +179,7 @@ def _removable(node: fx.Node) -> bool:
         return False
     if isinstance(node.target, torch._ops.OpOverload):
         asserts = node.target in (aten._assert_async.msg, aten._assert_scalar.default)
-        return not node.target._schema.is_mutable and not asserts
+        # A random number that nobody reads still moves the generator; dropping it is what torch does too.
+        random = torch.Tag.nondeterministic_seeded in node.target.tags and not node.target._schema.is_mutable
+        return (random or is_pure_operator(node.target)) and not asserts
     return True

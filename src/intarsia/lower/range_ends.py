@@ -8,45 +8,112 @@ from typing import Any
 import sympy
 import torch
 
+from intarsia.capture.size_guards import holds, read_guards
 from intarsia.lower import Lowered
 
 STRETCH = 4  # an open range is tried at this many times the example's size
-MOST_ELEMENTS = 1 << 24  # no input of a corner may have more
+MOST_BYTES = 2 << 30  # all values of the graph together, at the sizes of an end; larger ends are not tried
+_NEIGHBOURS = 16  # sizes looked at, from an end inwards, for one that the graph's guards allow
 
 
-def corners(lowered: Lowered, example: Sequence[Any]) -> list[list[Any]]:
+def corners(lowered: Lowered, example: Sequence[Any], notes: list[str] | None = None) -> list[list[Any]]:
     """The example with every varying size at its minimum, and at its maximum; empty if none varies.
 
-    Values are the example's, repeated or cut, so that token ids stay in the vocabulary.
+    Values are the example's, repeated or cut, so that token ids stay in the vocabulary. An end that needs too
+    much memory is replaced by the largest size that does not, and `notes` is told so.
     """
-    nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
-    shapes = [_shape(node.meta.get("val")) for node in nodes]
-    seen: dict[sympy.Symbol, int] = {}
-    for shape, value in zip(shapes, example, strict=True):
-        for size, given in zip(shape or (), value.shape if shape else (), strict=True):
-            if isinstance(size, sympy.Symbol):
-                seen.setdefault(size, int(given))
+    seen = _varying(lowered, example)
     if not seen:
         return []
     made = []
     for largest in (False, True):
-        sizes = {symbol: _bound(lowered, symbol, given, largest) for symbol, given in seen.items()}
-        inputs = [_resized(x, shape, sizes) for x, shape in zip(example, shapes, strict=True)]
-        if all(not isinstance(x, torch.Tensor) or x.numel() <= MOST_ELEMENTS for x in inputs):
-            made.append(inputs)
+        ends = {symbol: _bound(lowered, symbol, given, largest) for symbol, given in seen.items()}
+        sizes = _affordable(lowered, seen, ends)
+        if sizes != ends and notes is not None:
+            notes.append(_untried(ends, sizes, lowered))
+        found = _allowed(lowered, example, seen, sizes)
+        if found is not None:
+            made.append(found)
+        elif notes is not None:
+            where = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+            notes.append(f"not verified at {where}, which the conditions of the exported model do not allow")
     return made
+
+
+def _varying(lowered: Lowered, example: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """The sizes that vary, each with the example's."""
+    nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
+    seen: dict[sympy.Symbol, int] = {}
+    for node, value in zip(nodes, example, strict=True):
+        shape = _shape(node.meta.get("val"))
+        for size, given in zip(shape or (), value.shape if shape else (), strict=True):
+            if isinstance(size, sympy.Symbol):
+                seen.setdefault(size, int(given))
+    return seen
+
+
+def _affordable(
+    lowered: Lowered, given: dict[sympy.Symbol, int], ends: dict[sympy.Symbol, int]
+) -> dict[sympy.Symbol, int]:
+    """The ends, drawn towards the example by halves until the graph's values fit in memory."""
+    sizes = ends
+    while _bytes_at(lowered, sizes) > MOST_BYTES and sizes != given:
+        sizes = {symbol: given[symbol] + (size - given[symbol]) // 2 for symbol, size in sizes.items()}
+    return sizes
+
+
+def _bytes_at(lowered: Lowered, sizes: dict[sympy.Symbol, int]) -> int:
+    """What all values of the graph take together where the varying sizes are these."""
+    total = 0
+    for node in lowered.module.graph.nodes:
+        value = node.meta.get("val")
+        shape = _shape(value)
+        if shape is None or node.op == "get_attr" or node.op == "output":
+            continue
+        elements = 1
+        for size in shape:
+            elements *= _at(size, sizes)
+        total += elements * value.element_size()
+    return total
+
+
+def _at(size: Any, sizes: dict[sympy.Symbol, int]) -> int:
+    found = size if isinstance(size, int) else size.subs(sizes)
+    return int(found) if isinstance(found, int) or found.is_number else 1
+
+
+def _allowed(
+    lowered: Lowered, example: Sequence[Any], given: dict[sympy.Symbol, int], ends: dict[sympy.Symbol, int]
+) -> list[Any] | None:
+    """The inputs at the ends, or as near to them as the graph's guards allow."""
+    places = {item.name: slot for slot, item in enumerate(lowered.inputs)}
+    guards = read_guards(lowered.guards, places)
+    for step in range(_NEIGHBOURS):
+        sizes = {symbol: _towards(size, given[symbol], step) for symbol, size in ends.items()}
+        inputs = at_sizes(lowered, example, sizes)
+        if all(holds(guard, inputs) for guard in guards):
+            return inputs
+        if sizes == given:
+            return None
+    return None
+
+
+def _towards(size: int, goal: int, step: int) -> int:
+    return max(size - step, goal) if size >= goal else min(size + step, goal)
+
+
+def _untried(ends: dict[sympy.Symbol, int], sizes: dict[sympy.Symbol, int], lowered: Lowered) -> str:
+    asked = ", ".join(map(str, ends.values()))
+    tried = ", ".join(map(str, sizes.values()))
+    need = _bytes_at(lowered, ends) / (1 << 30)
+    return f"verified at sizes up to {tried}, not {asked}, where the values would take {need:.3g} GiB"
 
 
 def at_sizes(lowered: Lowered, example: Sequence[Any], sizes: dict[sympy.Symbol, int]) -> list[Any]:
     """The example with some of the varying sizes set, the others as they are."""
     nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
+    known = _varying(lowered, example) | sizes
     shapes = [_shape(node.meta.get("val")) for node in nodes]
-    known: dict[sympy.Symbol, int] = {}
-    for shape, value in zip(shapes, example, strict=True):
-        for size, given in zip(shape or (), value.shape if shape else (), strict=True):
-            if isinstance(size, sympy.Symbol):
-                known.setdefault(size, int(given))
-    known |= sizes
     return [_resized(x, shape, known) for x, shape in zip(example, shapes, strict=True)]
 
 
@@ -63,8 +130,9 @@ def _bound(lowered: Lowered, symbol: sympy.Symbol, given: int, largest: bool) ->
         return given
     if not largest:
         return max(0, int(allowed.lower))
-    reach = max(given, 1) * STRETCH
-    return int(min(allowed.upper, reach)) if allowed.upper.is_number and allowed.upper < 2**31 else reach
+    if allowed.upper.is_number and allowed.upper < 2**31:
+        return int(allowed.upper)
+    return max(given, int(allowed.lower), 1) * STRETCH
 
 
 def _resized(value: Any, shape: tuple[Any, ...] | None, sizes: dict[sympy.Symbol, int]) -> Any:

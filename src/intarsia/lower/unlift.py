@@ -9,6 +9,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
+from intarsia.capture.size_guards import guard_texts
 from intarsia.errors import LoweringError
 from intarsia.lower.lowered import Input, Lowered, Output, Role
 
@@ -59,6 +60,7 @@ def unlift(program: ExportedProgram) -> Lowered:
     # Copies made before the model writes to an input or buffer must stay copies.
     module.meta["writes"] = any(output.role is not Role.USER for output in outputs)
     names = _input_names(program)
+    guards, notes = guard_texts(program)
     return Lowered(
         module=module,
         inputs=tuple(inputs),
@@ -68,7 +70,8 @@ def unlift(program: ExportedProgram) -> Lowered:
         buffers=buffers,
         input_names=names,
         range_constraints=dict(program.range_constraints),
-        guards=tuple(getattr(program, "_guards_code", None) or ()),
+        guards=guards,
+        notes=notes,
     )
 
 

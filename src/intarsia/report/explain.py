@@ -11,6 +11,7 @@ from torch import fx, nn
 from intarsia.build.control_flow import bodies
 from intarsia.capture.device import device_kind
 from intarsia.capture.input import resolve_call
+from intarsia.capture.random_state import keeps_random_state
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
 from intarsia.graph.border import borders
@@ -25,6 +26,7 @@ from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
 
 
+@keeps_random_state
 def explain(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -55,7 +57,7 @@ def explain(
         model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
     )
     check_names(lowered.module, wishes, [engine.name for engine in usable])
-    return _explain(lowered.module, usable, strategy, wishes, tuple(notes))
+    return _explain(lowered.module, usable, strategy, wishes, (*notes, *lowered.notes))
 
 
 def _explain(

@@ -155,6 +155,7 @@ class Compiled(nn.Module):
                 given = dict(self._call_signature.bind(*args, **kwargs).arguments)
             except TypeError as error:
                 raise InputError(f"the call does not fit the model: {error}") from error
+            given = _with_defaults(self._call_signature, given, positional, named)
             order = [name for name in self._call_signature.parameters if name in given]
             if len(order) == positional + len(named) and all(name in given for name in named):
                 rest = [name for name in order if name not in named]
@@ -164,6 +165,33 @@ class Compiled(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
+
+
+def _with_defaults(
+    signature: inspect.Signature, given: dict[str, Any], positional: int, named: Sequence[str]
+) -> dict[str, Any]:
+    """The arguments compiled for: defaults for those left out, none that only repeats its default."""
+    plain = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    wanted = [*[p.name for p in plain if p.name not in named][:positional], *named]
+    filled = dict(given)
+    for parameter in plain:
+        name, default = parameter.name, parameter.default
+        if default is parameter.empty:
+            continue
+        if name in wanted:
+            filled.setdefault(name, default)
+        elif name in given and _is_same(given[name], default):
+            del filled[name]
+        elif name in given:
+            raise InputError(f"argument {name} is {given[name]!r}; compiled for its default, {default!r}")
+    return filled
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    plain = (bool, int, float, str, bytes, tuple, torch.dtype, torch.device)
+    return isinstance(default, plain) and type(value) is type(default) and bool(value == default)
 
 
 def _checks(lowered: Lowered) -> tuple[Check, ...]:

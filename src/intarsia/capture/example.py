@@ -1,0 +1,70 @@
+"""The example call: each input a tensor of its own, so that capture does not take two inputs for one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+def distinct_inputs(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with a copy of every tensor that occurs twice in it, or is the model's own.
+
+    Export knows tensors by identity: `(q, q, q)` would become a graph with one input, and a buffer of the
+    model given as an input would stay that buffer for good.
+
+    >>> x = torch.ones(2)
+    >>> (a, b), _ = distinct_inputs(None, (x, x), {})
+    >>> a is x, b is x
+    (True, False)
+    """
+    known = set(map(id, _tensors_of(model))) if isinstance(model, nn.Module) else set()
+    flat, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for place, value in enumerate(flat):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if id(value) in known:
+            flat[place] = fresh_copy(value)
+        known.add(id(value))
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(flat, structure)
+    return found
+
+
+def fresh_copy(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own with the same values, strides and `requires_grad`; expanded dimensions stay so."""
+    source = value.detach()
+    if source.layout is torch.strided:
+        expanded = [axis for axis, step in enumerate(source.stride()) if step == 0 and source.shape[axis] > 1]
+        for axis in expanded:
+            source = source.narrow(axis, 0, 1)
+        copy = source.clone().expand(value.shape) if expanded else source.clone()
+    else:
+        copy = source.clone()
+    return copy.requires_grad_(value.requires_grad)
+
+
+def copied_call(call: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with every tensor copied, once: what is one tensor twice stays one."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in copies:
+            copies[id(value)] = fresh_copy(value)
+        return copies[id(value)]
+
+    args, kwargs = call
+    made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        torch.Tensor, copied, (tuple(args), dict(kwargs))
+    )
+    return made
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters, buffers, and tensors kept as plain attributes."""
+    plain = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)]
+    return [*model.parameters(), *model.buffers(), *plain]

@@ -1,0 +1,132 @@
+"""Each input of the example is an input of its own, whatever tensors the user gave."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.capture.example import copied_call, distinct_inputs, fresh_copy
+
+
+class Difference(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x - y
+
+
+class OfDict(nn.Module):
+    def forward(self, pair: dict[str, torch.Tensor]) -> torch.Tensor:
+        return pair["a"] - pair["b"]
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + self.shift
+
+
+def test_one_tensor_given_twice_stays_two_inputs() -> None:
+    x, y = torch.rand(3), torch.rand(3)
+    torch.testing.assert_close(intarsia.compile(Difference(), (x, x))(x, y), x - y)
+    torch.testing.assert_close(intarsia.compile(Difference(), (x,), {"y": x})(x, y=y), x - y)
+    torch.testing.assert_close(intarsia.compile(OfDict(), ({"a": x, "b": x},))({"a": x, "b": y}), x - y)
+
+
+def test_self_attention_compiled_with_one_tensor_takes_three() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    q, k, v = torch.rand(3, 2, 5, 8).unbind()
+    fast = intarsia.compile(attention, (q, q, q))
+    torch.testing.assert_close(fast(q, k, v)[0], attention(q, k, v)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_an_example_that_is_the_models_own_buffer_is_an_input() -> None:
+    model = WithBuffer()
+    fast = intarsia.compile(model, (model.shift,))
+    x = torch.rand(3)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.rand(4, 3).t(),
+        torch.rand(1, 3).expand(5, 3),
+        torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        torch.rand(3, requires_grad=True),
+    ],
+)
+def test_a_copy_keeps_values_strides_and_grad(value: torch.Tensor) -> None:
+    copy = fresh_copy(value)
+    assert torch.equal(copy, value) and copy.stride() == value.stride()
+    assert copy.requires_grad == value.requires_grad and copy.data_ptr() != value.data_ptr()
+
+
+def test_only_what_occurs_twice_is_copied() -> None:
+    x, y = torch.rand(2), torch.rand(2)
+    (a, b, c), kwargs = distinct_inputs(None, (x, y, x), {"z": y})
+    assert a is x and b is y and c is not x and kwargs["z"] is not y
+
+
+def test_a_copied_call_keeps_what_is_one_tensor() -> None:
+    x = torch.rand(2)
+    (a, b), _ = copied_call(((x, x), {}))
+    assert a is b and a is not x
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(3) * random.random() * float(numpy.random.rand())
+
+
+def test_compiling_moves_no_generator() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return float(torch.rand(1)), float(numpy.random.rand()), random.random()
+
+    torch.manual_seed(0), numpy.random.seed(0), random.seed(0)
+    expected = drawn()
+    torch.manual_seed(0), numpy.random.seed(0), random.seed(0)
+    intarsia.compile(Draws(), (torch.ones(3),))
+    assert drawn() == expected
+
+
+class Flagged(nn.Module):
+    def forward(self, x: torch.Tensor, flag: bool = True, scale: float = 2.0) -> torch.Tensor:
+        return x * scale if flag else x
+
+
+def test_an_argument_that_repeats_its_default_is_taken() -> None:
+    x = torch.rand(3)
+    fast = intarsia.compile(Flagged(), (x,))
+    for answer in (fast(x), fast(x, True), fast(x, flag=True, scale=2.0)):
+        torch.testing.assert_close(answer, x * 2)
+    with pytest.raises(
+        intarsia.errors.InputError, match="argument flag is False; compiled for its default, True"
+    ):
+        fast(x, flag=False)
+
+
+def test_an_argument_left_out_is_its_default() -> None:
+    x = torch.rand(3)
+    torch.testing.assert_close(intarsia.compile(Flagged(), (x, True))(x), x * 2)
+    with pytest.raises(intarsia.errors.InputError, match="flag"):
+        intarsia.compile(Flagged(), (x, False))(x)
+
+
+def test_wrong_wishes_are_told_in_a_sentence() -> None:
+    x = torch.ones(2, 4)
+    program = torch.export.export(nn.ReLU(), (x,))
+    with pytest.raises(intarsia.errors.InputError, match="dtype is 'float32'"):
+        intarsia.Input(shape=(2, 4), dtype="float32")  # type: ignore[arg-type]
+    with pytest.raises(intarsia.errors.InputError, match="an ExportedProgram has its shapes"):
+        intarsia.compile(program, (intarsia.Input(shape=(2, 4)),))  # type: ignore[arg-type]
+    with pytest.raises(intarsia.errors.PartitionError, match="min_block_size='3'"):
+        intarsia.compile(nn.ReLU(), (x,), min_block_size="3")  # type: ignore[arg-type]
+    with pytest.raises(intarsia.errors.InputError, match="args must be a tuple"):
+        intarsia.compile(nn.ReLU(), x)  # type: ignore[arg-type]

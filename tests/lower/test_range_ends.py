@@ -1,0 +1,72 @@
+"""Bounded sizes are tried at both ends, as far as memory and the graph's conditions allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import intarsia
+from intarsia.capture import capture
+from intarsia.lower import Lowered, lower, range_ends
+from intarsia.lower.range_ends import corners
+
+
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.t()
+
+
+def lowered_rows(low: int, high: int | None, model: nn.Module | None = None) -> tuple[Lowered, torch.Tensor]:
+    x = torch.rand(4, 3)
+    dim = Dim.DYNAMIC(min=low, max=high)
+    return lower(capture(model or Rows(), (x,), dynamic_shapes=({0: dim},)), lambda target: True), x
+
+
+def sizes(found: list[list[torch.Tensor]]) -> list[int]:
+    return [inputs[0].shape[0] for inputs in found]
+
+
+def test_both_ends_of_a_bounded_range_are_tried() -> None:
+    lowered, x = lowered_rows(2, 500)
+    assert sizes(corners(lowered, [x])) == [2, 500]
+
+
+def test_an_open_range_is_tried_at_a_multiple() -> None:
+    lowered, x = lowered_rows(2, None)
+    assert sizes(corners(lowered, [x])) == [2, 16]
+
+
+def test_an_end_too_large_for_memory_is_told() -> None:
+    lowered, x = lowered_rows(2, 1 << 20)
+    notes: list[str] = []
+    least, most = sizes(corners(lowered, [x], notes))
+    assert least == 2 and 4 < most < 1 << 20
+    assert most**2 * 4 <= range_ends.MOST_BYTES
+    assert f"up to {most}, not 1048576" in notes[0] and "GiB" in notes[0]
+
+
+class Even(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.shape[0] % 2 == 0 else x - 1
+
+
+def test_an_end_on_another_path_gives_way_to_its_neighbour() -> None:
+    lowered, x = lowered_rows(3, 9, Even())
+    assert sizes(corners(lowered, [x])) == [4, 8]
+
+
+def test_what_fails_at_the_end_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention scores over 40 rows: the end is beyond four times the example, and is compared."""
+    seen: list[int] = []
+    plain = range_ends._resized
+
+    def noting(value: torch.Tensor, *rest: object) -> torch.Tensor:
+        made = plain(value, *rest)  # type: ignore[arg-type]
+        seen.append(made.shape[0])
+        return made
+
+    monkeypatch.setattr(range_ends, "_resized", noting)
+    intarsia.compile(Rows(), (torch.rand(4, 3),), dynamic_shapes=({0: Dim("rows", min=2, max=40)},))
+    assert 40 in seen
