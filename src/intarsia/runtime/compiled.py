@@ -183,7 +183,9 @@ def _with_defaults(
         elif name in given and _is_same(given[name], default):
             del filled[name]
         elif name in given:
-            raise InputError(f"argument {name} is {given[name]!r}; compiled for its default, {default!r}")
+            value = given[name]
+            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise InputError(f"argument {name} is {shown}; compiled for its default, {default!r}")
     return filled
 
 
