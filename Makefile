@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: coverage install demo lint types test test-full clean
+.PHONY: coverage fuzz install demo lint types test test-full clean
 
 install: $(STAMP)
 
@@ -35,5 +35,9 @@ test-full: install
 coverage: install
 	$(BIN)/python -m tests.convert.coverage --limit 4 --core 0 --jobs 2 > docs/coverage.md
 
+# Random models against eager PyTorch; stopped and started again, it goes on where it was.
+fuzz: install
+	$(BIN)/intarsia fuzz --models 10000 --jobs 2 --state .fuzz.jsonl
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz.jsonl

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from intarsia.cli import zoo
+from intarsia.cli.fuzz import fuzz
 from intarsia.compare import relative_error
 from intarsia.compile import compile
 from intarsia.engines import default_engines, known_engines
@@ -115,6 +116,7 @@ def explain(
         console.print(report)
 
 
+app.command()(fuzz)
 app.add_typer(importlib.import_module("intarsia.cli.pipeline").app, name="pipeline")
 
 

@@ -1,0 +1,142 @@
+"""Many random models, each tried in a process that may die without taking the others along; resumable."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from intarsia.fuzz.check import Outcome, Verdict, check
+from intarsia.fuzz.draw import draw_case
+from intarsia.fuzz.shrink import script, shrink
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Seeds `first` to `first + models`, `jobs` at a time; what is in the file `state` is not tried again."""
+
+    models: int
+    first: int = 0
+    jobs: int = 1
+    limit_s: float = 120.0
+    state: Path | None = None
+
+    def run(self, tell: Callable[[int, Outcome], None] = lambda seed, outcome: None) -> Counter[Verdict]:
+        """Try every seed and count the verdicts; `tell` hears of each as it comes."""
+        counts: Counter[Verdict] = Counter()
+        known = dict(self._known())
+        seeds = [seed for seed in range(self.first, self.first + self.models) if seed not in known]
+        for seed in range(self.first, self.first + self.models):
+            if seed in known:
+                counts[known[seed].verdict] += 1
+        for seed, outcome in _outcomes(seeds, self.jobs, self.limit_s):
+            counts[outcome.verdict] += 1
+            self._remember(seed, outcome)
+            tell(seed, outcome)
+        return counts
+
+    def _known(self) -> Iterator[tuple[int, Outcome]]:
+        if self.state is None or not self.state.exists():
+            return
+        for line in self.state.read_text().splitlines():
+            try:
+                row = json.loads(line)
+                yield row["seed"], Outcome(Verdict(row["verdict"]), row["said"])
+            except (ValueError, KeyError, TypeError):
+                continue  # a line cut short when a run was stopped: that seed is tried again
+
+    def _remember(self, seed: int, outcome: Outcome) -> None:
+        if self.state is None:
+            return
+        row = {"seed": seed, "verdict": outcome.verdict.value, "said": outcome.said}
+        with self.state.open("a") as file:
+            file.write("\n" + json.dumps(row))  # the line before may have been cut short
+
+
+def reproduce(seed: int) -> str:
+    """The case of a seed, made smaller while it stays wrong, as a runnable program.
+
+    >>> print(reproduce(0).splitlines()[0])
+    # seed 0: equal
+    """
+    case = draw_case(seed)
+    outcome = check(case)
+    if not outcome.wrong:
+        return script(case, f"seed {seed}: {outcome.verdict.value}")
+    smallest = shrink(case, lambda other: check(other).verdict is outcome.verdict)
+    return script(smallest, f"seed {seed}: {outcome.verdict.value}: {check(smallest).said}")
+
+
+class _Worker:
+    """A process that tries the seeds it is sent."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.seed: int | None = None
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (seed := pipe.recv()) is not None:
+        try:
+            outcome = check(draw_case(seed))
+        except Exception as error:  # the fuzzer's own mistake is reported like a model's
+            outcome = Outcome(Verdict.FAILED, f"the trial itself failed: {type(error).__name__}: {error}")
+        pipe.send((outcome.verdict.value, outcome.said))
+
+
+def _outcomes(seeds: list[int], jobs: int, limit_s: float) -> Iterator[tuple[int, Outcome]]:
+    waiting = list(reversed(seeds))
+    workers = [_Worker() for _ in range(min(jobs, len(waiting)))]
+    try:
+        for worker in workers:
+            _next(worker, waiting)
+        while busy := [worker for worker in workers if worker.seed is not None]:
+            ready: list[Any] = wait([worker.pipe for worker in busy], timeout=limit_s)
+            # One that hangs is noticed when nothing else moves.
+            for worker in [w for w in busy if w.pipe in ready] or busy:
+                seed = worker.seed
+                assert seed is not None
+                if worker.pipe not in ready:
+                    outcome = Outcome(Verdict.FAILED, f"no answer within {limit_s:g} s")
+                else:
+                    outcome = _answer(worker)
+                if not worker.process.is_alive() or worker.pipe not in ready:
+                    worker.stop()
+                    workers[workers.index(worker)] = worker = _Worker()
+                _next(worker, waiting)
+                yield seed, outcome
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def _answer(worker: _Worker) -> Outcome:
+    try:
+        verdict, said = worker.pipe.recv()
+    except (EOFError, ConnectionError):
+        worker.process.join()
+        return Outcome(Verdict.FAILED, f"the process died with exit code {worker.process.exitcode}")
+    return Outcome(Verdict(verdict), said)
+
+
+def _next(worker: _Worker, waiting: list[int]) -> None:
+    worker.seed = waiting.pop() if waiting else None
+    if worker.seed is not None:
+        worker.pipe.send(worker.seed)

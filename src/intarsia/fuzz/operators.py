@@ -1,0 +1,193 @@
+"""The operators of random models: `{a}` is an operand, `{b}` one like it, `{d}` an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from intarsia.fuzz.scope import FLOATS, INTEGERS, Scope
+
+Template = Callable[[Scope], str]
+
+_REAL = """
+torch.relu({a}); torch.sigmoid({a}); torch.tanh({a}); torch.erf({a}); F.silu({a}); F.softplus({a})
+F.mish({a}); F.hardswish({a}); F.elu({a}); F.gelu({a}); F.gelu({a}, approximate='tanh'); F.leaky_relu({a})
+F.relu6({a}); F.hardsigmoid({a}); F.softsign({a}); F.selu({a}); F.celu({a}); F.logsigmoid({a})
+F.hardtanh({a}); torch.atan({a}); torch.sin({a}); torch.cos({a}); torch.floor({a}); torch.ceil({a})
+torch.round({a}); torch.trunc({a}); torch.sign({a}); torch.square({a}); torch.isnan({a}); torch.isinf({a})
+torch.isfinite({a}); torch.signbit({a}); torch.sinc({a}); torch.exp({a}.clamp(-4, 4))
+torch.expm1({a}.clamp(-4, 4)); torch.log({a}.abs() + 0.5); torch.sqrt({a}.abs())
+torch.rsqrt({a}.abs() + 0.25); torch.reciprocal({a}.abs() + 0.5); torch.log1p({a}.abs())
+torch.log2({a}.abs() + 1); torch.asin({a}.clamp(-0.9, 0.9)); torch.sinh({a}.clamp(-3, 3)); {a} ** 2
+{a} ** 3; torch.nan_to_num({a}); {a}.pow(0.5).nan_to_num(1.5); {a}.frac(); {a}.logit(1e-3)
+"""
+_ANY = """
+{a} + {b}; {a} - {b}; {a} * {b}; {a} < {b}; {a} <= {b}; {a} > {b}; {a} >= {b}; {a} == {b}; {a} != {b}
+{a} + 2; 1 - {a}; {a} * 0.5; {a} * -1; {a} / 4; {a} + 1e-3; torch.add({a}, {b}, alpha=2)
+{a} / ({b}.abs() + 1); {a} // 3; {a} % 3; torch.div({a}, 4, rounding_mode='trunc'); {a}.clamp(-1, 1)
+{a}.clamp(min=0); {a}.clamp(max=2); torch.zeros_like({a}); torch.full_like({a}, 2); {a}.clone(); {a}.bool()
+{a}.float(); {a}.double(); {a}.to(torch.float32, copy=True); torch.abs({a}); torch.neg({a})
+torch.maximum({a}, {b}); torch.minimum({a}, {b})
+"""
+_CAST = """
+{a}.nan_to_num(0).clamp(-100, 100).to(torch.int64); {a}.nan_to_num(0).clamp(-100, 100).to(torch.int32)
+{a}.to(torch.float16); {a}.to(torch.bfloat16); {a}.to(torch.float64); {a}.to(torch.float32); {a} > 0
+"""
+_SINGLE_PAIR = """
+torch.remainder({a}, {b}); torch.fmod({a}, {b}); torch.atan2({a}, {b}); torch.hypot({a}, {b})
+torch.fmax({a}, {b}); torch.fmin({a}, {b}); torch.copysign({a}, {b}); torch.lerp({a}, {b}, 0.25)
+"""
+_WHOLE = """
+{a} & {b}; {a} | {b}; {a} ^ {b}; ~{a}; {a} << 1; {a} >> 1; {a}.abs(); -{a}; {a}.sign(); {a}.clamp(-2, 3)
+{a} // 2; torch.maximum({a}, {b}); torch.relu({a}); {a}.bool(); {a}.sum(); {a} % 3; {a} ** 2
+"""
+_MASK = """
+~{a}; {a} & {b}; {a} | {b}; {a} ^ {b}; {a}.any(); {a}.all(); {a}.sum(); {a}.float(); {a}.long()
+"""
+_SHAPED = """
+{a}.reshape(-1); {a}.flatten(); {a}.unsqueeze({d}); {a}.reshape({a}.shape[0], -1); {a}[None]; {a}[0]
+{a}[-1]; {a}[..., 1:]; {a}[..., ::2]; {a}[:, None]; {a}.narrow(-1, 0, 1); {a}[..., -2:]; {a}.select({d}, 0)
+{a}.roll(1, {d}); {a}.unbind({d})[0]; {a}.chunk(2, {d})[0]; {a}.split(1, {d})[-1]
+{a}.index_select({d}, torch.tensor([0, 0])); {a}.squeeze(); {a}.diff(dim={d})
+{a}.unsqueeze(0).expand(2, *{a}.shape); {a}.repeat(*([1] * ({a}.ndim - 1)), 2)
+{a}.repeat_interleave(2, {d}); F.pad({a}, (1, 1)); F.pad({a}, (0, 1), value=2); {a}.flip({d})
+torch.arange({a}.shape[0]); torch.ones({a}.shape[0], 3); torch.eye(3); torch.linspace(0, 1, 4)
+torch.full(({a}.shape[-1],), 2); torch.cat([{a}, {a}], {d}); torch.stack([{a}, {a}], {d}); {a}.numel() + {a}
+"""
+_MATRIX = """
+{a}.transpose(0, -1); {a}.movedim(0, -1); {a}.swapaxes(-1, -2); {a}.flatten(0, 1); {a}.mT; {a}.tril()
+{a}.triu(1); {a}.permute(*range({a}.ndim - 1, -1, -1)); {a}.transpose(-1, -2).contiguous(); {a}.diagonal()
+{a}.rot90(); {a}.view({a}.shape[0], -1)
+"""
+_REDUCED = """
+{a}.sum({d}); {a}.mean({d}, keepdim=True); {a}.amax({d}); {a}.amin({d}, keepdim=True); {a}.softmax({d})
+{a}.log_softmax({d}); {a}.cumsum({d}); {a}.logsumexp({d}); {a}.argmax({d}); {a}.argmin({d})
+{a}.norm(dim={d}); {a}.var({d}, correction=0); {a}.std({d}, correction=0); {a}.max({d}).values
+{a}.min({d})[0]; {a}.sum(); {a}.mean(); {a}.prod({d}); {a}.sort({d}).values; {a}.any({d})
+{a}.gather({d}, {a}.argsort({d}, stable=True)); {a}.scatter({d}, {a}.argsort({d}, stable=True), 1.5)
+{a}.scatter_add({d}, {a}.argsort({d}, stable=True), {a}); {a}.topk(1, {d}).values
+{a}.index_fill({d}, torch.tensor([0]), 3); {a}.masked_fill({a} > 0, 0); {a}.cumprod({d})
+torch.cond({a}.sum() > 0, lambda t: t.sin() + 1, lambda t: t * 2, ({a},)); {a}.aminmax(dim={d}).max
+"""
+_WHOLE_REDUCED = (
+    "{a}.sum({d}); {a}.any({d}); {a}.all({d}); {a}.cumsum({d}); {a}.sum(); {a}.amax({d}); {a}.sort({d})[0]"
+)
+_PRODUCT = """
+{a} @ {a}.mT; torch.matmul({a}.mT, {a}); torch.einsum('...ij,...kj->...ik', {a}, {a})
+F.rms_norm({a}, {a}.shape[-1:])
+"""
+_IMAGE = """
+F.max_pool2d({a}, 2); F.avg_pool2d({a}, 2); F.adaptive_avg_pool2d({a}, 1); F.max_pool2d({a}, 3, 1, 1)
+F.unfold({a}, 2); F.interpolate({a}, scale_factor=2, mode='nearest')
+F.interpolate({a}, scale_factor=2.0, mode='bilinear'); F.avg_pool2d({a}, 3, 2, 1)
+F.adaptive_max_pool2d({a}, 1); F.pixel_shuffle({a}.repeat(1, 4, 1, 1), 2)
+"""
+_ATTENTION = """
+F.scaled_dot_product_attention({a}, {a}, {a}); F.scaled_dot_product_attention({a}, {a}, {a}, is_causal=True)
+"""
+_IN_PLACE = """
+{a}.add_(1); {a}.mul_(2); {a}.clamp_(max=1); {a}[..., 0].fill_(0.5); {a}.copy_({a} * 0.5); {a}.zero_()
+{a}.relu_(); {a}.view(-1)[0:1].neg_(); {a}[0].add_(1); {a}.transpose(0, -1).mul_(0.5)
+"""
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    return tuple(form.strip() for line in text.strip().splitlines() for form in line.split("; "))
+
+
+def _table(text: str, accept: Callable[[torch.Tensor], bool]) -> Template:
+    """A template that fills one of the forms with an operand that is accepted."""
+    forms = _forms(text)
+
+    def template(s: Scope) -> str:
+        a = s.pick(accept)
+        form = s.choose(*forms)
+        b = s.like(a) if "{b}" in form else ""
+        return str(form.format(a=a, b=b, d=s.axis(a) if "{d}" in form else 0))
+
+    return template
+
+
+def _is_single(x: torch.Tensor) -> bool:
+    return x.dtype in FLOATS[:2]
+
+
+def select(s: Scope) -> str:
+    """A choice between two tensors by a mask."""
+    a = s.pick(lambda x: True)
+    mask = s.pick(lambda x: x.dtype is torch.bool and _broadcasts(x, s.tensors[a]))
+    forms = ("torch.where({m}, {a}, {b})", "{a}.masked_fill({m}, 2)", "torch.where({m}, {a}, 1)")
+    return str(s.choose(*forms)).format(a=a, b=s.like(a), m=mask)
+
+
+def join(s: Scope) -> str:
+    """Two tensors of one shape made one."""
+    a = s.pick(lambda x: x.ndim >= 1)
+    like = s.tensors[a]
+    b = s.pick(lambda x: x.shape == like.shape and x.dtype == like.dtype)
+    return f"{s.choose('torch.cat', 'torch.stack')}([{a}, {b}], {s.axis(a)})"
+
+
+def linear(s: Scope) -> str:
+    """A product with new weights."""
+    a = s.pick(lambda x: x.dtype is torch.float32 and x.ndim >= 1)
+    wide, out = s.size(a, -1), s.choose(1, 3, 4, 8)
+    if s.choose(True, False):
+        return f"F.linear({a}, {s.weight(out, wide)}, {s.weight(out)})"
+    return f"{a} @ {s.weight(wide, out)}"
+
+
+def norm(s: Scope) -> str:
+    """A norm with new weights."""
+    a = s.pick(lambda x: x.dtype is torch.float32 and x.ndim >= 2)
+    wide, channels = s.size(a, -1), s.size(a, 1)
+    kind = s.choose("layer", "group", "unit")
+    if kind == "layer":
+        return f"F.layer_norm({a}, ({wide},), {s.weight(wide)}, {s.weight(wide)})"
+    return f"F.group_norm({a}, 1, {s.weight(channels)})" if kind == "group" else f"F.normalize({a}, dim=-1)"
+
+
+def convolution(s: Scope) -> str:
+    """A convolution with new weights."""
+    a = s.pick(lambda x: x.dtype is torch.float32 and x.ndim in (3, 4))
+    channels, out, spatial = s.size(a, 1), s.choose(1, 2, 4), s.tensors[a].ndim - 2
+    kernel = [s.choose(1, 2, 3)] * spatial
+    form = s.choose("padding=1", "stride=2, padding=1", "padding=2, dilation=2", "padding=1")
+    return f"F.conv{spatial}d({a}, {s.weight(out, channels, *kernel)}, {s.weight(out)}, {form})"
+
+
+def lookup(s: Scope) -> str:
+    """Rows of a table by number."""
+    a = s.pick(lambda x: x.dtype in INTEGERS)
+    kind = s.choose("embedding", "one_hot", "index")
+    if kind == "embedding":
+        return f"F.embedding({a} % 4, {s.weight(4, 3)})"
+    return f"F.one_hot({a}.long() % 4, 4)" if kind == "one_hot" else f"torch.arange(4)[{a} % 4]"
+
+
+in_place = _table(_IN_PLACE, lambda x: x.dtype is torch.float32 and x.ndim >= 1)
+_real = _table(_REAL, lambda x: x.is_floating_point())
+_any = _table(_ANY, lambda x: True)
+_shaped = _table(_SHAPED, lambda x: x.ndim >= 1)
+_reduced = _table(_REDUCED, lambda x: _is_single(x) and x.ndim >= 1)
+
+# A family stands here as often as it should be drawn.
+TEMPLATES: tuple[Template, ...] = (
+    *(_real, _real, _any, _any, _any, _shaped, _shaped, _shaped, _reduced, _reduced),
+    *(select, join, linear, linear, norm, convolution, lookup),
+    _table(_CAST, lambda x: x.is_floating_point()),
+    _table(_SINGLE_PAIR, _is_single),
+    _table(_WHOLE, lambda x: x.dtype in INTEGERS),
+    _table(_MASK, lambda x: x.dtype is torch.bool),
+    _table(_MATRIX, lambda x: x.ndim >= 2),
+    _table(_WHOLE_REDUCED, lambda x: x.ndim >= 1 and x.dtype in (*INTEGERS, torch.bool)),
+    _table(_PRODUCT, lambda x: _is_single(x) and x.ndim >= 2),
+    _table(_IMAGE, lambda x: x.dtype is torch.float32 and x.ndim == 4),
+    _table(_ATTENTION, lambda x: x.dtype is torch.float32 and x.ndim in (3, 4)),
+)
+
+
+def _broadcasts(mask: torch.Tensor, x: torch.Tensor) -> bool:
+    pairs = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    return mask.ndim <= x.ndim and all(a in (1, b) for a, b in pairs)

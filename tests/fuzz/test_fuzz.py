@@ -1,0 +1,119 @@
+"""The fuzzer: models are drawn alike each time, wrong answers are noticed and made small, a run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from intarsia.fuzz import campaign
+from intarsia.fuzz.campaign import Campaign, reproduce
+from intarsia.fuzz.check import Outcome, Verdict, check
+from intarsia.fuzz.draw import Case, Options, draw_case
+from intarsia.fuzz.program import Program, Statement, Value
+from intarsia.fuzz.shrink import script, shrink
+from intarsia.fuzz.tolerance import difference
+
+SHARE = 50  # models of each of the four tests below: 200 in all
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_models_answer_as_eager(part: int) -> None:
+    wrong = {}
+    for seed in range(part * SHARE, (part + 1) * SHARE):
+        outcome = check(draw_case(seed))
+        if outcome.wrong:
+            wrong[seed] = outcome.said
+    assert wrong == {}
+
+
+def test_a_seed_draws_the_same_model() -> None:
+    assert [draw_case(seed).program.source() for seed in range(20)] == [
+        draw_case(seed).program.source() for seed in range(20)
+    ]
+
+
+def _case(*lines: tuple[str, str], result: str) -> Case:
+    program = Program(
+        (Value("x0", "torch.randn(n, 3, generator=g)"),),
+        (),
+        (),
+        tuple(Statement(expression, target) for target, expression in lines),
+        result,
+    )
+    return Case(program, Options())
+
+
+def test_a_wrong_case_becomes_small() -> None:
+    case = _case(
+        ("v0", "torch.relu(x0)"),
+        ("v1", "v0 + 1"),
+        ("v2", "torch.floor(v1)"),
+        ("v3", "v2 * 2"),
+        result="(v3, v1)",
+    )
+    smallest = shrink(case, lambda other: "floor" in other.program.source())
+    assert [str(s) for s in smallest.program.statements] == ["v2 = torch.floor(x0)"]
+    printed = script(smallest, "for a test")
+    exec(compile(printed, "<printed>", "exec"), {})  # what is printed runs
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "said"),
+    [
+        (torch.tensor([1.0, 1e9]), torch.tensor([1.1, 1e9]), "1 of 2 elements differ"),
+        (torch.tensor([1.0]), torch.tensor([float("nan")]), "1 of 1 elements differ"),
+        (torch.tensor([1]), torch.tensor([2]), "1 of 1 elements differ"),
+        (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), "float64"),
+        (3, 4, "leaf 0 is 4"),
+    ],
+)
+def test_differences_are_noticed(theirs: object, ours: object, said: str) -> None:
+    model = torch.nn.Identity()
+    assert said in str(difference(model, (), (theirs, ()), (ours, ())))
+    assert difference(model, (), (theirs, ()), (theirs, ())) is None
+
+
+def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch) -> None:
+    state = tmp_path / "state.jsonl"
+    state.write_text(json.dumps({"seed": 0, "verdict": "equal", "said": ""}) + "\n" + '{"seed": 1, "ver')
+    tried: list[int] = []
+
+    def outcomes(seeds, jobs, limit_s):
+        for seed in seeds:
+            tried.append(seed)
+            yield seed, Outcome(Verdict.EQUAL)
+
+    monkeypatch.setattr(campaign, "_outcomes", outcomes)
+    counts = Campaign(models=3, state=state).run()
+    assert tried == [1, 2] and counts[Verdict.EQUAL] == 3
+    tried.clear()
+    Campaign(models=3, state=state).run()
+    assert tried == []
+
+
+def test_a_process_that_dies_is_one_failure(monkeypatch) -> None:
+    monkeypatch.setattr(campaign, "_serve", _dies)
+    counts = Campaign(models=2).run()
+    assert counts == {Verdict.FAILED: 2}
+
+
+def _dies(pipe) -> None:
+    pipe.recv()
+    os._exit(7)
+
+
+def test_the_command_prints_a_model_and_counts() -> None:
+    code = "from intarsia.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "fuzz", "--models", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 equal" in done.stdout or "refused" in done.stdout
+
+
+def test_reproduce_prints_a_program() -> None:
+    assert "class Model(nn.Module)" in reproduce(0)
