@@ -1,136 +1,206 @@
-"""One pattern over large networks: relu(a + b) into one layer, by Intarsia, OpenVINO and onnxscript.
+"""The whole shipped pattern set over whole networks, beside onnxscript's and ONNX Runtime's optimizers.
 
-    python bench/rewrite_speed.py [--sizes 1000 10000 50000] [--rounds 7] [--without-peers]
+    python bench/rewrite_speed.py [--networks bert swin llama synthetic] [--rounds 3] [--layers 10000]
+                                  [--doublings 2] [--without-compile]
 
-CPU time of the rewriting alone, medians of interleaved rounds; Intarsia's checks are on. How many times
-slower a peer is, is the median over the rounds too: both ran within the same seconds.
+Each optimizer is given a fresh copy of the same network, in memory:
+
+- Intarsia: `rewrite.apply(net, engine="onnxruntime", patterns=True)`, all patterns, all checks on.
+- onnxscript: `onnxscript.optimizer.optimize`, which folds constants and applies its own rewrite rules.
+- ONNX Runtime: an `InferenceSession` with every offline optimization (`ORT_ENABLE_EXTENDED`) and
+  `optimized_model_filepath`, weights beside the model; what it costs without optimizations is taken off.
+
+Rounds are interleaved; figures are medians, ratios are medians of the ratios within a round, CPU time. The
+networks: BERT-base, Swin-T, a Llama of 32 narrow layers, and a synthetic one of many layers, which is doubled
+to show how our time grows. At the end, the share of rewriting in the time of `intarsia.compile` with ONNX
+Runtime and its default patterns.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import os
+import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
+import onnxscript.optimizer
 import torch
+import transformers
 
+import intarsia
+from intarsia.capture.export import capture
+from intarsia.convert import registry
+from intarsia.convert.interpreter import convert
+from intarsia.lower.lower import lower
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.rewrite import RewritePatternManager, rule
+from intarsia.rewrite import apply
+
+REAL = ("bert", "swin", "llama")
 
 
-def network(layers: int, shape: str) -> Network:
-    """Pairs of Add and Relu: a chain, or a DAG in which each pair reads the last one and one before it."""
-    net = Network(shape)
-    rng = np.random.default_rng(0)
+def model_of(name: str) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """A real architecture with random weights, and a call to it."""
+    torch.manual_seed(0)
+    if name == "swin":
+        return transformers.SwinModel(transformers.SwinConfig()).eval(), (torch.randn(1, 3, 224, 224),)
+    ids = torch.randint(0, 1000, (1, 64))
+    if name == "bert":
+        return transformers.BertModel(transformers.BertConfig()).eval(), (ids, torch.ones_like(ids))
+    narrow = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(num_hidden_layers=32, vocab_size=1000, use_cache=False, **narrow)
+    return transformers.LlamaForCausalLM(config).eval(), (ids,)
+
+
+def network_of(name: str) -> Network:
+    """The layers that the converters write for it."""
+    model, args = model_of(name)
+    return convert(lower(capture(model, args, {}), lambda target: target in registry).module)
+
+
+def synthetic(layers: int) -> Network:
+    """Blocks of what exporters write: norms and activations in fragments, projections, layers that cancel."""
+    net, rng = Network("synthetic"), np.random.default_rng(0)
+    width = 16
+
+    def weight(*shape: int) -> Tensor:
+        return F.constant(rng.standard_normal(shape, dtype=np.float32))
+
     with net_guard(net):
-        made = [Tensor("x", torch.float32, (4, 4)), Tensor("y", torch.float32, (4, 4))]
-        for _ in range(layers // 2):
-            other = (
-                made[1] if shape == "chain" else made[int(rng.integers(max(0, len(made) - 50), len(made)))]
-            )
-            made.append(F.relu(made[-1] + other))
-        made[-1].mark_output("out")
+        x = Tensor("x", torch.float32, (8, width))
+        while len(net) < layers:
+            centered = x - F.reduce_mean(x, [-1])
+            variance = F.reduce_mean(F.mul(centered, centered), [-1])
+            y = centered / F.sqrt(variance + 1e-5) * weight(width) + weight(width)
+            y = F.transpose(F.identity(F.transpose(y, (1, 0))), (1, 0))
+            y = F.matmul(y, weight(width, width)) + weight(width)
+            y = y * 0.5 * (1.0 + F.erf(y / 2.0**0.5))
+            y = F.reshape(F.reshape(y, (4, 2, width)), (8, width))
+            y = F.relu(F.matmul(y, weight(width, width)) + weight(width)) * F.exp(F.neg(x))
+            x = x + F.sigmoid(y) * y
+        x.mark_output("y")
     return net
 
 
+def copy_of(net: Network) -> Network:
+    return Network.of(net.graph.clone())
+
+
+def with_intarsia(net: Network, folder: Path) -> float:
+    fresh = copy_of(net)
+    return seconds(lambda: apply(fresh, engine="onnxruntime", patterns=True, strict=True))
+
+
+def with_onnxscript(net: Network, folder: Path) -> float:
+    model = ir.Model(net.graph.clone(), ir_version=11)
+    return seconds(lambda: onnxscript.optimizer.optimize(model))
+
+
+def with_onnxruntime(net: Network, folder: Path) -> float:
+    path = folder / "model.onnx"
+    if not path.exists():
+        ir.save(ir.Model(net.graph.clone(), ir_version=11), path, external_data="weights")
+
+    def session(level: Any) -> float:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = level
+        options.optimized_model_filepath = str(folder / "optimized.onnx")
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        options.log_severity_level = 4
+        return seconds(
+            lambda: onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        )
+
+    levels = onnxruntime.GraphOptimizationLevel
+    return session(levels.ORT_ENABLE_EXTENDED) - session(levels.ORT_DISABLE_ALL)
+
+
+Runner = Callable[[Network, Path], float]
+RUNNERS: dict[str, Runner] = {
+    "Intarsia": with_intarsia,
+    "onnxscript": with_onnxscript,
+    "ONNX Runtime": with_onnxruntime,
+}
+
+
 def seconds(work: Callable[[], object]) -> float:
-    gc.collect()
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
-def with_intarsia(layers: int, shape: str) -> float:
-    @rule(lambda op, a, b: op.Relu(op.Add(a, b)))
-    def relu_add(net: Network, a: Tensor, b: Tensor) -> Tensor:
-        return F.maximum(a, b)
-
-    manager = RewritePatternManager()
-    manager.add("relu_add", relu_add)
-    net = network(layers, shape)
-    spent = seconds(lambda: manager.rewrite(net))
-    assert len(net) == layers // 2, len(net)
-    return spent
-
-
-def with_onnxscript(layers: int, shape: str) -> float:
-    from onnxscript.rewriter import pattern
-
-    found = pattern.RewriteRule(lambda op, a, b: op.Relu(op.Add(a, b)), lambda op, a, b: op.Max(a, b))
-    rules = pattern.RewriteRuleSet([found])
-    model = ir.Model(network(layers, shape).graph, ir_version=10)
-    spent = seconds(lambda: rules.apply_to_model(model))
-    assert sum(node.op_type == "Max" for node in model.graph) == layers // 2
-    return spent
+def compare(title: str, net: Network, rounds: int, runners: Mapping[str, Runner] = RUNNERS) -> float:
+    """Print one line; the median of our own seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        took = [{name: run(net, Path(folder)) for name, run in runners.items()} for _ in range(rounds)]
+    fired = len(apply(copy_of(net), engine="onnxruntime", patterns=True))
+    own = median(each["Intarsia"] for each in took)
+    cells = [f"{title:18}{len(net):6} layers {fired:5} rewrites   Intarsia {own:6.3f} s"]
+    for name in list(runners)[1:]:
+        ratio = median(each["Intarsia"] / each[name] for each in took)
+        cells.append(f"{name} {median(each[name] for each in took):6.3f} s (ours is {ratio:.2f} of it)")
+    print("   ".join(cells), flush=True)
+    return own
 
 
-def with_openvino(layers: int, shape: str) -> float:
-    import openvino as ov
-    from openvino import opset13 as ops
-    from openvino.passes import Manager, Matcher, MatcherPass, WrapType
+def share_of_compile(name: str, rounds: int) -> None:
+    """How much of `intarsia.compile` is rewriting, once benefits are measured."""
+    model, args = model_of(name)
+    rewriting: list[float] = []
 
-    class ReluAdd(MatcherPass):
-        def __init__(self) -> None:
-            super().__init__()
-            add = WrapType("opset13.Add")
-            relu = WrapType("opset13.Relu", [add.output(0)])
+    def timed(*given: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return apply(*given, **options)
+        finally:
+            rewriting[-1] += time.perf_counter() - start
 
-            def rewrite(matcher: Any) -> bool:
-                root = matcher.get_match_root()
-                inner = root.input_value(0).get_node()
-                if len(inner.output(0).get_target_inputs()) != 1:
-                    return False
-                new = ops.maximum(inner.input_value(0), inner.input_value(1))
-                ov.utils.replace_node(root, new)
-                return True
-
-            self.register_matcher(Matcher(relu, "ReluAdd"), rewrite)
-
-    model = _openvino_model(ov, ops, layers, shape)
-    manager = Manager()
-    manager.register_pass(ReluAdd())
-    spent = seconds(lambda: manager.run_passes(model))
-    assert sum(op.get_type_name() == "Maximum" for op in model.get_ops()) == layers // 2
-    return spent
-
-
-def _openvino_model(ov: Any, ops: Any, layers: int, shape: str) -> Any:
-    rng = np.random.default_rng(0)
-    made = [ops.parameter([4, 4], np.float32, name) for name in "xy"]
-    inputs = list(made)
-    for _ in range(layers // 2):
-        other = made[1] if shape == "chain" else made[int(rng.integers(max(0, len(made) - 50), len(made)))]
-        made.append(ops.relu(ops.add(made[-1], other)))
-    return ov.Model([made[-1]], inputs, shape)
-
-
-PEERS = {"OpenVINO MatcherPass": with_openvino, "onnxscript": with_onnxscript}
+    shares = []
+    with mock.patch("intarsia.compile.apply", timed):
+        for _ in range(rounds + 1):  # the first measures patterns and fills caches
+            rewriting.append(0.0)
+            start = time.perf_counter()
+            intarsia.compile(model, args, engines=["onnxruntime"])
+            shares.append((rewriting[-1] / (whole := time.perf_counter() - start), rewriting[-1], whole))
+    share, rewrite, whole = (median(column) for column in zip(*shares[1:], strict=True))
+    print(f"{name:18}rewriting {rewrite:6.3f} s of compile's {whole:6.2f} s: {share:.1%}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 10000, 50000])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--without-peers", action="store_true")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", nargs="+", default=[*REAL, "synthetic"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=10_000)
+    parser.add_argument("--doublings", type=int, default=2)
+    parser.add_argument("--without-compile", action="store_true")
     options = parser.parse_args()
-    runners = {"Intarsia": with_intarsia, **({} if options.without_peers else PEERS)}
-    for shape in ("chain", "dag"):
-        for layers in options.sizes:
-            rounds = [
-                {name: run(layers, shape) for name, run in runners.items()} for _ in range(options.rounds)
-            ]
-            own = median(each["Intarsia"] for each in rounds)
-            print(f"{shape:6}{layers:7} layers   Intarsia {own:.3f} s", end="")
-            for name in list(runners)[1:]:
-                slower = median(each[name] / each["Intarsia"] for each in rounds)
-                print(f"   {name} {median(each[name] for each in rounds):.3f} s ({slower:.2f}x)", end="")
-            print(f"   ({own / layers * 2e6:.0f} us a rewrite)")
+    warnings.filterwarnings("ignore")
+    for name in options.networks:
+        if name in REAL:
+            compare(name, network_of(name), options.rounds)
+            continue
+        before = compare(name, synthetic(options.layers), options.rounds)
+        for doubling in range(options.doublings):
+            net = synthetic(options.layers * 2 ** (doubling + 1))
+            own = compare(name, net, options.rounds, {"Intarsia": with_intarsia})
+            print(f"{'':18}twice the layers take {own / before:.2f} times as long", flush=True)
+            before = own
+    for name in options.networks if not options.without_compile else ():
+        if name in REAL:
+            share_of_compile(name, min(options.rounds, 3))
 
 
 if __name__ == "__main__":

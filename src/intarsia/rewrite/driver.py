@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +11,13 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
-from intarsia.network.text import kind_of
 from intarsia.network.verify import verify_links
-from intarsia.rewrite.changed import changed_layers, distances_below
+from intarsia.rewrite.index import Entry, PatternIndex, bits, changed_layers
 from intarsia.rewrite.log import RewriteLog
-from intarsia.rewrite.pattern import PatternRewriter, Refusal
+from intarsia.rewrite.pattern import Refusal
 from intarsia.rewrite.transaction import attempt
 
 _LOOP = 64  # replacements of replacements that are looked at to find a loop
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A pattern as a manager holds it."""
-
-    label: str
-    pattern: PatternRewriter
-    benefit: float
 
 
 @dataclass(frozen=True)
@@ -43,42 +32,27 @@ class _Replaced:
 
 
 class _Level:
-    """The patterns of one benefit, by the kind of layer they start at, and the layers to try."""
+    """The patterns of one benefit, and the layers to try them at."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._anywhere = [entry for entry in entries if entry.pattern.root_layer is None]
-        self._by_kind: dict[str, list[Entry]] = {}
-        for kind in dict.fromkeys(kind for entry in entries for kind in entry.pattern.root_layer or ()):
-            self._by_kind[kind] = [e for e in entries if kind in (e.pattern.root_layer or (kind,))]
-        self._reach = {kind: _reach(held) for kind, held in self._by_kind.items()}
-        self._reach_anywhere = _reach(self._anywhere)
+    def __init__(self, patterns: int) -> None:
+        self.patterns = patterns
         self._waiting: deque[ir.Node] = deque()
-        self._queued: set[ir.Node] = set()
+        self._queued: dict[ir.Node, int] = {}  # the patterns to try at those that wait
         # Layers of which a pattern said no and cannot tell what would change that; after how many rewrites.
-        self.undecided: dict[ir.Node, int] = {}
+        self.undecided: dict[tuple[ir.Node, int], int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def entries(self, kind: str) -> list[Entry]:
-        """The patterns that may start at a layer of this kind."""
-        return self._by_kind.get(kind, self._anywhere)
-
-    def push(self, node: ir.Node, kind: str, distance: int = 0) -> None:
-        """Queue a layer, if a pattern may start at it that looks further than `distance` layers up."""
-        if distance < self._reach.get(kind, self._reach_anywhere) and node not in self._queued:
-            self._queued.add(node)
+    def push(self, node: ir.Node, patterns: int) -> None:
+        """Queue a layer for these patterns."""
+        if node not in self._queued:
             self._waiting.append(node)
+        self._queued[node] = self._queued.get(node, 0) | patterns
 
-    def pop(self) -> ir.Node:
+    def pop(self) -> tuple[ir.Node, int]:
         node = self._waiting.popleft()
-        self._queued.discard(node)
-        return node
-
-
-def _reach(entries: Sequence[Entry]) -> float:
-    """The number of layers that the patterns look at, counted upwards from where they start."""
-    return max((math.inf if (reach := e.pattern.reach) is None else reach for e in entries), default=0)
+        return node, self._queued.pop(node)
 
 
 class Driver:
@@ -94,9 +68,12 @@ class Driver:
         strict: bool = True,
     ) -> None:
         self.net = net
-        benefits = sorted({entry.benefit for entry in entries}, reverse=True)
-        self._levels = [_Level([e for e in entries if e.benefit == benefit]) for benefit in benefits]
-        self._reach = max((entry.pattern.reach or 1 for entry in entries), default=1)
+        self._index = PatternIndex(sorted(entries, key=lambda entry: -entry.benefit))
+        levels: dict[float, int] = {}
+        for n, entry in enumerate(self._index.entries):
+            levels[entry.benefit] = levels.get(entry.benefit, 0) | 1 << n
+        self._levels = [_Level(patterns) for patterns in levels.values()]  # highest benefit first
+        self._level_of = [next(x for x in self._levels if x.patterns >> n & 1) for n in range(len(entries))]
         self._limit = limit
         self._budget = 1000 + 20 * len(net) if budget is None else budget
         self._strict = strict
@@ -108,7 +85,8 @@ class Driver:
         """Rewrite until nothing matches, or `limit` rewrites are made; then verify the links."""
         log = self._log
         with net_guard(self.net):
-            self._push(self.net.order.complete())
+            for node in self.net.order.complete():
+                self._push(node, self._index.starting_at(node))
             while not log.exhausted:
                 level = next(filter(None, self._levels), None)  # the highest with layers to try
                 if level is not None:
@@ -121,60 +99,58 @@ class Driver:
                 verify_links(self.net.graph)
         return log
 
-    def _push(self, nodes: Iterable[ir.Node]) -> None:
-        for node in nodes:
-            kind = kind_of(node)
-            for level in self._levels:
-                level.push(node, kind)
+    def _push(self, node: ir.Node, patterns: int) -> None:
+        for number in bits(patterns):
+            self._level_of[number].push(node, 1 << number)
 
     def _ask_again(self) -> bool:
-        """Queue the layers of which no pattern can say what would change its mind, if anything did change."""
+        """Queue the layers of which a pattern cannot say what would change its mind, if anything changed."""
         fired, asked = len(self._log), False
         for level in self._levels:
-            stale = [node for node, then in level.undecided.items() if then < fired]
-            for node in stale:
-                del level.undecided[node]
+            stale = [asked_before for asked_before, then in level.undecided.items() if then < fired]
+            for node, number in stale:
+                del level.undecided[node, number]
                 if node.graph is self.net.graph:
-                    level.push(node, kind_of(node))
+                    level.push(node, 1 << number)
                     asked = True
         return asked
 
     def _work(self, level: _Level) -> None:
         """Try the layers of one level, until a rewrite may have queued some at a higher one."""
         while level:
-            node = level.pop()
+            node, patterns = level.pop()
             if node.graph is not self.net.graph:
                 continue  # gone since it was queued
-            kind, fed = kind_of(node), None
-            for entry in level.entries(kind):
-                if groups := entry.pattern.fed_by.get(kind):
-                    if fed is None:
-                        fed = {maker.op_type for maker in node.predecessors()}
-                    if any(group.isdisjoint(fed) for group in groups):
-                        continue
-                if self._try(level, entry, node):
+            for number in bits(patterns):
+                if self._try(level, number, node):
                     return
 
-    def _try(self, level: _Level, entry: Entry, node: ir.Node) -> bool:
-        """Ask a pattern about a layer, and let it act; whether it did."""
-        pattern, layer = entry.pattern, Layer(node)
+    def _try(self, level: _Level, number: int, node: ir.Node) -> bool:
+        """Ask a pattern about a layer, and let it act; whether the layer is done with."""
+        entry = self._index.entries[number]
+        pattern = entry.pattern
         try:
-            found = pattern.find(layer)
+            found = pattern.find(Layer(node))
         except Exception as error:
             self._fail_to_ask(entry, node, error)
             return False
         if not found:
             if pattern.reach is None:
-                level.undecided[node] = len(self._log)
+                level.undecided[node, number] = len(self._log)
             return False
         if (entry.label, node) in self._banned:
             return False
         if self._limit is not None and len(self._log) >= self._limit:
             self._log.exhausted = True
             return True
-        return self._act(level, entry, node, found)
+        if self._act(entry, node, found):
+            return True
+        if pattern.reach is None or pattern.refuses_from_afar:
+            level.undecided[node, number] = len(self._log)
+        return False
 
-    def _act(self, level: _Level, entry: Entry, node: ir.Node, found: Any) -> bool:
+    def _act(self, entry: Entry, node: ir.Node, found: Any) -> bool:
+        """Let a pattern act where it matches; whether it did."""
         label, inputs = entry.label, node.inputs
         loop = self._loop(label, node)
         try:
@@ -186,8 +162,6 @@ class Driver:
             self._banned.add((label, node))
             return False
         if isinstance(change, Refusal):
-            if entry.pattern.reach is None or entry.pattern.refuses_from_afar:
-                level.undecided[node] = len(self._log)
             return False
         if loop is not None:
             raise RewriteError(loop)
@@ -197,11 +171,8 @@ class Driver:
         for new in change.made:
             before = self._history.get(node)
             self._history[new] = _Replaced(label, node.op_type, inputs, node.attributes, before)
-        seeds = changed_layers(self.net.graph, change)
-        for near, distance in distances_below(self.net.graph, seeds, self._reach).items():
-            kind = kind_of(near)
-            for each in self._levels:
-                each.push(near, kind, distance)
+        for near, patterns in self._index.affected(self.net.graph, changed_layers(change)).items():
+            self._push(near, patterns)
         return True
 
     def _fail_to_ask(self, entry: Entry, node: ir.Node, error: Exception) -> None:

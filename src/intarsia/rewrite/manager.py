@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
-from intarsia.rewrite.driver import Driver, Entry
+from intarsia.rewrite.driver import Driver
+from intarsia.rewrite.index import Entry, PatternIndex, bits
 from intarsia.rewrite.log import RewriteLog
 from intarsia.rewrite.pattern import PatternAnalyzer, PatternRewriter, Refusal
 from intarsia.rewrite.transaction import attempt
@@ -105,14 +106,12 @@ class RewritePatternManager:
         """The matches one by one, for those who need the first only."""
         self._pass(args)
         net.order.complete()
-        entries = self._sorted()
+        index = PatternIndex(self._sorted())
         for layer in list(net.get_layers()):
-            kind = layer.kind
-            for entry in entries:
+            for number in bits(index.starting_at(layer.node)):
                 if layer.is_removed():
                     break  # by whoever asks for the matches
-                if entry.pattern.root_layer is not None and kind not in entry.pattern.root_layer:
-                    continue
+                entry = index.entries[number]
                 with net_guard(net):
                     said = self._ask(net, entry, layer)
                 if not said.reason:

@@ -32,6 +32,7 @@ class Rule(PatternRewriter):
         self.variables = variables
         # What a further output of the pattern looks like is decided beside the root, not above it.
         self.reach = depth(self.roots[0]) if len(self.roots) == 1 else None
+        self.inner_kinds = frozenset(t.kind for t in parts(self.roots) if isinstance(t, Call))
         self.fed_by = feeders(self.roots[0])
         self._matcher = Matcher(self.roots)
         self._named = {

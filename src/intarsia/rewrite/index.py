@@ -1,0 +1,124 @@
+"""Which patterns a layer concerns: those that may start at it, and those that may have it inside a match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from intarsia.network.bodies import owner_in
+from intarsia.network.edit.journal import InputReplaced, LayerRemoved, TypeChanged, UsesReplaced
+from intarsia.network.text import kind_of
+from intarsia.rewrite.pattern import PatternRewriter
+from intarsia.rewrite.term import TRANSPARENT
+from intarsia.rewrite.transaction import Change
+
+_READERS = 64  # no pattern counts the readers of a value that has more
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pattern as a manager holds it."""
+
+    label: str
+    pattern: PatternRewriter
+    benefit: float
+
+
+class PatternIndex:
+    """Sets of patterns by the kind of a layer. A set is an integer: bit `n` stands for the n-th entry."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = entries
+        self._everything = (1 << len(entries)) - 1
+        self._start_anywhere = sum(1 << n for n, e in enumerate(entries) if e.pattern.root_layer is None)
+        self._starts: dict[str, int] = {}
+        self._inside: dict[str, int] = {}
+        for n, entry in enumerate(entries):
+            roots = entry.pattern.root_layer or frozenset()
+            for kind in roots:
+                self._starts[kind] = self._starts.get(kind, self._start_anywhere) | 1 << n
+            for kind in entry.pattern.inner_kinds | roots:
+                self._inside[kind] = self._inside.get(kind, self._start_anywhere) | 1 << n
+        reaches = [entry.pattern.reach or 1 for entry in entries]
+        self._deeper = [
+            sum(1 << n for n, reach in enumerate(reaches) if reach > depth)
+            for depth in range(max(reaches, default=0))
+        ]
+
+    def starting_at(self, node: ir.Node, patterns: int = -1) -> int:
+        """Those of the patterns that may start at a layer: by its kind, and by what must feed it."""
+        kind = kind_of(node)
+        found = patterns & self._starts.get(kind, self._start_anywhere)
+        fed: set[str] | None = None
+        for n in bits(found):
+            if groups := self.entries[n].pattern.fed_by.get(kind):
+                if fed is None:
+                    fed = {maker.op_type for maker in node.predecessors()}
+                if any(group.isdisjoint(fed) for group in groups):
+                    found ^= 1 << n
+        return found
+
+    def affected(self, graph: ir.Graph, seeds: Iterable[ir.Node]) -> dict[ir.Node, int]:
+        """The layers at which a pattern may match now that these have changed, each with those patterns.
+
+        A pattern sees a changed layer only through layers of kinds that it is about, and no further than it
+        reaches; layers that may change nothing do not count.
+        """
+        found: dict[ir.Node, int] = {}
+        front = [(owner, self._everything) for node in seeds if (owner := owner_in(graph, node)) is not None]
+        for deeper in self._deeper:
+            below: list[tuple[ir.Node, int]] = []
+            while front:
+                node, patterns = front.pop()
+                if node.op_type not in TRANSPARENT:
+                    patterns &= self._inside.get(kind_of(node), self._start_anywhere)
+                patterns &= deeper & ~found.get(node, 0)
+                if not patterns or node.graph is not graph:
+                    continue  # seen, of no concern, or in a body: patterns look at one graph
+                found[node] = found.get(node, 0) | patterns
+                for value in node.outputs:
+                    for reader in value.consumers():
+                        (front if reader.op_type in TRANSPARENT else below).append((reader, patterns))
+            front = below
+        return {node: start for node, some in found.items() if (start := self.starting_at(node, some))}
+
+
+def bits(patterns: int) -> Iterator[int]:
+    """The positions of a set's bits, lowest first."""
+    while patterns:
+        lowest = patterns & -patterns
+        yield lowest.bit_length() - 1
+        patterns ^= lowest
+
+
+def changed_layers(change: Change) -> list[ir.Node]:
+    """The layers that are new, read something else, or make what other layers read than before."""
+    found: dict[ir.Node, None] = dict.fromkeys(change.made)
+    recounted: dict[ir.Value | None, None] = {}  # values that gained or lost readers
+    for node in change.made:
+        recounted.update(dict.fromkeys(node.inputs))
+    for edit in change.edits:
+        match edit:
+            case UsesReplaced(new=new, uses=uses):
+                found.update(dict.fromkeys(reader for reader, _ in uses))
+                recounted[new] = None
+            case InputReplaced(node=node, old=old, new=new):
+                found[node] = None
+                recounted.update({old: None, new: None})
+            case LayerRemoved(inputs=inputs, released=released):
+                recounted.update(dict.fromkeys((*inputs, *(use.value for use in released))))
+            case TypeChanged(value=value):
+                recounted[value] = None
+                found.update(dict.fromkeys(value.consumers()))
+    for read in recounted:
+        if read is None or read.const_value is not None:
+            continue
+        readers = read.consumers()
+        if len(readers) > _READERS:
+            continue
+        if (maker := read.producer()) is not None:
+            found[maker] = None
+        found.update(dict.fromkeys(readers))
+    return [node for node in found if node.graph is not None]
