@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 import intarsia
 from intarsia.compare import relative_error
+from intarsia.engines import Inductor
 
 Call = Callable[[], Any]
 
@@ -134,6 +135,14 @@ def static(model: nn.Module, args: tuple[Any, ...]) -> Call:
     return ours(model, args, cuda_graphs="static")
 
 
+def without_rewrites(model: nn.Module, args: tuple[Any, ...]) -> Call:
+    return ours(model, args, engines=[Inductor(rewrites=())], cuda_graphs="static")
+
+
+def cudnn(model: nn.Module, args: tuple[Any, ...]) -> Call:
+    return ours(model, args, engines=["cudnn"], cuda_graphs="static")
+
+
 PEERS: dict[str, Callable[[nn.Module, tuple[Any, ...]], Call]] = {
     "eager": eager,
     "graphed": graphed,
@@ -141,6 +150,8 @@ PEERS: dict[str, Callable[[nn.Module, tuple[Any, ...]], Call]] = {
     "freezing": freezing,
     "ours": ours,
     "static": static,
+    "static, no rewrites": without_rewrites,
+    "static, cudnn": cudnn,
 }
 
 

@@ -73,6 +73,62 @@ def test_products_of_one_input_are_merged(bias: tuple[bool, bool, bool], count: 
     assert targets(module).count(aten.linear.default) == products
 
 
+class Residual(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1, bias=bias), nn.Conv2d(4, 4, 1, bias=bias)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4)])
+        for norm in self.norms:
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+            norm.weight.data.normal_()
+            norm.bias.data.normal_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.norms[0](self.first(x)))
+        return torch.relu(self.norms[1](self.second(y)) + x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_batch_norms_are_folded(bias: bool) -> None:
+    found, module = applied(Residual(bias), torch.randn(2, 4, 5, 5), "batch_norms")
+    assert found == 2
+    assert not [target for target in targets(module) if "batch_norm" in str(target)]
+
+
+def test_a_convolution_that_is_read_elsewhere_keeps_its_norm() -> None:
+    class Twice(Residual):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.first(x)
+            return self.norms[0](y), y
+
+    found, _ = applied(Twice(True), torch.randn(2, 4, 5, 5), "batch_norms")
+    assert found == 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions_are_fused_with_what_follows(bias: bool) -> None:
+    """The fused kernels exist on a GPU only; here it is the graph that is looked at."""
+    module = lowered(Residual(bias), torch.randn(2, 4, 5, 5))
+    assert apply_rewrites(module, ["batch_norms", "fused_convolutions"])["fused_convolutions"] == 2
+    assert targets(module) == [
+        aten.contiguous.default,
+        aten.cudnn_convolution_relu.default,
+        aten.cudnn_convolution_add_relu.default,
+    ]
+    for name, value in module.named_buffers():
+        assert value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last), name
+
+
+def test_a_sum_that_broadcasts_is_not_fused() -> None:
+    class Broadcasts(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.first(x) + x.mean((2, 3), keepdim=True))
+
+    module = lowered(Broadcasts(True), torch.randn(2, 4, 5, 5))
+    assert apply_rewrites(module, ["fused_convolutions"]) == {"fused_convolutions": 0}
+
+
 class Computed(nn.Module):
     """A weight that is an input's function is no constant."""
 

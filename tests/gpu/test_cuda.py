@@ -47,6 +47,50 @@ def test_it_just_works_and_keeps_the_dtype(dtype: torch.dtype) -> None:
         torch.testing.assert_close(fast(x), model(x), atol=tolerance, rtol=tolerance)
 
 
+class Block(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 3, padding=1, bias=bias), nn.Conv2d(8, 8, 1, bias=bias)
+        self.norm, self.pool = nn.BatchNorm2d(8), nn.MaxPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pool(torch.relu(self.norm(self.second(torch.relu(self.first(x)))) + x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_fused_convolutions(dtype: torch.dtype, bias: bool) -> None:
+    model = nn.Sequential(Block(bias), Block(bias)).eval().cuda().to(dtype)
+    x = torch.randn(2, 8, 16, 16, device="cuda", dtype=dtype)
+    fast = intarsia.compile(model, (x,), engines=["cudnn"])
+    assert fast.plan.engines == ("cudnn",), str(fast.plan)
+    assert fast.notes == ()
+    y = torch.randn_like(x)
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(fast(y), model(y), atol=tolerance, rtol=tolerance)
+
+
+class Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 64, 8, 8)
+        self.q, self.k, self.v = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)
+        q, k, v = (f(x).unflatten(-1, (4, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("engine", ["inductor", "cudnn"])
+def test_patches_and_projections(engine: str) -> None:
+    model = Projections().eval().cuda().half()
+    x = torch.randn(1, 3, 64, 64, device="cuda").half()
+    fast = intarsia.compile(model, (x,), engines=[engine])
+    assert fast.plan.engines == (engine,), str(fast.plan)
+    torch.testing.assert_close(fast(x), model(x), atol=1e-2, rtol=1e-2)
+
+
 def fast_and_model(**options: object) -> tuple[intarsia.Compiled, nn.Module]:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval().cuda()
     x = torch.randn(4, 8, device="cuda")

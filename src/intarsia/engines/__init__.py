@@ -10,6 +10,7 @@ from intarsia.engines.base import GraphEngine as GraphEngine
 from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
 from intarsia.engines.base import Program as Program
+from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
 from intarsia.engines.openvino.engine import OpenVINO as OpenVINO
@@ -17,8 +18,8 @@ from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 
 ENTRY_POINTS = "intarsia.engines"
-# Known by name, but not asked unless named: it takes long to build.
-NOT_BY_DEFAULT = ("inductor",)
+# Known by name, but not asked unless named: one takes long to build, one is for GPUs.
+NOT_BY_DEFAULT = ("inductor", "cudnn")
 
 
 def known_engines() -> dict[str, type[Engine]]:
@@ -28,6 +29,7 @@ def known_engines() -> dict[str, type[Engine]]:
         engine = entry.load()
         found.setdefault(engine.name, engine)
     found["inductor"] = Inductor
+    found["cudnn"] = CuDNN
     found["pytorch"] = PyTorch
     return found
 

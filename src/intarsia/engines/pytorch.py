@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import fx
 
 from intarsia.engines.base import GraphEngine, Program
+from intarsia.engines.graph_program import GraphProgram
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,4 @@ class PyTorch(GraphEngine):
         return True
 
     def build(self, module: fx.GraphModule) -> Program:
-        return _GraphProgram(module)
-
-
-class _GraphProgram:
-    """The generated code of a graph, called without gradients."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-
-    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():
-            return tuple(self.module(*inputs))
+        return GraphProgram(module)

@@ -10,22 +10,25 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from intarsia.engines.base import GraphEngine, Program
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy
 from intarsia.engines.inductor.compiler import compile_graph, unknown_option
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
+
+# Inductor folds batch norms itself, and knows no fused convolutions.
+_ON_GPU = ("patch_convolutions", "merged_products")
 
 
 @dataclass(frozen=True)
 class Inductor(GraphEngine):
     """Options: `freezing` (weights are constants), `max_autotune`, and `options` of `torch._inductor.config`.
 
-    `rewrites` names changes made to the graph first (see `engines.graph_rewrites`); None makes all of them on
-    a GPU, where they are known to pay, and none elsewhere.
+    `rewrites` names changes made to the graph first (see `engines.graph_rewrites`); None makes those on
+    a GPU that are known to pay there, and none elsewhere.
 
     It takes from seconds to minutes to build, so it is used only where it is named, measured, or the model
     is on a GPU.
@@ -76,7 +79,7 @@ class Inductor(GraphEngine):
         if not example and not any(node.op == "call_function" for node in module.graph.nodes):
             raise EngineError("there is nothing to compile")
         try:
-            graph = _own_copy(module)
+            graph = own_copy(module)
             apply_rewrites(graph, self._rewrites(example))
             compiled = compile_graph(graph, example, self._config())
         except Exception as error:  # whatever Inductor throws concerns this piece alone
@@ -87,7 +90,7 @@ class Inductor(GraphEngine):
     def _rewrites(self, example: Sequence[torch.Tensor]) -> Sequence[str]:
         if self.rewrites is not None:
             return self.rewrites
-        return tuple(REWRITES) if any(tensor.is_cuda for tensor in example) else ()
+        return _ON_GPU if any(tensor.is_cuda for tensor in example) else ()
 
     def _config(self) -> dict[str, Any]:
         return {"freezing": self.freezing, "max_autotune": self.max_autotune, **self.options}
@@ -101,18 +104,6 @@ def _example(node: fx.Node) -> torch.Tensor:
     if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         raise EngineError(f"input {node.name} has sizes that vary: {tuple(map(str, value.shape))}")
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _own_copy(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph for Inductor to change, its weights as buffers: only those are frozen."""
-    root = nn.Module()
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and str(node.target) not in root._buffers:
-            root.register_buffer(str(node.target), getattr(module, str(node.target)))
-    graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    return fx.GraphModule(root, graph)
 
 
 def _has_compiler() -> bool:

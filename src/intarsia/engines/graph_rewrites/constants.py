@@ -1,0 +1,55 @@
+"""Constants of a graph: reading and adding them, and the arguments of a node with their defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def constant(module: fx.GraphModule, source: Any) -> torch.Tensor | None:
+    """The tensor a `get_attr` node holds; None for any other value."""
+    if not isinstance(source, fx.Node) or source.op != "get_attr":
+        return None
+    value = getattr(module, str(source.target), None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def attach(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
+    """A new constant, read by a new node where the graph inserts now."""
+    while hasattr(module, name):
+        name += "_"
+    module.register_buffer(name, value)
+    node = module.graph.get_attr(name)
+    node.meta["val"] = value
+    return node
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of an operator by the name its schema gives it, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    found: dict[str, Any] = {}
+    for place, argument in enumerate(node.target._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        given = node.args[place] if place < len(node.args) else default
+        found[argument.name] = node.kwargs.get(argument.name, given)
+    return found
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that reads this one; None where several do."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """The sizes a node is known to have, where all of them are numbers."""
+    made = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(made, torch.Tensor) or not all(isinstance(size, int) for size in made.shape):
+        return None
+    return tuple(made.shape)
+
+
+def pair(value: Any) -> list[int]:
+    """A size for each of two dimensions, one given for both or each."""
+    return list(value) * 2 if len(value) == 1 else list(value)
