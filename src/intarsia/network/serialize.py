@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
+from onnx import helper
 
 from intarsia.network.network import Network
 
-IR_VERSION = 11
 INLINE_BYTES = 1024  # engines read shapes and axes while they build: those must be inside
 
 _serializing = threading.Lock()
 
 Weights = dict[str, ir.TensorProtocol]
+
+
+def ir_version(graph: ir.Graph) -> int:
+    """The least version of the file format that knows the opsets a graph uses."""
+    opsets = [helper.make_opsetid(domain, number) for domain, number in graph.opset_imports.items()]
+    return int(helper.find_min_ir_version_for(opsets, ignore_unknown=True))
 
 
 def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weights]:
@@ -37,7 +43,7 @@ def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weight
                 value.const_value = ir.ExternalTensor(
                     name, 0, array.nbytes, array.dtype, shape=shape, name=name
                 )
-            proto = ir.serde.serialize_model(ir.Model(net.graph, ir_version=IR_VERSION))
+            proto = ir.serde.serialize_model(ir.Model(net.graph, ir_version=ir_version(net.graph)))
         finally:
             for name, array in outside.items():
                 net.graph.initializers[name].const_value = array
@@ -70,7 +76,7 @@ def weights_as_inputs(proto: Any, weights: Weights) -> None:
 
 def save(net: Network, path: str | Path) -> None:
     """Write the network as `.onnx` (weights beside it, above 2 GB), for Netron or any ONNX reader."""
-    model = ir.Model(net.graph, ir_version=IR_VERSION, producer_name="intarsia")
+    model = ir.Model(net.graph, ir_version=ir_version(net.graph), producer_name="intarsia")
     total = sum(v.const_value.nbytes for v in net.graph.initializers.values() if v.const_value is not None)
     if total < 2**31 - 2**20:
         ir.save(model, path)

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from intarsia.network.infer import shapes
-from intarsia.network.infer.registry import Made, first, infers
+from intarsia.network.infer.registry import Made, first, infers, second
 from intarsia.network.types import Shape
 from intarsia.network.value import TypedValue
 
@@ -55,28 +55,67 @@ from intarsia.network.value import TypedValue
     "ThresholdedRelu",
     "Not",
     "BitwiseNot",
-    "Softmax",
-    "LogSoftmax",
-    "Hardmax",
     "CumSum",
     "LRN",
     "InstanceNormalization",
     "GroupNormalization",
-    "RMSNormalization",
     "Mish",
     "Swish",
-    "LpNormalization",
     "MeanVarianceNormalization",
-    "Trilu",
     "ScatterElements",
     "ScatterND",
-    "TensorScatter",
-    "RotaryEmbedding",
-    "ReverseSequence",
     "CumProd",
 )
 def _like_first(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
+    return [(x.dtype, x.shape)]
+
+
+@infers("Softmax", "LogSoftmax", "Hardmax", "LpNormalization", "RMSNormalization")
+def _along_axis(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x = first(inputs)
+    shapes.axis_of(int(attributes.get("axis", -1)), x.ndim)
+    return [(x.dtype, x.shape)]
+
+
+@infers("Trilu")
+def _trilu(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x = first(inputs)
+    shapes.require_rank(x, "what Trilu cuts", 2, 99)
+    return [(x.dtype, x.shape)]
+
+
+@infers("RotaryEmbedding")
+def _rotary(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x = first(inputs)
+    shapes.require_rank(x, "what RotaryEmbedding turns", 3, 4)
+    return [(x.dtype, x.shape)]
+
+
+@infers("ReverseSequence")
+def _reverse_sequence(
+    inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
+) -> Made:
+    x, lengths = first(inputs), second(inputs)
+    shapes.require_rank(x, "what ReverseSequence turns", 2, 99)
+    shapes.require_rank(lengths, "the lengths of ReverseSequence", 1)
+    batch = x.shape[shapes.axis_of(int(attributes.get("batch_axis", 1)), x.ndim)]
+    shapes.same(batch, lengths.shape[0], "sequences and lengths of ReverseSequence")
+    return [(x.dtype, x.shape)]
+
+
+@infers("TensorScatter")
+def _tensor_scatter(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
+    x, update = first(inputs), second(inputs)
+    shapes.require_rank(update, "the update of TensorScatter", x.ndim)
+    axis = shapes.axis_of(int(attributes.get("axis", -2)), x.ndim)
+    for i, (old, new) in enumerate(zip(x.shape, update.shape, strict=True)):
+        if i != axis:
+            shapes.same(old, new, f"dimension {i} of TensorScatter")
+    where = inputs[2] if len(inputs) > 2 else None
+    if where is not None:
+        shapes.require_rank(where, "the places of TensorScatter", 1)
+        shapes.same(where.shape[0], x.shape[0], "the places of TensorScatter")
     return [(x.dtype, x.shape)]
 
 
@@ -116,8 +155,7 @@ def _predicate(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any
 
 @infers("Where")
 def _where(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    assert inputs[1] is not None
-    return [(inputs[1].dtype, _broadcast(inputs))]
+    return [(second(inputs).dtype, _broadcast(inputs))]
 
 
 @infers("Cast")
@@ -127,5 +165,4 @@ def _cast(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], ou
 
 @infers("CastLike")
 def _cast_like(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    assert inputs[1] is not None
-    return [(inputs[1].dtype, first(inputs).shape)]
+    return [(second(inputs).dtype, first(inputs).shape)]

@@ -8,82 +8,95 @@ from typing import Any
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network.infer.registry import Made, first, infers, known_ints
-from intarsia.network.types import MICROSOFT, Dim
+from intarsia.network.infer import shapes
+from intarsia.network.infer.registry import Made, first, infers, optional, second
+from intarsia.network.types import MICROSOFT, Dim, Shape
 from intarsia.network.value import TypedValue
 
 
-def _window(size: Dim, kernel: int, stride: int, dilation: int, pads: int, ceil: bool = False) -> Dim:
-    if not isinstance(size, int):
-        return None
-    span = size + pads - dilation * (kernel - 1) - 1
-    return (-(-span // stride) if ceil else span // stride) + 1
+def _numbers(attributes: Mapping[str, Any], name: str, count: int, default: int) -> list[int]:
+    """An attribute of one number for each dimension."""
+    found = list(attributes.get(name) or [default] * count)
+    if len(found) != count:
+        raise NetworkError(f"{name}={found} should have {count} numbers")
+    return found
 
 
-def _spatial(attributes: Mapping[str, Any], rank: int) -> tuple[list[int], list[int], list[int]]:
-    strides = list(attributes.get("strides") or [1] * rank)
-    dilations = list(attributes.get("dilations") or [1] * rank)
-    pads = list(attributes.get("pads") or [0] * 2 * rank)
-    return strides, dilations, pads
+def _window(attributes: Mapping[str, Any], sizes: Shape, kernel: Shape) -> tuple[Dim, ...]:
+    """How often a window fits along each dimension, with padding, strides, dilations and `auto_pad`."""
+    rank = len(sizes)
+    strides, dilations = _numbers(attributes, "strides", rank, 1), _numbers(attributes, "dilations", rank, 1)
+    pads = _numbers(attributes, "pads", 2 * rank, 0)
+    auto, ceil = str(attributes.get("auto_pad", "NOTSET")), bool(attributes.get("ceil_mode", 0))
+    made: list[Dim] = []
+    for i, (size, window) in enumerate(zip(sizes, kernel, strict=True)):
+        if not isinstance(size, int) or not isinstance(window, int):
+            made.append(None)
+            continue
+        if auto.startswith("SAME"):
+            made.append(-(-size // strides[i]))
+            continue
+        padded = size if auto == "VALID" else size + pads[i] + pads[i + rank]
+        span = padded - dilations[i] * (window - 1) - 1
+        if span < 0:
+            raise NetworkError(f"a window of {window} does not fit into {padded}")
+        count = (-(-span // strides[i]) if ceil else span // strides[i]) + 1
+        # A window may not start in the padding behind the input.
+        if ceil and (count - 1) * strides[i] >= size + (0 if auto == "VALID" else pads[i]):
+            count -= 1
+        made.append(count)
+    return tuple(made)
+
+
+def _kernel(attributes: Mapping[str, Any], x: TypedValue, w: TypedValue, what: str) -> Shape:
+    """The sizes of a convolution's window."""
+    shapes.require_rank(x, f"the input of {what}", 3, 99)
+    shapes.require_rank(w, f"the weight of {what}", x.ndim)
+    given = _numbers(attributes, "kernel_shape", x.ndim - 2, 0)
+    if not any(given):
+        return w.shape[2:]
+    return tuple(
+        shapes.same(g, d, f"kernel_shape of {what}") for g, d in zip(given, w.shape[2:], strict=True)
+    )
 
 
 @infers("Conv")
 def _conv(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    x, w = first(inputs), inputs[1]
-    assert w is not None
-    rank = x.ndim - 2
-    kernel = w.shape[2:]
-    strides, dilations, pads = _spatial(attributes, rank)
-    sizes = tuple(
-        _window(x.shape[2 + i], k, strides[i], dilations[i], pads[i] + pads[i + rank])
-        if isinstance(k, int)
-        else None
-        for i, k in enumerate(kernel)
-    )
-    return [(x.dtype, (x.shape[0], w.shape[0], *sizes))]
+    x, w = first(inputs), second(inputs)
+    kernel = _kernel(attributes, x, w, "Conv")
+    shapes.same(x.shape[1], shapes.product((w.shape[1], int(attributes.get("group", 1)))), "channels of Conv")
+    return [(x.dtype, (x.shape[0], w.shape[0], *_window(attributes, x.shape[2:], kernel)))]
 
 
 @infers("ConvTranspose")
 def _conv_transpose(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    x, w = first(inputs), inputs[1]
-    assert w is not None
-    rank = x.ndim - 2
-    strides, dilations, pads = _spatial(attributes, rank)
-    extra = list(attributes.get("output_padding") or [0] * rank)
+    x, w = first(inputs), second(inputs)
+    kernel, rank = _kernel(attributes, x, w, "ConvTranspose"), x.ndim - 2
+    shapes.same(x.shape[1], w.shape[0], "channels of ConvTranspose")
+    strides, dilations = _numbers(attributes, "strides", rank, 1), _numbers(attributes, "dilations", rank, 1)
+    pads, extra = _numbers(attributes, "pads", 2 * rank, 0), _numbers(attributes, "output_padding", rank, 0)
+    auto, wanted = str(attributes.get("auto_pad", "NOTSET")), attributes.get("output_shape")
     sizes: list[Dim] = []
-    for i, kernel in enumerate(w.shape[2:]):
-        size = x.shape[2 + i]
-        if not isinstance(size, int) or not isinstance(kernel, int):
+    for i, (size, window) in enumerate(zip(x.shape[2:], kernel, strict=True)):
+        if wanted is not None:
+            sizes.append(int(wanted[i]))
+        elif not isinstance(size, int) or not isinstance(window, int):
             sizes.append(None)
-            continue
-        span = dilations[i] * (kernel - 1) + 1 + extra[i]
-        sizes.append(strides[i] * (size - 1) + span - pads[i] - pads[i + rank])
-    channels = w.shape[1]
-    groups = int(attributes.get("group", 1))
-    return [(x.dtype, (x.shape[0], channels * groups if isinstance(channels, int) else None, *sizes))]
+        else:
+            span = dilations[i] * (window - 1) + 1
+            same = max(0, span - strides[i])  # what makes size * stride of it
+            cut = {"NOTSET": pads[i] + pads[i + rank], "VALID": 0}.get(auto, same)
+            sizes.append(strides[i] * (size - 1) + span + extra[i] - cut)
+    channels = shapes.product((w.shape[1], int(attributes.get("group", 1))))
+    return [(x.dtype, (x.shape[0], channels, *sizes))]
 
 
 @infers("MaxPool", "AveragePool", "LpPool")
 def _pool(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
-    kernel = list(attributes["kernel_shape"])
-    rank = len(kernel)
-    strides, dilations, pads = _spatial(attributes, rank)
-    ceil = bool(attributes.get("ceil_mode", 0))
-    sizes: list[Dim] = []
-    for i in range(rank):
-        size = x.shape[2 + i]
-        out = _window(size, kernel[i], strides[i], dilations[i], pads[i] + pads[i + rank], ceil)
-        # A window may not start in the padding behind the input.
-        if (
-            ceil
-            and isinstance(out, int)
-            and isinstance(size, int)
-            and (out - 1) * strides[i] >= size + pads[i]
-        ):
-            out -= 1
-        sizes.append(out)
-    shape = (*x.shape[:2], *sizes)
+    kernel = tuple(attributes["kernel_shape"])
+    shapes.require_rank(x, f"the input of a pool over {len(kernel)} dimensions", len(kernel) + 2)
+    shape = (*x.shape[:2], *_window(attributes, x.shape[2:], kernel))
     return [(x.dtype, shape), (ir.DataType.INT64, shape)][:outputs]
 
 
@@ -96,89 +109,91 @@ def _global_pool(inputs: Sequence[TypedValue | None], attributes: Mapping[str, A
 @infers("BatchNormalization")
 def _batch_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
-    return [(x.dtype, x.shape), *[(x.dtype, (x.shape[1],))] * (outputs - 1)]
+    channels: Dim = x.shape[1] if x.ndim > 1 else 1
+    for tensor in inputs[1:]:
+        assert tensor is not None
+        shapes.require_rank(tensor, "a weight of BatchNormalization", 1)
+        channels = shapes.same(channels, tensor.shape[0], "channels of BatchNormalization")
+    running = inputs[3]
+    assert running is not None
+    return [(x.dtype, x.shape), *[(running.dtype, (channels,))] * (outputs - 1)]
 
 
 @infers("LayerNormalization")
 def _layer_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
-    axis = int(attributes.get("axis", -1)) % x.ndim
+    axis = shapes.axis_of(int(attributes.get("axis", -1)), x.ndim)
     statistics = (*x.shape[:axis], *[1] * (x.ndim - axis))
     return [(x.dtype, x.shape), *[(ir.DataType.FLOAT, statistics)] * (outputs - 1)]
 
 
 @infers("Attention")
 def _attention(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    q, k, v = first(inputs), inputs[1], inputs[2]
-    assert k is not None and v is not None
-    if q.ndim != 4:
-        raise NetworkError(f"Attention over {q.ndim} dimensions; heads must be split")
-    made: Made = [(q.dtype, (*q.shape[:3], v.shape[3])), (k.dtype, k.shape), (v.dtype, v.shape)]
-    made.append((q.dtype, (*q.shape[:3], k.shape[2])))
+    q, k, v = first(inputs), second(inputs), inputs[2]
+    assert v is not None
+    for tensor in (q, k, v):
+        if tensor.ndim != 4:
+            raise NetworkError(f"Attention over {tensor.ndim} dimensions; heads must be split")
+    keys, values = (_with_past(now, optional(inputs, 4 + i)) for i, now in enumerate((k, v)))
+    made: Made = [(q.dtype, (*q.shape[:3], v.shape[3])), (k.dtype, keys), (v.dtype, values)]
+    made.append((q.dtype, (*q.shape[:3], keys[2])))
     return made[:outputs]
 
 
-@infers("Resize")
-def _resize(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    x = first(inputs)
-    sizes = known_ints(inputs[3]) if len(inputs) > 3 else None
-    if sizes is not None:
-        return [(x.dtype, tuple(sizes))]
-    scales = inputs[2].constant if len(inputs) > 2 and inputs[2] is not None else None
-    if scales is None:
-        return [(x.dtype, (None,) * x.ndim)]
-    dims = [int(d * float(s)) if isinstance(d, int) else None for d, s in zip(x.shape, scales, strict=True)]
-    return [(x.dtype, tuple(dims))]
+def _with_past(now: TypedValue, past: TypedValue | None) -> Shape:
+    """Keys or values after those of earlier calls."""
+    if past is None:
+        return now.shape
+    shapes.require_rank(past, "the past of Attention", 4)
+    for place in (0, 1, 3):
+        shapes.same(now.shape[place], past.shape[place], f"dimension {place} of Attention and its past")
+    return (*past.shape[:2], shapes.add((past.shape[2], now.shape[2])), past.shape[3])
 
 
 @infers("GridSample")
 def _grid_sample(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    x, grid = first(inputs), inputs[1]
-    assert grid is not None
-    return [(x.dtype, (*x.shape[:2], *grid.shape[1:-1]))]
+    x, grid = first(inputs), second(inputs)
+    shapes.require_rank(x, "the input of GridSample", 3, 99)
+    shapes.require_rank(grid, "the grid of GridSample", x.ndim)
+    shapes.same(grid.shape[-1], x.ndim - 2, "coordinates of GridSample")
+    batch = shapes.same(x.shape[0], grid.shape[0], "batches of GridSample")
+    return [(x.dtype, (batch, x.shape[1], *grid.shape[1:-1]))]
 
 
 @infers("DepthToSpace")
 def _depth_to_space(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, block = first(inputs), int(attributes["blocksize"])
+    shapes.require_rank(x, "the input of DepthToSpace", 4)
     n, c, h, w = x.shape
-    return [
-        (
-            x.dtype,
-            (
-                n,
-                c // block**2 if isinstance(c, int) else None,
-                h * block if isinstance(h, int) else None,
-                w * block if isinstance(w, int) else None,
-            ),
-        )
-    ]
+    depth = shapes.quotient(c, block**2, "the depth")
+    return [(x.dtype, (n, depth, shapes.product((h, block)), shapes.product((w, block))))]
 
 
 @infers("SpaceToDepth")
 def _space_to_depth(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, block = first(inputs), int(attributes["blocksize"])
+    shapes.require_rank(x, "the input of SpaceToDepth", 4)
     n, c, h, w = x.shape
-    return [
-        (
-            x.dtype,
-            (
-                n,
-                c * block**2 if isinstance(c, int) else None,
-                h // block if isinstance(h, int) else None,
-                w // block if isinstance(w, int) else None,
-            ),
-        )
-    ]
+    height, width = shapes.quotient(h, block, "the height"), shapes.quotient(w, block, "the width")
+    return [(x.dtype, (n, shapes.product((c, block**2)), height, width))]
 
 
 @infers("LSTM", "GRU", "RNN")
 def _recurrent(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x = first(inputs)
+    shapes.require_rank(x, "a sequence", 3)
     hidden = int(attributes["hidden_size"])
     directions = 2 if attributes.get("direction") == "bidirectional" else 1
-    state = (x.dtype, (directions, x.shape[1], hidden))
-    return [(x.dtype, (x.shape[0], directions, x.shape[1], hidden)), state, state][:outputs]
+    every: Shape
+    last: Shape
+    if attributes.get("layout"):  # the batch stands first
+        batch, length, _ = x.shape
+        every, last = (batch, length, directions, hidden), (batch, directions, hidden)
+    else:
+        length, batch, _ = x.shape
+        every, last = (length, directions, batch, hidden), (directions, batch, hidden)
+    made: Made = [(x.dtype, every), (x.dtype, last), (x.dtype, last)]
+    return made[:outputs]
 
 
 @infers("Gelu", "FastGelu", "BiasGelu", "QuickGelu", domain=MICROSOFT)

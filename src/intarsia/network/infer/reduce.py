@@ -7,8 +7,9 @@ from typing import Any
 
 import onnx_ir as ir
 
+from intarsia.errors import NetworkError
 from intarsia.network.infer import shapes
-from intarsia.network.infer.registry import Made, first, infers, known_ints
+from intarsia.network.infer.registry import Made, first, infers, known_ints, optional
 from intarsia.network.types import Shape
 from intarsia.network.value import TypedValue
 
@@ -26,15 +27,21 @@ from intarsia.network.value import TypedValue
     "ReduceSumSquare",
 )
 def _reduce(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    x = first(inputs)
-    axes = known_ints(inputs[1]) if len(inputs) > 1 and inputs[1] is not None else None
-    if axes is None or not axes:
+    x, given = first(inputs), optional(inputs, 1)
+    keep = bool(attributes.get("keepdims", 1))
+    axes = known_ints(given)
+    if given is not None and axes is None:  # any of the dimensions, and how many only if that is known
+        count = given.shape[0] if given.ndim == 1 else None
+        if not keep and (not isinstance(count, int) or not count):
+            raise NetworkError("a reduction over an unknown number of dimensions")
+        return [(x.dtype, (None,) * (x.ndim if keep else x.ndim - int(count)))]  # type: ignore[arg-type]
+    if not axes:
         axes = [] if attributes.get("noop_with_empty_axes") else list(range(x.ndim))
-    return [(x.dtype, _reduced(x.shape, axes, bool(attributes.get("keepdims", 1))))]
+    return [(x.dtype, _reduced(x.shape, axes, keep))]
 
 
 def _reduced(shape: Shape, axes: Sequence[int], keep: bool) -> Shape:
-    gone = {shapes.axis_of(axis, len(shape)) for axis in axes}
+    gone = shapes.axes_of(axes, len(shape))
     if keep:
         return tuple(1 if i in gone else d for i, d in enumerate(shape))
     return tuple(d for i, d in enumerate(shape) if i not in gone)
@@ -50,14 +57,20 @@ def _arg_reduce(inputs: Sequence[TypedValue | None], attributes: Mapping[str, An
 def _topk(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, count = first(inputs), known_ints(inputs[1])
     axis = shapes.axis_of(int(attributes.get("axis", -1)), x.ndim)
+    size = x.shape[axis]
+    if count and isinstance(size, int) and not 0 <= count[0] <= size:
+        raise NetworkError(f"TopK of {count[0]} among {size}")
     shape = (*x.shape[:axis], count[0] if count else None, *x.shape[axis + 1 :])
     return [(x.dtype, shape), (ir.DataType.INT64, shape)]
 
 
 @infers("Unique")
 def _unique(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
-    x, axis = first(inputs), attributes.get("axis")
-    values = (None,) if axis is None else (*x.shape[:axis], None, *x.shape[axis + 1 :])
+    x, given = first(inputs), attributes.get("axis")
+    values: Shape = (None,)
+    if given is not None:
+        axis = shapes.axis_of(int(given), x.ndim)
+        values = (*x.shape[:axis], None, *x.shape[axis + 1 :])
     return [(x.dtype, values), *[(ir.DataType.INT64, (None,))] * 3][:outputs]
 
 

@@ -14,15 +14,15 @@ from intarsia.network.types import Shape
 from intarsia.network.value import TypedValue
 
 Made = list[tuple[ir.DataType, Shape]]
-Rule = Callable[[Sequence[TypedValue | None], Mapping[str, Any], int], Made]
+ShapeRule = Callable[[Sequence[TypedValue | None], Mapping[str, Any], int], Made]
 
-_RULES: dict[tuple[str, str], Rule] = {}
+_RULES: dict[tuple[str, str], ShapeRule] = {}
 
 
-def infers(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
+def infers(*op_types: str, domain: str = "") -> Callable[[ShapeRule], ShapeRule]:
     """Register the shape rule of operators; an opaque layer gets one the same way."""
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: ShapeRule) -> ShapeRule:
         for op_type in op_types:
             _RULES[domain, op_type] = rule
         return rule
@@ -64,3 +64,23 @@ def first(inputs: Sequence[TypedValue | None]) -> TypedValue:
     if tensor is None:
         raise NetworkError("the first input is missing")
     return tensor
+
+
+def second(inputs: Sequence[TypedValue | None]) -> TypedValue:
+    tensor = inputs[1] if len(inputs) > 1 else None
+    if tensor is None:
+        raise NetworkError("the second input is missing")
+    return tensor
+
+
+def optional(inputs: Sequence[TypedValue | None], place: int) -> TypedValue | None:
+    """An input that may be left out."""
+    return inputs[place] if len(inputs) > place else None
+
+
+def length(tensor: TypedValue, what: str) -> int:
+    """How many numbers a vector of sizes or axes holds; the rank of what follows depends on it."""
+    size = tensor.shape[0] if tensor.ndim == 1 else None
+    if not isinstance(size, int):
+        raise NetworkError(f"{what} should be a vector of known length, not {tensor!r}")
+    return size
