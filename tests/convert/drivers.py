@@ -6,8 +6,6 @@ import functools
 import hashlib
 import re
 
-import onnx_ir as ir
-
 from intarsia.engines import NetworkEngine, OnnxRuntime, OpenVINO, Program
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -25,7 +23,7 @@ def engine_of(name: str) -> NetworkEngine:
 
 def build(engine: str, net: Network) -> Program:
     """A program of the network, remembered by its content; EngineError if the engine refuses it."""
-    content = ir.serde.serialize_model(ir.Model(net.graph, ir_version=10)).SerializeToString()
+    content = net.to_onnx().SerializeToString()
     key = (engine, hashlib.sha256(content).hexdigest())
     if key not in _programs:
         if len(_programs) >= _KEPT:

@@ -22,6 +22,7 @@ from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.network.attributes import to_attr
 from intarsia.network.infer.registry import _RULES, infer
+from intarsia.network.serialize import to_proto
 from intarsia.network.types import OPSET, Shape
 
 Made = list[tuple[ir.DataType | None, Shape | None]]
@@ -184,3 +185,41 @@ def test_rules_agree_with_onnx(op_type: str, kind: str) -> None:
         compare(op_type, case)
 
     run()
+
+
+def test_padding_that_onnx_chooses() -> None:
+    window = {"kernel_shape": [7, 7], "strides": [2, 2], "auto_pad": "SAME_UPPER"}
+    case = Case([Operand((1, 1, 7, 7))], window)
+    assert we_say("MaxPool", case)[0][1] == onnx_says("MaxPool", case)[0][1] == (1, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "shapes", "attributes", "said"),
+    [
+        ("Gemm", [(2, 3), (4, 5)], {}, "3 against 4"),
+        ("Gemm", [(2, 3), (3, 5), (4,)], {}, "does not broadcast"),
+        ("Concat", [(2, 3), (2, 4)], {"axis": 0}, "dimension 1 of Concat: 3 against 4"),
+    ],
+)
+def test_verify_refuses_operands_that_do_not_fit(
+    op_type: str, shapes: list[Shape], attributes: dict[str, Any], said: str
+) -> None:
+    net = Network()
+    with net_guard(net):
+        inputs = [Tensor(f"i{n}", ir.DataType.FLOAT, shape) for n, shape in enumerate(shapes)]
+        with pytest.raises(NetworkError, match=said):
+            F.op(op_type, *inputs, **attributes)
+        layer = net.add_layer(op_type, inputs, attributes, outputs=[(ir.DataType.FLOAT, (2, 5))])
+        layer.get_outputs(0)[0].mark_output("y")
+    with pytest.raises(NetworkError, match=said):
+        net.verify()
+
+
+def test_the_file_format_knows_the_opset() -> None:
+    net = Network()
+    with net_guard(net):
+        F.relu(Tensor("x", ir.DataType.FLOAT, (2,))).mark_output("y")
+    proto = net.to_onnx()
+    onnx.checker.check_model(proto)
+    assert proto.ir_version >= helper.find_min_ir_version_for(list(proto.opset_import))
+    assert to_proto(net)[0].ir_version == proto.ir_version

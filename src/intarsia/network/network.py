@@ -18,7 +18,7 @@ from intarsia.network.edit.graph import EditableGraph
 from intarsia.network.edit.redirect import mark_output, replace_input, replace_value
 from intarsia.network.edit.remove import remove_node
 from intarsia.network.text import dot_text, graph_text, kind_of, layer_text
-from intarsia.network.types import OPSET, Dim, Shape
+from intarsia.network.types import OPSET, Dim, Shape, ir_version
 from intarsia.network.value import TypedValue
 from intarsia.network.verify import verify
 
@@ -290,7 +290,7 @@ class Network(EditableGraph):
 
     def to_onnx(self, path: str | os.PathLike[str] | None = None) -> Any:
         """The network as an `onnx.ModelProto`, saved to `path` if one is given."""
-        model = ir.Model(self.graph, ir_version=10, producer_name="intarsia")
+        model = ir.Model(self.graph, ir_version=ir_version(self.graph), producer_name="intarsia")
         if path is not None:
             ir.save(model, path)
         return ir.to_proto(model)

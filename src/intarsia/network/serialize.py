@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from onnx import helper
 
 from intarsia.network.network import Network
+from intarsia.network.types import ir_version
 
 INLINE_BYTES = 1024  # engines read shapes and axes while they build: those must be inside
 
 _serializing = threading.Lock()
 
 Weights = dict[str, ir.TensorProtocol]
-
-
-def ir_version(graph: ir.Graph) -> int:
-    """The least version of the file format that knows the opsets a graph uses."""
-    opsets = [helper.make_opsetid(domain, number) for domain, number in graph.opset_imports.items()]
-    return int(helper.find_min_ir_version_for(opsets, ignore_unknown=True))
 
 
 def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weights]:
@@ -72,13 +65,3 @@ def weights_as_inputs(proto: Any, weights: Weights) -> None:
         given.type.tensor_type.elem_type = int(array.dtype)
         for size in array.shape:
             given.type.tensor_type.shape.dim.add().dim_value = int(size)  # type: ignore[arg-type]
-
-
-def save(net: Network, path: str | Path) -> None:
-    """Write the network as `.onnx` (weights beside it, above 2 GB), for Netron or any ONNX reader."""
-    model = ir.Model(net.graph, ir_version=ir_version(net.graph), producer_name="intarsia")
-    total = sum(v.const_value.nbytes for v in net.graph.initializers.values() if v.const_value is not None)
-    if total < 2**31 - 2**20:
-        ir.save(model, path)
-    else:
-        ir.save(model, path, external_data=f"{Path(path).name}.data")

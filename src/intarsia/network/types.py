@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+from onnx import helper
 
 Dim = int | str | None  # a size, a symbol such as "s0" or "2*s0", or unknown
 Shape = tuple[Dim, ...]
@@ -22,3 +23,9 @@ def raw_shape(dims: Shape) -> ir.Shape:
         found = _shapes[dims] = ir.Shape(dims, frozen=True)
         known_dims[id(found)] = dims
     return found
+
+
+def ir_version(graph: ir.Graph) -> int:
+    """The least version of ONNX's file format that knows the opsets a graph uses."""
+    opsets = [helper.make_opsetid(domain, number) for domain, number in graph.opset_imports.items()]
+    return int(helper.find_min_ir_version_for(opsets, ignore_unknown=True))

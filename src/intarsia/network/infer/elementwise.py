@@ -93,9 +93,7 @@ def _rotary(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], 
 
 
 @infers("ReverseSequence")
-def _reverse_sequence(
-    inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
-) -> Made:
+def _reverse(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, lengths = first(inputs), second(inputs)
     shapes.require_rank(x, "what ReverseSequence turns", 2, 99)
     shapes.require_rank(lengths, "the lengths of ReverseSequence", 1)

@@ -23,9 +23,7 @@ def _gather(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], 
 
 
 @infers("GatherElements")
-def _gather_elements(
-    inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
-) -> Made:
+def _gather_each(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     x, indices = first(inputs), second(inputs)
     shapes.axis_of(int(attributes.get("axis", 0)), x.ndim)
     shapes.require_rank(indices, "the indices of GatherElements", x.ndim)
@@ -58,9 +56,7 @@ def _range(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], o
 
 
 @infers("ConstantOfShape")
-def _constant_of_shape(
-    inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
-) -> Made:
+def _filled(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Made:
     target, value = first(inputs), attributes.get("value")
     dtype = ir.DataType.FLOAT if value is None else value.dtype
     dims = known_ints(target)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
-from intarsia.network.types import OPSET
+from intarsia.network.types import OPSET, ir_version
 from intarsia.rewrite.equality import is_transparent
 from intarsia.rewrite.fusions.fusion import Fusion, given
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
@@ -181,7 +181,7 @@ def _evaluate(node: ir.Node) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]
     known = {
         str(v.name): x.numpy() for v, x in zip(inputs, arrays, strict=True) if v is not None and x is not None
     }
-    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    proto = ir.to_proto(ir.Model(graph, ir_version=ir_version(graph)))
     (result,) = ReferenceEvaluator(proto).run(None, known)
     return np.asarray(result)
 
