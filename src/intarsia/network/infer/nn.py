@@ -134,7 +134,10 @@ def _attention(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any
     for tensor in (q, k, v):
         if tensor.ndim != 4:
             raise NetworkError(f"Attention over {tensor.ndim} dimensions; heads must be split")
+    shapes.same(k.shape[2], v.shape[2], "keys and values of Attention")
+    shapes.same(q.shape[3], k.shape[3], "widths of Attention")
     keys, values = (_with_past(now, optional(inputs, 4 + i)) for i, now in enumerate((k, v)))
+    shapes.same(keys[2], values[2], "past keys and values of Attention")
     made: Made = [(q.dtype, (*q.shape[:3], v.shape[3])), (k.dtype, keys), (v.dtype, values)]
     made.append((q.dtype, (*q.shape[:3], keys[2])))
     return made[:outputs]
