@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.graph.randomness import draws as draws
 from intarsia.graph.source import module_path as module_path
 from intarsia.graph.source import modules as modules
 from intarsia.graph.source import source_line as source_line
-from intarsia.lower.purity import is_pure_operator
+from intarsia.lower.purity import is_pure, is_pure_operator
 
 _SYM_OPERATORS: frozenset[Any] = frozenset(
     {
@@ -111,7 +110,7 @@ def is_ordered(node: fx.Node) -> bool:
     """True for nodes whose mutual order shows: they draw random numbers or have side effects."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return draws(node) or not is_pure_operator(target)
+        return not is_pure(node)
     return node.op == "call_function" and not is_control_flow(node) and node.is_impure()
 
 
