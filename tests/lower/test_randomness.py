@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from intarsia.graph.nodes import is_ordered
-from intarsia.graph.randomness import draws
+from intarsia.lower.purity import draws
 
 aten = torch.ops.aten
 attention = aten.scaled_dot_product_attention.default
