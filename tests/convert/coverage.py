@@ -126,8 +126,8 @@ def _reference() -> Iterator[str]:
     for name, reason in REASONS.items():
         yield f"| `{name}` | {reason} |"
     yield ""
-    yield "Of core ATen (`torch.Tag.core`), leaving aside what is random, writes to its arguments or is a"
-    yield "gradient, these have none:"
+    yield "Of core ATen (`torch.Tag.core`), leaving aside what is random or writes to its arguments,"
+    yield "these have none:"
     yield ""
     yield "| operator | why |"
     yield "| --- | --- |"

@@ -49,9 +49,22 @@ REASONS = {
 
 # Core ATen operators without a converter.
 _MEMORY = "says how memory lies, which a tensor inside an engine does not have"
+_GRADIENT = "a gradient: only a training graph has it, and a compiled module gives none"
 CORE_REASONS = {
     "aten.sym_stride.int": _MEMORY,
     "aten.sym_storage_offset.default": _MEMORY,
+    **dict.fromkeys(
+        (
+            "aten._adaptive_avg_pool2d_backward.default",
+            "aten.avg_pool2d_backward.default",
+            "aten.convolution_backward.default",
+            "aten.embedding_dense_backward.default",
+            "aten.max_pool2d_with_indices_backward.default",
+            "aten.native_group_norm_backward.default",
+            "aten.native_layer_norm_backward.default",
+        ),
+        _GRADIENT,
+    ),
 }
 
 

@@ -153,17 +153,6 @@ def test_nan_comes_last(engine: str, right: bool) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("padding", [-1, 2])
-def test_gradient_of_an_embedding(engine: str, padding: int) -> None:
-    gradient, index = torch.randn(2, 5, 3), torch.randint(0, 4, (2, 5))
-
-    def function(gradient: Tensor, index: Tensor) -> Tensor:
-        return aten.embedding_dense_backward(gradient, index, 4, padding, False)
-
-    torch.testing.assert_close(answers(engine, function, gradient, index), function(gradient, index))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_open_length(engine: str, mode: str) -> None:
     table = torch.randn(6, 3)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tests.convert.equal import assert_equal
-from tests.convert.one_node import answers
+from tests.convert.one_node import answers, answers_of_both
 from torch.export import Dim
+
+from intarsia.errors import EngineError
 
 aten = torch.ops.aten
 G = torch.Generator().manual_seed(0)
@@ -43,3 +45,50 @@ def test_sums_at_any_size() -> None:
     assert_equal(
         lambda x: x.sum(1), *calls, dynamic=({1: Dim("n", min=0, max=64)},), engines=("onnxruntime",)
     )
+
+
+INT64 = [-(2**63), -(2**62) - 7, -(2**53) - 1, -(2**32), -(2**31) - 1, -(2**31), -(2**24), -5, -1, 0, 1, 7]
+INT64 += [2**24 + 1, 2**31 - 1, 2**31, 2**31 + 5, 2**32 - 1, 2**32, 3 * 2**31, 2**53 + 1, 2**62, 2**63 - 1]
+EDGES = torch.tensor(INT64)
+LEFT, RIGHT = (t.contiguous() for t in torch.meshgrid(EDGES, EDGES, indexing="ij"))
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.maximum.default, (RIGHT,)),
+        (aten.minimum.default, (RIGHT,)),
+        (aten.clamp.default, (-5, 2**40)),
+        (aten.clamp.Tensor, (RIGHT, None)),
+        (aten.relu.default, ()),
+        (aten.sign.default, ()),
+        (aten.amax.default, ([1],)),
+        (aten.amin.default, ([0],)),
+        (aten.max.default, ()),
+        (aten.hardtanh.default, (-1, 2**33)),
+    ],
+    ids=str,
+)
+def test_comparisons_see_all_64_bits(target: Any, args: tuple[Any, ...], engine: str) -> None:
+    if engine == "openvino" and any(isinstance(arg, int) and abs(arg) > 2**24 for arg in args):
+        with pytest.raises(EngineError, match="computes it rightly from"):
+            answers(target, LEFT, *args, engine=engine)
+        return
+    have, want = answers_of_both(target, LEFT, *args, engine=engine)
+    assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize(
+    "target", [aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor], ids=str
+)
+def test_the_least_integer_by_minus_one(target: Any, dtype: torch.dtype) -> None:
+    """A processor that divides them kills the process."""
+    limits = torch.iinfo(dtype)
+    sides = torch.tensor([limits.min, limits.min + 1, -7, -1, 0, 1, 7, limits.max], dtype=dtype)
+    a, b = (t.contiguous() for t in torch.meshgrid(sides, sides[sides != 0], indexing="ij"))
+    have, want = answers(target, a, b)
+    assert torch.equal(have, want)
+    have, want = answers(target, a, b.new_full((1,), -1))
+    assert torch.equal(have, want)

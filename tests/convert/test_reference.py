@@ -44,14 +44,8 @@ def core_operators() -> list[torch._ops.OpOverload]:
     return found
 
 
-# Backward operators are core, yet only a training graph has them, and engines run inference.
-NOT_INFERENCE = "_backward"
-
-
 @pytest.mark.parametrize("overload", core_operators(), ids=str)
 def test_core_aten_is_converted(overload: torch._ops.OpOverload) -> None:
-    if NOT_INFERENCE in str(overload):
-        pytest.skip("a backward operator")
     reason = CORE_REASONS.get(str(overload))
     spelled_out = overload in COMPLEX_DECOMPOSITIONS and overload not in registry
     assert overload in registry or overload in EVALUATORS or spelled_out or reason is not None

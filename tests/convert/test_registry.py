@@ -238,3 +238,30 @@ def test_registering_from_many_threads_loses_nothing() -> None:
     for thread in threads:
         thread.join()
     assert set(mine.converters(aten.relu.default)) == set(entries)
+
+
+@torch.library.custom_op("intarsia_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_custom_operator_is_named_by_the_object_that_torch_library_makes() -> None:
+    @converter(twice)
+    def double(ctx: Any, x: Tensor) -> Tensor:
+        return F.add(x, x)
+
+    assert key_of(twice) is torch.ops.intarsia_tests.twice.default
+    assert layers(lambda x: twice(x) + 1) == ["Add", "Add"]
+
+
+def test_a_custom_operator_without_an_overload_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(twice, "_opoverload", None)
+    with pytest.raises(ConversionError, match="name its overload"):
+        key_of(twice)

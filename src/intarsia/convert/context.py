@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -20,7 +19,6 @@ class ConversionContext:
     """The network under construction, the node at hand and what torch says it makes."""
 
     net: Network
-    settings: Mapping[str, Any] = field(default_factory=dict)
     node: fx.Node | None = None
     name: str = ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -11,7 +11,7 @@ from torch import fx
 
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.evaluators import EVALUATORS, evaluate
-from intarsia.convert.registry import Converter, registry
+from intarsia.convert.registry import registry
 from intarsia.errors import ConversionError, IntarsiaError
 from intarsia.graph.source import origin_of
 from intarsia.network import Dim, Network, Shape, Tensor, dtypes, net_guard
@@ -27,12 +27,10 @@ class NodeError(ConversionError):
         self.reason = reason
 
 
-def convert(
-    module: fx.GraphModule, name: str = "network", settings: Mapping[str, Any] | None = None
-) -> Network:
+def convert(module: fx.GraphModule, name: str = "network") -> Network:
     """The network that computes what a graph of core ATen does; NodeError names what it cannot take."""
     net = Network(name)
-    ctx = ConversionContext(net, settings or {})
+    ctx = ConversionContext(net)
     values: dict[fx.Node, Any] = {}
     with net_guard(net):
         for node in module.graph.nodes:
@@ -118,11 +116,6 @@ def _nothing(value: Any) -> Any:
     if 0 not in shape or not all(isinstance(dim, int) for dim in shape):
         return None
     return F.full([int(dim) for dim in shape], 0, value.dtype)  # type: ignore[arg-type]
-
-
-def accepting(node: fx.Node) -> Sequence[Converter]:
-    """The converters of a node that do not refuse it at once."""
-    return [c for c in registry.converters(node.target) if c.refuses(node) is None]
 
 
 def stamp(node: fx.Node, result: Any) -> Any:

@@ -179,7 +179,9 @@ def converter(
 
 
 def key_of(key: Any) -> Any:
-    """The target a key names: an overload, an unambiguous packet, or a Python function."""
+    """The target a key names: an overload, an unambiguous packet, a custom operator, or a Python function."""
+    if isinstance(key, torch.library.CustomOpDef):
+        return _overload_of(key)
     if not isinstance(key, torch._ops.OpOverloadPacket):
         if not callable(key):
             raise ConversionError(f"{key!r} is not an operator")
@@ -191,6 +193,14 @@ def key_of(key: Any) -> Any:
         choices = ", ".join(plain)
         raise ConversionError(f"{key} has several overloads ({choices}); name the one you convert")
     return getattr(key, plain[0])
+
+
+def _overload_of(custom: torch.library.CustomOpDef) -> Any:
+    """The one overload of what `torch.library.custom_op` makes; torch has no public name for it."""
+    found = getattr(custom, "_opoverload", None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise ConversionError(f"{custom!r} is known to torch.ops only; name its overload there")
+    return found
 
 
 def _is_scripting_only(overload: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from intarsia.convert.aten import kernels
 from intarsia.convert.aten.unary import softplus
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, number, promoted, promoted_wide
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 def relu(ctx: ConversionContext, self: Tensor) -> Tensor:
     if self.dtype in dtypes.INTEGERS:
         (x,) = promoted(ctx, self)
-        return narrowed(ctx, F.clip(x, 0))
+        return narrowed(ctx, kernels.clip(x, 0, None))
     return narrowed(ctx, F.relu(*promoted(ctx, self)))
 
 
@@ -34,7 +35,7 @@ def relu6(ctx: ConversionContext, self: Tensor) -> Tensor:
 @converter(aten.hardtanh.default)
 def hardtanh(ctx: ConversionContext, self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Tensor:
     (x,) = promoted(ctx, self)
-    return narrowed(ctx, F.clip(x, number(ctx, min_val, x.dtype), number(ctx, max_val, x.dtype)))
+    return narrowed(ctx, kernels.clip(x, number(ctx, min_val, x.dtype), number(ctx, max_val, x.dtype)))
 
 
 @converter(aten.gelu.default)

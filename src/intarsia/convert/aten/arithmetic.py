@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten import kernels
 from intarsia.convert.aten.unary import is_negative, softplus
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide
@@ -104,11 +105,11 @@ def fmin(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 
 
 def larger(ctx: ConversionContext, a: Tensor, b: Tensor) -> Tensor:
-    return F.logical_or(a, b) if ctx.dtype == BOOL else narrowed(ctx, F.maximum(a, b))
+    return F.logical_or(a, b) if ctx.dtype == BOOL else narrowed(ctx, kernels.maximum(a, b))
 
 
 def smaller(ctx: ConversionContext, a: Tensor, b: Tensor) -> Tensor:
-    return F.logical_and(a, b) if ctx.dtype == BOOL else narrowed(ctx, F.minimum(a, b))
+    return F.logical_and(a, b) if ctx.dtype == BOOL else narrowed(ctx, kernels.minimum(a, b))
 
 
 def _without_nan(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

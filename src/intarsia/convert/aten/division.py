@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.demands import zero_unless
 from intarsia.convert.aten.unary import trunc
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide
@@ -50,7 +51,7 @@ def trunc_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     if a.dtype in dtypes.FLOATS:
         quotient = narrowed(ctx, F.div(a, b))  # torch rounds to a half before it cuts
         return narrowed(ctx, trunc(F.cast(quotient, a.dtype)))
-    return narrowed(ctx, F.div(a, divisor(b)))
+    return narrowed(ctx, quotient_of_ints(a, b))
 
 
 @converter(prims.div.default)
@@ -102,16 +103,27 @@ def _opposed(rest: Tensor, b: Tensor) -> Tensor:
 
 def floor_of_ints(a: Tensor, b: Tensor) -> Tensor:
     """Integers divided towards minus infinity; ONNX divides towards zero."""
-    quotient = F.div(a, divisor(b))
+    quotient = quotient_of_ints(a, b)
     rest = F.sub(a, F.mul(quotient, b))
     return F.sub(quotient, F.cast(_opposed(rest, b), a.dtype))
 
 
+def quotient_of_ints(a: Tensor, b: Tensor) -> Tensor:
+    """Integers divided towards zero; the least of them by -1 would kill the process."""
+    quotient = F.div(a, divisor(b))
+    if b.constant is not None and not np.any(b.constant == -1):
+        return quotient
+    return F.where(F.equal(b, -1), F.neg(a), quotient)
+
+
 def divisor(b: Tensor) -> Tensor:
-    """An integer divisor; a constant zero is refused, for torch raises there."""
-    known = b.constant
-    if known is not None and not np.all(known):
-        raise ConversionError("an integer division by zero is not handled")
+    """What integers may be divided by, 1 in place of -1; zero is refused, for torch raises there."""
     if b.dtype == ir.DataType.BOOL:
         raise ConversionError("a division of booleans is not handled")
-    return b
+    known = b.constant
+    if known is None:
+        safe = F.where(F.logical_or(F.equal(b, 0), F.equal(b, -1)), F.constant(1, b.dtype), b)
+        return F.add(safe, F.cast(zero_unless(F.equal(b, 0)), b.dtype))
+    if not np.all(known):
+        raise ConversionError("an integer division by zero is not handled")
+    return F.constant(np.where(known == -1, 1, known).astype(known.dtype)) if np.any(known == -1) else b

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
+from intarsia.convert.aten.demands import from_the_front
 from intarsia.convert.aten.expand import expanded
 from intarsia.convert.aten.precision import used
 from intarsia.convert.aten.scatter import neutral_element, reduced
@@ -91,6 +92,7 @@ def _bags(
         if used(ctx.node, output):
             raise ConversionError(f"result {output} of embedding_bag, meant for gradients, is not handled")
     wide = kernels.accumulator(weight.dtype)
+    indices = from_the_front(indices, size(weight, 0))
     rows = F.cast(F.gather(weight, indices, 0), wide)
     if weights is not None:
         rows = F.mul(rows, F.unsqueeze(F.cast(weights, wide), [1]))
@@ -98,7 +100,7 @@ def _bags(
     count: Size = size(offsets, 0)
     if padding is not None:
         # What pads goes to a bag behind the last one.
-        pads = F.equal(F.cast(indices, D.INT64), F.constant(padding, D.INT64))
+        pads = F.equal(indices, F.constant(padding, D.INT64))
         bag = F.where(pads, F.constant(count) if isinstance(count, int) else count, bag)
     made = _reduced(rows, bag, count, _REDUCE[mode])
     return (

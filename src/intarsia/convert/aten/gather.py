@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.demands import from_the_front
 from intarsia.convert.aten.expand import broadcast
 from intarsia.convert.aten.indexing import wrapped
 from intarsia.convert.aten.sizes import Size, reshape, result_shape, size, sizes, wrap
@@ -30,19 +30,21 @@ def cropped(x: Tensor, like: Tensor, but: int | None = None) -> Tensor:
 def gather(
     ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False
 ) -> Tensor:
-    index = F.cast(index, ir.DataType.INT64)
+    axis = wrap(dim, self.ndim)
+    index = from_the_front(index, size(self, axis) if self.ndim else 1)
     if self.ndim == 0 or index.ndim != self.ndim:  # one element, or no index at all
         flat = F.gather(F.reshape(self, [-1]), F.reshape(index, [-1]), 0)
         return reshape(flat, sizes(index), result_shape(ctx))
-    axis = wrap(dim, self.ndim)
     return F.gather_elements(cropped(self, index, but=axis), index, axis)
 
 
 @converter(aten.index_select.default)
 def index_select(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor) -> Tensor:
+    axis = wrap(dim, self.ndim)
+    index = F.reshape(index, [-1]) if index.ndim == 0 else index
     if self.ndim == 0:  # every index is 0
-        return F.reshape(F.gather(F.reshape(self, [1]), F.reshape(index, [-1]), 0), [])
-    return F.gather(self, F.reshape(index, [-1]) if index.ndim == 0 else index, wrap(dim, self.ndim))
+        return F.reshape(F.gather(F.reshape(self, [1]), from_the_front(index, 1), 0), [])
+    return F.gather(self, from_the_front(index, size(self, axis)), axis)
 
 
 @converter(aten.take.default)
@@ -55,10 +57,13 @@ def take(ctx: ConversionContext, self: Tensor, index: Tensor) -> Tensor:
 
 @converter(aten.take_along_dim.default)
 def take_along_dim(ctx: ConversionContext, self: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-    index = F.cast(indices, ir.DataType.INT64)
     if dim is None:
-        return F.gather(F.reshape(self, [-1]), F.reshape(index, [-1]), 0)
+        extent: Size = 1
+        for one in sizes(self):
+            extent = extent * one
+        return F.gather(F.reshape(self, [-1]), from_the_front(F.reshape(indices, [-1]), extent), 0)
     axis = wrap(dim, self.ndim)
+    index = from_the_front(indices, size(self, axis))
     # All dimensions but the one looked along broadcast.
     x = broadcast([self, _one(index, axis)], _but(axis, self, index))[0]
     places = broadcast([index, _one(self, axis)], _but(axis, index, self))[0]
@@ -85,4 +90,4 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     # The last three concern gradients alone.
-    return F.gather(weight, indices, 0)
+    return F.gather(weight, from_the_front(indices, size(weight, 0)), 0)

@@ -49,6 +49,33 @@ def nonzero(x: Tensor) -> Tensor:
     return F.nonzero(x if x.dtype == D.BOOL else F.cast(x, D.BOOL))
 
 
+# ONNX Runtime's largest, smallest and sign of 64-bit integers go by their lower halves on some processors.
+_LONG = frozenset({D.INT64, D.UINT64})
+
+
+def maximum(a: Tensor, b: Tensor) -> Tensor:
+    return F.where(F.less(a, b), b, a) if a.dtype in _LONG else F.maximum(a, b)
+
+
+def minimum(a: Tensor, b: Tensor) -> Tensor:
+    return F.where(F.less(b, a), b, a) if a.dtype in _LONG else F.minimum(a, b)
+
+
+def clip(x: Tensor, low: Operand | None, high: Operand | None) -> Tensor:
+    if x.dtype not in _LONG:
+        return F.clip(x, low, high)
+    for bound, choose in ((low, maximum), (high, minimum)):
+        if bound is not None:
+            x = choose(x, bound if isinstance(bound, Tensor) else F.constant(bound, x.dtype))
+    return x
+
+
+def sign(x: Tensor) -> Tensor:
+    if x.dtype not in _LONG:
+        return F.sign(x)
+    return F.sub(F.cast(F.less(0, x), x.dtype), F.cast(F.less(x, 0), x.dtype))
+
+
 def accumulator(dtype: ir.DataType) -> ir.DataType:
     """The dtype to add up elements of `dtype` in; bool counts as numbers and is cast back at the end."""
     return D.INT32 if dtype == D.BOOL else _ACCUMULATE.get(dtype, dtype)

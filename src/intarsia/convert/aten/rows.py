@@ -6,10 +6,11 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
+from intarsia.convert.aten.demands import from_the_front
 from intarsia.convert.aten.expand import expanded
 from intarsia.convert.aten.indexing import wrapped
 from intarsia.convert.aten.scatter import reduced
-from intarsia.convert.aten.sizes import Size, int64, size, sizes, wrap
+from intarsia.convert.aten.sizes import Size, size, sizes, wrap
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -27,28 +28,6 @@ def index_add(
     wide = kernels.accumulator(self.dtype)
     scaled = source if alpha == 1 else F.mul(F.cast(source, wide), F.constant(alpha, wide))
     return _rows(F.cast(self, wide), dim, index, F.cast(scaled, wide), "sum", dtype=self.dtype)
-
-
-@converter(aten.embedding_dense_backward.default)
-def embedding_dense_backward(
-    ctx: ConversionContext,
-    grad_output: Tensor,
-    indices: Tensor,
-    num_weights: Size,
-    padding_idx: Size,
-    scale_grad_by_freq: bool,
-) -> Tensor:
-    if scale_grad_by_freq:
-        raise ConversionError("scale_grad_by_freq=True is not handled")
-    width = size(grad_output, grad_output.ndim - 1)
-    wide = kernels.accumulator(grad_output.dtype)
-    rows = F.cast(F.reshape(grad_output, [-1, width]), wide)
-    line = F.reshape(F.cast(indices, D.INT64), [-1])
-    pads = F.unsqueeze(F.equal(line, int64(padding_idx)), [1])
-    base = F.full([num_weights, width], 0, wide)
-    rows = F.where(pads, F.constant(0, wide), rows)
-    # The padding index may be -1 for none, yet a real index never is.
-    return _rows(base, 0, line, rows, "sum", dtype=grad_output.dtype)
 
 
 @converter(aten.index_copy.default)
@@ -91,7 +70,7 @@ def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
     axis = wrap(dim, x.ndim)
     wanted: list[Size] = [size(line, 0) if i == axis else size(x, i) for i in range(x.ndim)]
     known = tuple(line.shape[0] if i == axis else d for i, d in enumerate(x.shape))
-    return _rows(x, dim, line, expanded(value, wanted, known), None)
+    return _rows(x, dim, line, expanded(value, wanted, known), None, counts_back=True)
 
 
 def _rows(
@@ -102,18 +81,29 @@ def _rows(
     reduce: str | None,
     include_self: bool = True,
     dtype: ir.DataType | None = None,
+    counts_back: bool = False,
 ) -> Tensor:
-    """`x` with slices of `source` written or reduced at the numbers of a vector."""
+    """`x` with slices of `source` written or reduced at the numbers of a vector.
+
+    Negative numbers count from the end where torch reads them so (`counts_back`), elsewhere it refuses them.
+    """
     wanted = x.dtype if dtype is None else dtype
     if x.ndim == 0:
         flat = _rows(
-            F.reshape(x, [1]), 0, F.reshape(index, [-1]), F.reshape(source, [-1]), reduce, include_self
+            F.reshape(x, [1]),
+            0,
+            F.reshape(index, [-1]),
+            F.reshape(source, [-1]),
+            reduce,
+            include_self,
+            counts_back=counts_back,
         )
         return F.cast(F.reshape(flat, []), wanted)
     axis = wrap(dim, x.ndim)
     if 0 in source.shape:
         return F.cast(x, wanted)
     source = F.unsqueeze(source, list(range(x.ndim))) if source.ndim == 0 else source
-    line = F.reshape(wrapped(index, size(x, axis)), [-1 if i == axis else 1 for i in range(x.ndim)])
+    read = wrapped if counts_back else from_the_front
+    line = F.reshape(read(index, size(x, axis)), [-1 if i == axis else 1 for i in range(x.ndim)])
     places = expanded(line, sizes(source), source.shape)
     return F.cast(reduced(x, places, source, axis, reduce, include_self), wanted)

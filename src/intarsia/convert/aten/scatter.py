@@ -9,9 +9,10 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
+from intarsia.convert.aten.demands import from_the_front
 from intarsia.convert.aten.expand import expanded
 from intarsia.convert.aten.gather import cropped
-from intarsia.convert.aten.sizes import reshape, result_shape, sizes, wrap
+from intarsia.convert.aten.sizes import reshape, result_shape, size, sizes, wrap
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -82,7 +83,7 @@ def _written(
     if x.ndim == 0 or index.ndim == 0:
         x, index, source = (F.reshape(t, [-1]) for t in (x, index, source))
     axis = wrap(dim, x.ndim)
-    index = F.cast(index, D.INT64)
+    index = from_the_front(index, size(x, axis))
     source = expanded(source, sizes(index), index.shape) if source.ndim == 0 else cropped(source, index)
     made = reduced(x, index, source, axis, reduce, include_self)
     return reshape(made, [], ()) if result_shape(ctx) == () else made

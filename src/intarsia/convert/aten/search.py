@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.demands import zero_unless
 from intarsia.convert.aten.sizes import arange, int64, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -125,4 +126,6 @@ def _isin(ctx: ConversionContext, elements: Any, among: Any, invert: bool) -> Te
 def one_hot(ctx: ConversionContext, self: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:
         raise ConversionError(f"num_classes={num_classes}, to be read from the data, is not handled")
-    return F.cast(F.equal(F.unsqueeze(self, [self.ndim]), arange(num_classes)), D.INT64)
+    outside = F.logical_or(F.less(self, 0), F.less(num_classes - 1, self))
+    classes = F.add(arange(num_classes), zero_unless(outside))
+    return F.cast(F.equal(F.unsqueeze(self, [self.ndim]), classes), D.INT64)

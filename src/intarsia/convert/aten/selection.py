@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten import kernels
 from intarsia.convert.aten.arithmetic import larger, smaller
 from intarsia.convert.aten.comparison import truth
 from intarsia.convert.context import ConversionContext
@@ -33,7 +34,7 @@ def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None
     endless = math.inf if x.dtype in dtypes.FLOATS else None
     low = _bound(ctx, -math.inf if min is None and endless else min, x)
     high = _bound(ctx, endless if max is None else max, x)
-    return narrowed(ctx, F.clip(x, low, high))
+    return narrowed(ctx, kernels.clip(x, low, high))
 
 
 def _bound(ctx: ConversionContext, value: Any, x: Tensor) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten import kernels
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
@@ -153,7 +154,7 @@ def sign(ctx: ConversionContext, self: Tensor) -> Tensor:
     if self.dtype == ir.DataType.BOOL:
         return self
     if self.dtype not in dtypes.FLOATS:
-        return F.sign(self)
+        return kernels.sign(self)
     (x,) = promoted(ctx, self)
     return narrowed(ctx, F.where(F.isnan(x), 0.0, F.sign(x)))  # torch gives a NaN no sign
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 import torch.utils.dlpack
 
-from intarsia.engines.base import Program
+from intarsia.engines.base import GuardedProgram, Program
 from intarsia.network import Network, dtypes
 
 _NUMPY = (dtypes.FLOATS - {ir.DataType.BFLOAT16}) | dtypes.INTEGERS | {ir.DataType.BOOL}
@@ -23,7 +23,7 @@ def session_program(net: Network, session: Any, weights: object, device: str) ->
     return kind(net, session, weights, device)
 
 
-class ArraySession:
+class ArraySession(GuardedProgram):
     """On the CPU: inputs are arrays over torch's memory, results tensors over memory fresh from ONNX Runtime.
 
     Its arena hands memory out again without faulting the pages in, which binding to fresh torch tensors
@@ -34,6 +34,7 @@ class ArraySession:
         self._session = session
         # The session's own `run` checks names that cannot be wrong here, at a price a small model feels.
         self._run = _bare_run(session)
+        self._refusal = refusal()
         self._weights = weights
         self._names = [t.name for t in net.get_inputs()]
         self._dtypes = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
@@ -44,7 +45,10 @@ class ArraySession:
             feed = {name: tensor.numpy() for name, tensor in zip(self._names, tensors)}  # noqa: B905
         except (AttributeError, RuntimeError):  # a size, or a tensor that asks for gradients
             feed = dict(zip(self._names, map(_array, tensors, self._dtypes), strict=True))
-        made = self._run(self._outputs, feed, None)
+        try:
+            made = self._run(self._outputs, feed, None)
+        except self._refusal as error:  # an index out of range, which torch may refuse in its own words
+            return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
         return (torch.from_numpy(made[0]),) if len(made) == 1 else tuple(map(torch.from_numpy, made))
 
     def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
@@ -64,6 +68,13 @@ class ArraySession:
             )
         (name,) = names
         return lambda tensor: array(run(outputs, {name: tensor.numpy()}, None)[0])
+
+
+def refusal() -> tuple[type[Exception], ...]:
+    """What a session raises at values it does not take."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    return state.InvalidArgument, state.Fail
 
 
 def _bare_run(session: Any) -> Any:

@@ -184,7 +184,13 @@ class _Planner:
         if layer.kind in _UNSAFE:
             self.guards.held[layer.get_outputs(0)[0].name] = guard
         if len(sizes) == len(known) == 1:
-            self.require(layer, indices, _indices(known[0]))
+            source = _never_negative(indices)
+            if source is None:
+                self.require(layer, indices, _indices(known[0]))
+            else:
+                inside = Interval(0, known[0] - 1)
+                self.require(layer, source, inside)
+                self.known[indices.value] = inside
             return
         self.guards.others.append(guard)
         if known and len(known) == len(sizes):
@@ -260,6 +266,20 @@ def _roomy(allowed: Interval) -> Interval:
     if allowed.high == 2**31 - 1:
         return Interval(-(2**30), 2**30)
     return Interval(-(2**22), 2**22) if allowed.high == 2**24 else allowed
+
+
+def _never_negative(indices: Tensor) -> Tensor | None:
+    """The indices of which negative ones are put out of range, where these are such."""
+    choice = indices.get_parent()
+    if choice is None or choice.kind != "Where":
+        return None
+    condition, _, source = choice.get_inputs()
+    below = None if condition is None else condition.get_parent()
+    if source is None or below is None or below.kind != "Less":
+        return None
+    compared, zero = below.get_inputs()
+    is_zero = zero is not None and zero.constant is not None and not zero.constant.any()
+    return source if compared == source and is_zero else None
 
 
 def _indices(size: int) -> Interval:

@@ -1,0 +1,81 @@
+"""Values that torch refuses are refused: an index below zero or beyond the end, a zero to divide by."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as TF
+from tests.convert import drivers
+from torch import nn
+
+import intarsia
+
+TABLE = torch.randn(4, 3)
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "embedding": (lambda i: TF.embedding(i, TABLE), lambda i: torch.tensor([0, i])),
+    "embedding_bag": (lambda i: TF.embedding_bag(i, TABLE), lambda i: torch.tensor([[0, i]])),
+    "index_select": (lambda i: TABLE.index_select(0, i), lambda i: torch.tensor([0, i])),
+    "gather": (lambda i: TABLE.gather(0, i), lambda i: torch.tensor([[0, i, 1]])),
+    "scatter": (lambda i: TABLE.scatter(0, i, 2.0), lambda i: torch.tensor([[0, i, 1]])),
+    "scatter_add": (lambda i: TABLE.scatter_add(0, i, TABLE[:1]), lambda i: torch.tensor([[0, i, 1]])),
+    "index_add": (lambda i: TABLE.index_add(0, i, TABLE[:2]), lambda i: torch.tensor([0, i])),
+    "index_copy": (lambda i: TABLE.index_copy(0, i, TABLE[:2]), lambda i: torch.tensor([0, i])),
+    "index": (lambda i: TABLE[i], lambda i: torch.tensor([0, i if i >= 0 else i - 4])),
+    "nll_loss": (lambda i: TF.nll_loss(TABLE.T, i), lambda i: torch.tensor([0, i, 1])),
+    "cross_entropy": (lambda i: TF.cross_entropy(TABLE.T, i), lambda i: torch.tensor([0, i, 1])),
+    "one_hot": (lambda i: TF.one_hot(i, 4), lambda i: torch.tensor([0, i])),
+    "divide": (lambda i: 7 // (i + 1), lambda i: torch.tensor([0, -1 if i in (-1, 4) else i])),
+    "remainder": (lambda i: 7 % (i + 1), lambda i: torch.tensor([0, -1 if i in (-1, 4) else i])),
+}
+# Losses are lowered to a gather, which has words of its own.
+DECOMPOSED = {"nll_loss", "cross_entropy"}
+
+
+class Function(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("name", CALLS)
+def test_what_torch_refuses_raises_as_in_torch(name: str, engine: str) -> None:
+    function, given = CALLS[name]
+    compiled = intarsia.compile(Function(function), (given(1),), engines=[engine], min_block_size=1)
+    torch.testing.assert_close(compiled(given(2)), function(given(2)))
+    for index in (-1, 4):
+        with pytest.raises((IndexError, RuntimeError)) as eager:
+            function(given(index))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises((IndexError, RuntimeError)) as ours:
+                compiled(given(index))
+        same = str(ours.value).splitlines()[0] == str(eager.value).splitlines()[0]
+        assert same or name in DECOMPOSED
+    torch.testing.assert_close(compiled(given(3)), function(given(3)))
+
+
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.filterwarnings("ignore:PyTorch runs this call")
+@pytest.mark.parametrize(
+    ("function", "index"),
+    [
+        (lambda i: TABLE.index_fill(0, i, 0.0), torch.tensor([0, -1])),
+        (lambda i: TABLE.take_along_dim(i, 0), torch.tensor([[0, -1, 5]])),
+    ],
+    ids=["index_fill", "take_along_dim"],
+)
+def test_an_index_that_torch_counts_from_the_end_is_answered(
+    function: Callable[..., Any], index: torch.Tensor, engine: str
+) -> None:
+    compiled = intarsia.compile(Function(function), (index.clamp(0, 3),), engines=[engine], min_block_size=1)
+    assert torch.equal(compiled(index), function(index))
