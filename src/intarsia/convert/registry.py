@@ -180,7 +180,7 @@ def converter(
 
 def key_of(key: Any) -> Any:
     """The target a key names: an overload, an unambiguous packet, a custom operator, or a Python function."""
-    if isinstance(key, torch.library.CustomOpDef):
+    if isinstance(key, torch.library.CustomOpDef):  # type: ignore[attr-defined]
         return _overload_of(key)
     if not isinstance(key, torch._ops.OpOverloadPacket):
         if not callable(key):
@@ -195,7 +195,7 @@ def key_of(key: Any) -> Any:
     return getattr(key, plain[0])
 
 
-def _overload_of(custom: torch.library.CustomOpDef) -> Any:
+def _overload_of(custom: Any) -> Any:
     """The one overload of what `torch.library.custom_op` makes; torch has no public name for it."""
     found = getattr(custom, "_opoverload", None)
     if not isinstance(found, torch._ops.OpOverload):
