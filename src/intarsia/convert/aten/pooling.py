@@ -15,7 +15,6 @@ from intarsia.convert.aten.reduce import holds_somewhere
 from intarsia.convert.aten.windows import per_axis, spatial_sizes
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
-from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
@@ -59,13 +58,7 @@ def _max_pool(
     made = F.max_pool(
         x, kernel, strides=strides, pads=padded + ends, dilations=dilations, with_indices=indices
     )
-    # Kernels pass over NaN, torch takes the last one: it is found by a second pooling, of where NaN stand.
-    nans = F.isnan(x)
-    marks = F.where(nans, _counts(x, rank) if indices else F.constant(1.0, ir.DataType.FLOAT), 0.0)
-    last = F.max_pool(marks, kernel, strides=strides, pads=padded + ends, dilations=dilations)[0]
-    has_nan = F.greater(last, 0.0)
-    values = F.where(has_nan, F.constant(math.nan, x.dtype), made[0])
-    values = F.cast(_unbatched(values, self, rank), self.dtype)
+    values = F.cast(_unbatched(made[0], self, rank), self.dtype)
     if not indices:
         return values, None
     # ONNX counts through the whole tensor, torch through each plane.
@@ -73,23 +66,7 @@ def _max_pool(
     for axis in range(2, 2 + rank):
         known = x.shape[axis]
         plane = plane * (known if isinstance(known, int) else F.size(x, axis))
-    places = F.where(has_nan, F.cast(last, ir.DataType.INT64) - 1, F.mod(made[1], plane))
-    return values, _unbatched(places, self, rank)
-
-
-def _counts(x: Tensor, rank: int) -> Tensor:
-    """The places of a plane counted from one, as floats, which hold them exactly up to 2**24."""
-    sizes = x.shape[2:]
-    known = [size for size in sizes if isinstance(size, int)]
-    if math.prod(known) > 2**24:
-        raise ConversionError(f"places in planes of {math.prod(known)} elements are not handled")
-    if len(known) == rank:
-        return F.constant(np.arange(1, math.prod(known) + 1, dtype=np.float32).reshape(known))
-    plane = [size if isinstance(size, int) else F.size(x, 2 + axis) for axis, size in enumerate(sizes)]
-    end: Any = 1
-    for size in plane:
-        end = end * size
-    return F.reshape(F.arange(1, end + 1, 1, ir.DataType.FLOAT), plane)
+    return values, _unbatched(F.mod(made[1], plane), self, rank)
 
 
 def _max_by_windows(

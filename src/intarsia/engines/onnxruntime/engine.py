@@ -11,6 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.engines.base import NetworkEngine, Program
+from intarsia.engines.guards.kinds import Guards
+from intarsia.engines.guards.planner import plan_guards
+from intarsia.engines.onnxruntime.checks import Checks, add_checks
+from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
 from intarsia.engines.onnxruntime.session import session_program
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
@@ -24,6 +28,9 @@ _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 class OnnxRuntime(NetworkEngine):
     """Options: `threads` (torch's count by default), `spinning` threads, `prepack` weights, `device`.
 
+    With `guards` a program watches for values that ONNX Runtime would treat unlike PyTorch (NaN, infinities
+    and huge places where kernels mind them) and leaves such a call to PyTorch; without, it trusts them.
+
     >>> from intarsia.engines import OnnxRuntime
     >>> OnnxRuntime(threads=1).name
     'onnxruntime'
@@ -34,6 +41,7 @@ class OnnxRuntime(NetworkEngine):
     prepack: bool = True  # faster products, for one packed copy of each weight
     device: str = "cpu"
     options: Mapping[str, str] = field(default_factory=dict)  # session configuration entries
+    guards: bool = True
     name: ClassVar[str] = "onnxruntime"
 
     def runs_on(self, device: str) -> bool:
@@ -58,11 +66,12 @@ class OnnxRuntime(NetworkEngine):
 
     def build(self, net: Network) -> Program:
         try:
-            return session_program(net, *self._session(net, optimize=True), self.device)
+            session, weights, checks = self._session(net, optimize=True)
+            return session_program(net, session, weights, self.device, checks)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
 
-    def _session(self, net: Network, optimize: bool) -> tuple[Any, object]:
+    def _session(self, net: Network, optimize: bool) -> tuple[Any, object, Checks]:
         ort = _import()
         options = ort.SessionOptions()
         options.log_severity_level = 4
@@ -75,6 +84,8 @@ class OnnxRuntime(NetworkEngine):
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         model, weights = to_proto(net)
+        guards = plan_guards(net, OnnxRuntimeLimits()) if optimize and self.guards else Guards()
+        checks = add_checks(net, model, guards, look_at_inputs=self.device == "cpu")
         shared = {name: _ort_value(ort, array) for name, array in weights.items()}
         if shared:
             options.add_external_initializers(list(shared), [value for value, _ in shared.values()])
@@ -86,7 +97,7 @@ class OnnxRuntime(NetworkEngine):
         session = ort.InferenceSession(
             model.SerializeToString(), options, providers=[_PROVIDERS[self.device]]
         )
-        return session, shared
+        return session, shared, checks
 
 
 _PACKING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})

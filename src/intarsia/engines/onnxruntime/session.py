@@ -11,54 +11,99 @@ import torch
 import torch.utils.dlpack
 
 from intarsia.engines.base import GuardedProgram, Program
+from intarsia.engines.guards.inputs import input_check, told_of
+from intarsia.engines.onnxruntime.checks import OUTPUT, Checks
 from intarsia.network import Network, dtypes
 
 _NUMPY = (dtypes.FLOATS - {ir.DataType.BFLOAT16}) | dtypes.INTEGERS | {ir.DataType.BOOL}
 
 
-def session_program(net: Network, session: Any, weights: object, device: str) -> Program:
+def session_program(net: Network, session: Any, weights: object, device: str, checks: Checks) -> Program:
     """The program of a session; `weights` are kept alive, since the session reads them where they lie."""
     types = [tensor.dtype for tensor in (*net.get_inputs(), *net.get_outputs())]
     kind = ArraySession if device == "cpu" and all(dtype in _NUMPY for dtype in types) else BoundSession
-    return kind(net, session, weights, device)
+    return kind(net, session, weights, device, checks)
 
 
-class ArraySession(GuardedProgram):
+class _Session(GuardedProgram):
+    """What every session keeps: its weights, the names of its inputs, and what must hold of values."""
+
+    def __init__(self, net: Network, session: Any, weights: object, device: str, checks: Checks) -> None:
+        self._session = session
+        self._weights = weights
+        self._device = device
+        self._names = [t.name for t in net.get_inputs()]
+        self._dtypes = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
+        self._refusal = refusal()
+        self._made, self._most = checks.made, checks.most
+        self._given = [
+            (place, [(guard, input_check(guard)) for guard in checks.given[name]])
+            for place, name in enumerate(self._names)
+            if name in checks.given
+        ]
+
+    @property
+    def guards(self) -> list[str]:
+        """What must hold for the engine to answer, in words."""
+        return [str(g) for _, checks in self._given for g, _ in checks] + [str(g) for g in self._made]
+
+    def _broken_input(self, array_at: Callable[[int], Any], tensors: Sequence[Any]) -> str | None:
+        for place, checks in self._given:
+            for guard, holds in checks:
+                if not holds(array_at(place)):
+                    return told_of([guard], self._names, tensors)
+        return None
+
+    def _broken(self, numbers: Any, tensors: Sequence[Any]) -> str | None:
+        held = numbers <= self._most
+        if held.all():
+            return None
+        broken = [guard for guard, fine in zip(self._made, held, strict=True) if not fine]
+        return told_of(broken, self._names, tensors)
+
+
+class ArraySession(_Session):
     """On the CPU: inputs are arrays over torch's memory, results tensors over memory fresh from ONNX Runtime.
 
     Its arena hands memory out again without faulting the pages in, which binding to fresh torch tensors
     pays for at every call.
     """
 
-    def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
-        self._session = session
+    def __init__(self, net: Network, session: Any, weights: object, device: str, checks: Checks) -> None:
+        super().__init__(net, session, weights, device, checks)
         # The session's own `run` checks names that cannot be wrong here, at a price a small model feels.
         self._run = _bare_run(session)
-        self._refusal = refusal()
-        self._weights = weights
-        self._names = [t.name for t in net.get_inputs()]
-        self._dtypes = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
-        self._outputs = [t.name for t in net.get_outputs()]
+        self._outputs = [t.name for t in net.get_outputs()] + [OUTPUT] * bool(checks.made)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         try:
             feed = {name: tensor.numpy() for name, tensor in zip(self._names, tensors)}  # noqa: B905
         except (AttributeError, RuntimeError):  # a size, or a tensor that asks for gradients
             feed = dict(zip(self._names, map(_array, tensors, self._dtypes), strict=True))
+        if self._given:
+            broken = self._broken_input(list(feed.values()).__getitem__, tensors)
+            if broken is not None:
+                return self._left(tensors, broken)
         try:
             made = self._run(self._outputs, feed, None)
         except self._refusal as error:  # an index out of range, which torch may refuse in its own words
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
+        if self._made:
+            broken = self._broken(made.pop(), tensors)
+            if broken is not None:
+                return self._left(tensors, broken)
         return (torch.from_numpy(made[0]),) if len(made) == 1 else tuple(map(torch.from_numpy, made))
 
     def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
         """The call of one result, for plain tensors of just these shapes; it raises at any others.
 
         Nothing is looked at before the run: `numpy()` refuses other devices and gradients, and the session
-        other dtypes and shapes. None where the session would take other shapes, or makes several results.
+        other dtypes and shapes. None where the session would take other shapes, makes several results, or
+        has guards.
         """
         run, outputs, names, array = self._run, self._outputs, self._names, torch.from_numpy
-        if len(outputs) != 1 or [tuple(item.shape) for item in self._session.get_inputs()] != list(shapes):
+        taken = [tuple(item.shape) for item in self._session.get_inputs()]
+        if self._given or len(outputs) != 1 or taken != list(shapes):
             return None
         if len(names) != 1:
             return lambda *tensors: array(
@@ -87,16 +132,14 @@ def _array(value: Any, dtype: torch.dtype) -> Any:
     return tensor.numpy(force=True)
 
 
-class BoundSession:
+class BoundSession(_Session):
     """Elsewhere, and for dtypes numpy lacks: inputs and outputs bound by address.
 
     Each thread has a binding of its own, bound anew at every call.
     """
 
-    def __init__(self, net: Network, session: Any, weights: object, device: str) -> None:
-        self._session = session
-        self._weights = weights
-        self._device = device
+    def __init__(self, net: Network, session: Any, weights: object, device: str, checks: Checks) -> None:
+        super().__init__(net, session, weights, device, checks)
         self._bindings = threading.local()
         self._inputs = [(t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
         self._outputs = [
@@ -116,8 +159,12 @@ class BoundSession:
                 tensor = torch.tensor(tensor, dtype=dtype, device=device)
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
-            kept.append(tensor)
+            kept.append(tensor.detach())
             binding.bind_input(name, device, 0, element, tensor.shape, tensor.data_ptr())
+        if self._given:
+            broken = self._broken_input(lambda place: kept[place].numpy(), tensors)
+            if broken is not None:
+                return self._left(tensors, broken)
         results: list[torch.Tensor | None] = []
         for name, element, dtype, shape in self._outputs:
             if shape is None:
@@ -130,9 +177,18 @@ class BoundSession:
             else:  # an empty tensor has no address, and ONNX Runtime wants one
                 binding.bind_output(name, device)
             results.append(out)
-        self._session.run_with_iobinding(binding)
+        if self._made:
+            binding.bind_output(OUTPUT, "cpu")
+        try:
+            self._session.run_with_iobinding(binding)
+        except self._refusal as error:
+            return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
+        made = binding.get_outputs() if self._some_unknown or self._made else []
+        if self._made:
+            broken = self._broken(made[-1].numpy(), tensors)
+            if broken is not None:
+                return self._left(tensors, broken)
         if self._some_unknown:
-            made = binding.get_outputs()
             results = [_to_torch(made[i]) if out is None else out for i, out in enumerate(results)]
         return tuple(results)  # type: ignore[arg-type]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
-import torch
 
-from intarsia.engines.openvino.guard_kinds import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
+from intarsia.engines.guards.inputs import LOOKED_AT
+from intarsia.engines.guards.kinds import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
 from intarsia.network import Network
 
 
@@ -48,33 +46,6 @@ def _remainder(ov: Any, a: Any, b: Any) -> Any:
     return ov.select(ov.less(a, ov.constant(np.array(0.0), a.get_element_type())), ov.negative(rest), rest)
 
 
-Array = np.ndarray[Any, Any]
-
-
-def input_check(guard: Guard) -> Callable[[Array], bool]:
-    """Whether an input holds what it must; asked before the engine runs, at every call."""
-    low, high, limit = guard.low, guard.high, guard.high * guard.high
-
-    def small_squares(array: Array) -> bool:
-        if array.size > _SMALL:
-            flat = torch.from_numpy(array.reshape(-1))
-            return float(torch.dot(flat, flat)) <= limit
-        return bool(np.vdot(array, array) <= limit)
-
-    def total(array: Array) -> bool:
-        return float(np.abs(array.astype(np.float64)).sum()) <= high
-
-    def within(array: Array) -> bool:
-        if array.size > _SMALL:
-            least, most = torch.aminmax(torch.from_numpy(array))
-            return bool(low <= least.item() and most.item() <= high)
-        return not array.size or bool(low <= array.min() and array.max() <= high)
-
-    if not guard.total:
-        return within
-    return small_squares if guard.low < 0 else total  # floats of any sign, or numbers that are added up
-
-
 @dataclass(frozen=True)
 class Checks:
     """Guards of inputs, and those the model itself computes a number for, with the most it may be."""
@@ -82,10 +53,6 @@ class Checks:
     given: dict[str, list[Guard]]
     made: list[AnyGuard]
     most: np.ndarray[Any, np.dtype[np.float32]]
-
-
-_SMALL = 8192  # numpy is sooner done with fewer elements, torch with more
-_LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
 
 
 def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
@@ -99,7 +66,7 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
         for output in operation.outputs()
         for name in output.get_names()
     }
-    inputs = {t.name for t in net.get_inputs() if t.dtype in _LOOKED_AT}
+    inputs = {t.name for t in net.get_inputs() if t.dtype in LOOKED_AT}
     # Sizes that the reader knows it has computed itself, with 64 bits.
     folded = guards.sizes - set(tensors)
     given: dict[str, list[Guard]] = {}

@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.engines.base import NetworkEngine, Program
+from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.checks import add_checks, correct
-from intarsia.engines.openvino.limits import refuses
+from intarsia.engines.openvino.limits import OpenVINOLimits, refuses
 from intarsia.engines.openvino.program import CompiledModel
-from intarsia.engines.openvino.value_guards import plan_guards
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -51,7 +51,7 @@ class OpenVINO(NetworkEngine):
         try:
             model, _ = self._read(net)
             if self.guards:
-                plan_guards(net, floats=False)
+                plan_guards(net, OpenVINOLimits(net), floats=False)
             if any(op.get_type_name() == "FrameworkNode" for op in model.get_ops()):
                 return "OpenVINO's ONNX reader does not know it"
             supported = _core().query_model(model, "CPU", {"INFERENCE_PRECISION_HINT": self.precision})
@@ -65,7 +65,7 @@ class OpenVINO(NetworkEngine):
     def build(self, net: Network) -> Program:
         try:
             model, weights = self._read(net)
-            checks = add_checks(net, model, plan_guards(net)) if self.guards else None
+            checks = add_checks(net, model, plan_guards(net, OpenVINOLimits(net))) if self.guards else None
             config = {
                 "INFERENCE_PRECISION_HINT": self.precision,
                 "PERFORMANCE_HINT": "LATENCY",

@@ -6,7 +6,8 @@ import math
 
 import onnx_ir as ir
 
-from intarsia.engines.openvino.intervals import Interval
+from intarsia.engines.guards.intervals import Interval
+from intarsia.engines.guards.kinds import AnyGuard, Quotient
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
@@ -101,8 +102,33 @@ def _refuses(layer: Layer) -> str | None:
     return None
 
 
-def demand(layer: Layer, index: int) -> Interval | None:
-    """Which floats a layer can be given at an input so that it answers as torch does; None for any."""
+class OpenVINOLimits:
+    """What OpenVINO's kernels treat as PyTorch does."""
+
+    engine = "OpenVINO"
+
+    def __init__(self, net: Network) -> None:
+        self._narrow = _narrow_layers(net)
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        return _floats(layer, index)
+
+    def integers(self, layer: Layer) -> Interval:
+        kind = layer.kind
+        return _WIDE if kind in _MOVES or (kind in _NATIVE and layer not in self._narrow) else _NARROW
+
+    def index_axes(self, layer: Layer) -> list[int] | None:
+        return _index_axes(layer)
+
+    def others(self, layer: Layer) -> list[AnyGuard]:
+        if layer.kind != "Mod" or layer.get_outputs(0)[0].dtype not in dtypes.FLOATS:
+            return []
+        a, b = layer.get_inputs()
+        assert a is not None and b is not None
+        return [Quotient(a.name, b.name)]
+
+
+def _floats(layer: Layer, index: int) -> Interval | None:
     kind = layer.kind
     if kind == "Cast":
         made = layer.get_outputs(0)[0].dtype
@@ -111,14 +137,18 @@ def demand(layer: Layer, index: int) -> Interval | None:
         return _ANY_NUMBER if made == ir.DataType.BOOL else None
     if kind in HANDS_NAN_ON:
         return None
+    if kind == "MaxPool" and len(layer.get_outputs()) > 1:
+        return Interval(-(2.0**100), 2.0**100)  # of a window of minus infinity no place is told
     if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
         return Interval(-math.inf, 2.0**100)  # minus infinity masks
+    if kind == "GridSample" and index == 1:
+        return Interval(-(2.0**16), 2.0**16)  # places that are reflected are rounded on the way
     if kind in _SQUARES:
         return Interval(-(2.0**50), 2.0**50)
     return _ANY_NUMBER
 
 
-def index_axes(layer: Layer) -> list[int] | None:
+def _index_axes(layer: Layer) -> list[int] | None:
     """The axes of its first input that a layer's second input points into."""
     if layer.kind in ("Gather", "GatherElements", "ScatterElements"):
         return [layer.attribute("axis", 0)]
@@ -132,12 +162,7 @@ def index_axes(layer: Layer) -> list[int] | None:
     return list(range(first, first + depth))
 
 
-def int_limit(layer: Layer, narrow: set[Layer]) -> Interval:
-    """Which integers a layer computes rightly."""
-    return _WIDE if layer.kind in _MOVES or (layer.kind in _NATIVE and layer not in narrow) else _NARROW
-
-
-def narrow_layers(net: Network) -> set[Layer]:
+def _narrow_layers(net: Network) -> set[Layer]:
     """The layers that may be fused with one that computes integers in float32."""
     near: dict[Layer, set[Layer]] = {}
     open_: list[Layer] = []

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from intarsia.engines.base import GuardedProgram
-from intarsia.engines.openvino.checks import Checks, input_check
-from intarsia.engines.openvino.guard_kinds import AnyGuard
-from intarsia.engines.openvino.value_guards import LONGEST_INPUT
+from intarsia.engines.guards.inputs import input_check, told_of
+from intarsia.engines.guards.planner import LONGEST_INPUT
+from intarsia.engines.openvino.checks import Checks
 from intarsia.network import Network, dtypes
 
 
@@ -74,7 +73,7 @@ class CompiledModel(GuardedProgram):
             array = read[-1].numpy()
             for guard, holds in checks:
                 if not holds(array):
-                    return self._left(tensors, self._told_of([guard], tensors))
+                    return self._left(tensors, told_of([guard], self._names, tensors))
             request.set_input_tensor(port, self._tensor(array, shared_memory=True))
         results: list[torch.Tensor | None] = []
         for index, (dtype, shape) in enumerate(self._outputs):
@@ -88,7 +87,7 @@ class CompiledModel(GuardedProgram):
         request.infer()
         if self._guards and not (held := own["numbers"] <= self._most).all():
             broken = [guard for guard, fine in zip(self._guards, held, strict=True) if not fine]
-            return self._left(tensors, self._told_of(broken, tensors))
+            return self._left(tensors, told_of(broken, self._names, tensors))
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None:
                 results[index] = _copy(request.get_output_tensor(index), dtype)
@@ -101,15 +100,6 @@ class CompiledModel(GuardedProgram):
 
     def _too_long(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         return any(max(tensors[i].shape, default=0) > LONGEST_INPUT for i in self._vary)
-
-    def _told_of(self, broken: Sequence[AnyGuard], tensors: tuple[torch.Tensor, ...]) -> str:
-        """What does not hold, in a sentence, with the values of inputs."""
-        told = []
-        for guard in broken[:3]:
-            name = guard.tensors[0]
-            values = _values(tensors[self._names.index(name)]) if name in self._names else ""
-            told.append(f"{guard}{values}")
-        return ", and ".join(told)
 
     def _share(self, tensor: torch.Tensor) -> Any:
         dtype = tensor.dtype
@@ -133,11 +123,3 @@ def _copy(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.bfloat16:
         return torch.from_numpy(data.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(data.copy())
-
-
-def _values(given: Any) -> str:
-    if not isinstance(given, torch.Tensor) or not given.numel():
-        return f"; it is {given}"
-    low, high = torch.aminmax(given)
-    said = f"{low:g} to {high:g}" if given.is_floating_point() else f"{int(low)} to {int(high)}"
-    return f"; it holds {said}"

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.openvino.intervals.interval import INF, Interval, fit, whole
+from intarsia.engines.guards.intervals.interval import INF, Interval, fit, whole
 from intarsia.network import dtypes
 from intarsia.network.network import Layer, Network, Tensor
 

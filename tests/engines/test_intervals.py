@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from intarsia.engines.openvino.intervals import Interval, network_ranges, whole
+from intarsia.engines.guards.intervals import Interval, network_ranges, whole
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 

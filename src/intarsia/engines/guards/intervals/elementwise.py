@@ -8,7 +8,7 @@ from itertools import product
 
 import onnx_ir as ir
 
-from intarsia.engines.openvino.intervals.interval import (
+from intarsia.engines.guards.intervals.interval import (
     BOOL,
     INF,
     Interval,
@@ -19,7 +19,7 @@ from intarsia.engines.openvino.intervals.interval import (
     neg,
     whole,
 )
-from intarsia.engines.openvino.intervals.rules import (
+from intarsia.engines.guards.intervals.rules import (
     SQUARES_FIT,
     Given,
     constant_range,

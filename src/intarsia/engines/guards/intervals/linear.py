@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from intarsia.engines.openvino.intervals.interval import INF, Interval, add, around, hull, mul, times
-from intarsia.engines.openvino.intervals.rules import (
+from intarsia.engines.guards.intervals.interval import INF, Interval, add, around, hull, mul, times
+from intarsia.engines.guards.intervals.rules import (
     SQUARES_FIT,
     Given,
     constant_range,

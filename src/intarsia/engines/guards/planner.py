@@ -1,7 +1,7 @@
-"""What must hold while a network runs so that OpenVINO answers as PyTorch does, and where to look.
+"""What must hold while a network runs so that an engine answers as PyTorch does, and where to look.
 
-OpenVINO's kernels lose NaN, compute integers in float32 or cut them to 32 bits, and read anything for
-an index out of range. Where the intervals of a network do not rule that out, a guard watches a tensor.
+Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anything for an index out of range:
+an engine says which. Where the intervals of a network do not rule that out, a guard watches a tensor.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from intarsia.engines.openvino.guard_kinds import Guard, Guards, Index, NonZero, Product, Quotient
-from intarsia.engines.openvino.intervals import Interval, is_weight, layer_ranges, range_of, whole
-from intarsia.engines.openvino.limits import demand, index_axes, int_limit, narrow_layers
+from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
+from intarsia.engines.guards.kinds import Guard, Guards, Index, NonZero, Product
+from intarsia.engines.guards.limits import Limits
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
@@ -31,20 +31,19 @@ _HANDED_ON = frozenset(
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 
 
-def plan_guards(net: Network, *, floats: bool = True) -> Guards:
+def plan_guards(net: Network, limits: Limits, *, floats: bool = True) -> Guards:
     """The guards a network needs; EngineError if no guard would help. Without `floats`, of integers alone."""
-    return _Planner(net, floats).run()
+    return _Planner(net, limits, floats).run()
 
 
 class _Planner:
     """One pass in order: what a layer cannot stand is watched for, and ruled out from there on."""
 
-    def __init__(self, net: Network, floats: bool) -> None:
+    def __init__(self, net: Network, limits: Limits, floats: bool) -> None:
         self.net = net
-        self.floats = floats
+        self.limits = limits
         self.guards = Guards()
         self.known = {tensor.value: whole(tensor.dtype) for tensor in net.get_inputs()}
-        self.narrow = narrow_layers(net)
         self.layers = _read_layers(net)
         self.places = {layer: place for place, layer in enumerate(self.layers)}
         self.last_read = {
@@ -53,7 +52,8 @@ class _Planner:
             for t in layer.get_inputs()
             if t is not None
         }
-        self.wanted = _wanted(self.layers) if floats else set()
+        self.wanted = _wanted(self.layers, limits) if floats else set()
+        self.floats = bool(self.wanted)
         self.symbols = {size for t in net.get_inputs() for size in t.shape if isinstance(size, str)}
 
     def run(self) -> Guards:
@@ -101,15 +101,11 @@ class _Planner:
         """See that no NaN meets a kernel that would lose it."""
         if not self.floats:
             return
-        if layer.kind == "Mod" and layer.get_outputs(0)[0].dtype in dtypes.FLOATS:
-            a, b = layer.get_inputs()
-            assert a is not None and b is not None
-            self.guards.others.append(Quotient(a.name, b.name))
-            return
+        self.guards.others += self.limits.others(layer)
         for index, tensor in enumerate(layer.get_inputs()):
             if tensor is None or tensor.dtype not in dtypes.FLOATS:
                 continue
-            allowed = demand(layer, index)
+            allowed = self.limits.floats(layer, index)
             if allowed is not None:
                 self.require(layer, tensor, allowed)
 
@@ -165,7 +161,7 @@ class _Planner:
         return interval.nan or interval.reach > CALM
 
     def stand_indices(self, layer: Layer) -> None:
-        axes = index_axes(layer)
+        axes = self.limits.index_axes(layer)
         if axes is None:
             return
         data, indices = layer.get_inputs(0, 1)
@@ -178,7 +174,7 @@ class _Planner:
             return
         if max(known, default=0) > LONGEST_INPUT:
             raise EngineError(
-                f"{layer.kind} into {max(known)} elements: OpenVINO does not check such indices"
+                f"{layer.kind} into {max(known)} elements: {self.limits.engine} does not check such indices"
             )
         guard = Index(indices.name, data.name, tuple(axes))
         if layer.kind in _UNSAFE:
@@ -198,7 +194,9 @@ class _Planner:
 
     def stand_integers(self, layer: Layer) -> None:
         """See that integers are as small as the layer's kernel computes them rightly."""
-        limit = int_limit(layer, self.narrow)
+        limit = self.limits.integers(layer)
+        if limit is None:
+            return
         for tensor in layer.get_inputs():
             if tensor is not None and tensor.dtype in LONG:
                 self.require(layer, tensor, limit)
@@ -210,9 +208,9 @@ class _Planner:
 
     def hold_integers(self, layer: Layer, made: list[Interval]) -> list[Interval]:
         """See that the layer's integer results stay as small as it computes them rightly."""
-        limit = int_limit(layer, self.narrow)
+        limit = self.limits.integers(layer)
         outputs = layer.get_outputs()
-        if layer.kind == "Cast" and not self.floats:
+        if limit is None or (layer.kind == "Cast" and not self.floats):
             return made  # what floats are cast is watched with the floats
         if _fits(outputs, made, limit):
             return made
@@ -232,7 +230,7 @@ class _Planner:
                 return less
         raise EngineError(
             f"{layer.kind} may make integers from {made[0].low} to {made[0].high};"
-            f" OpenVINO computes it rightly up to {limit.high}"
+            f" {self.limits.engine} computes it rightly up to {limit.high}"
         )
 
     def require(self, layer: Layer, tensor: Tensor, allowed: Interval) -> None:
@@ -245,7 +243,7 @@ class _Planner:
                 return  # a position that means "to the end"
             raise EngineError(
                 f"a constant of {layer.kind} holds {_values(found)};"
-                f" OpenVINO computes it rightly from {allowed.low} to {allowed.high}"
+                f" {self.limits.engine} computes it rightly from {allowed.low} to {allowed.high}"
             )
         room = _roomy(allowed) if tensor.dtype in LONG else allowed
         chain = _chain(tensor) if tensor.dtype in LONG else [tensor]
@@ -313,7 +311,7 @@ def _chain(tensor: Tensor) -> list[Tensor]:
 
 
 def _read_layers(net: Network) -> list[Layer]:
-    """The layers that the outputs depend on; OpenVINO drops the others."""
+    """The layers that the outputs depend on; engines drop the others."""
     needed = {tensor.value for tensor in net.get_outputs()}
     found: list[Layer] = []
     for layer in reversed(list(net.get_layers())):
@@ -323,12 +321,14 @@ def _read_layers(net: Network) -> list[Layer]:
     return found[::-1]
 
 
-def _wanted(layers: Sequence[Layer]) -> set[ir.Value]:
+def _wanted(layers: Sequence[Layer], limits: Limits) -> set[ir.Value]:
     """The floats that a kernel which loses NaN may come to see."""
     wanted: set[ir.Value] = set()
     for layer in reversed(layers):
         inputs = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
-        minds = any(demand(layer, index) is not None for index in range(len(layer.get_inputs())))
+        minds = bool(limits.others(layer)) or any(
+            limits.floats(layer, index) is not None for index in range(len(layer.get_inputs()))
+        )
         if minds or any(t.value in wanted for t in layer.get_outputs()):
             wanted.update(t.value for t in inputs)
     return wanted

@@ -1,0 +1,57 @@
+"""Guards of inputs, looked at before the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.engines.guards.kinds import AnyGuard, Guard
+
+_SMALL = 8192  # numpy is sooner done with fewer elements, torch with more
+LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
+Array = np.ndarray[Any, Any]
+
+
+def input_check(guard: Guard) -> Callable[[Array], bool]:
+    """Whether an input holds what it must; asked before the engine runs, at every call."""
+    low, high, limit = guard.low, guard.high, guard.high * guard.high
+
+    def small_squares(array: Array) -> bool:
+        if array.size > _SMALL:
+            flat = torch.from_numpy(array.reshape(-1))
+            return float(torch.dot(flat, flat)) <= limit
+        return bool(np.vdot(array, array) <= limit)
+
+    def total(array: Array) -> bool:
+        return float(np.abs(array.astype(np.float64)).sum()) <= high
+
+    def within(array: Array) -> bool:
+        if array.size > _SMALL:
+            least, most = torch.aminmax(torch.from_numpy(array))
+            return bool(low <= least.item() and most.item() <= high)
+        return not array.size or bool(low <= array.min() and array.max() <= high)
+
+    if not guard.total:
+        return within
+    return small_squares if guard.low < 0 else total  # floats of any sign, or numbers that are added up
+
+
+def told_of(broken: Sequence[AnyGuard], names: Sequence[str], tensors: Sequence[Any]) -> str:
+    """What does not hold, in a sentence, with the values of inputs."""
+    told = []
+    for guard in broken[:3]:
+        name = guard.tensors[0]
+        told.append(f"{guard}{_values(tensors[names.index(name)]) if name in names else ''}")
+    return ", and ".join(told)
+
+
+def _values(given: Any) -> str:
+    if not isinstance(given, torch.Tensor) or not given.numel():
+        return f"; it is {given}"
+    low, high = torch.aminmax(given)
+    said = f"{low:g} to {high:g}" if given.is_floating_point() else f"{int(low)} to {int(high)}"
+    return f"; it holds {said}"

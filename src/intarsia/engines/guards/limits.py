@@ -1,0 +1,28 @@
+"""What an engine says of its kernels: the values they treat as PyTorch does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from intarsia.engines.guards.intervals import Interval
+from intarsia.engines.guards.kinds import AnyGuard
+from intarsia.network import Layer
+
+
+class Limits(Protocol):
+    """An engine's own; what it does not speak of, it computes rightly."""
+
+    engine: str
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        """Which floats a layer can be given at an input; None for any."""
+
+    def integers(self, layer: Layer) -> Interval | None:
+        """Which integers a layer computes rightly; None for all of them."""
+
+    def index_axes(self, layer: Layer) -> Sequence[int] | None:
+        """The axes that a layer's indices point into, where its kernel does not check them."""
+
+    def others(self, layer: Layer) -> Sequence[AnyGuard]:
+        """What else must hold for a layer of floats."""

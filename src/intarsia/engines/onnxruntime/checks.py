@@ -1,0 +1,92 @@
+"""Guards that are not of inputs: the model computes a number for each, in one more output."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
+
+from intarsia.engines.guards.inputs import LOOKED_AT
+from intarsia.engines.guards.kinds import AnyGuard, Guard, Guards
+from intarsia.errors import EngineError
+from intarsia.network import Network
+
+OUTPUT = "intarsia_guards"
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Guards of inputs by name, and those of the last output with the most its numbers may be."""
+
+    given: dict[str, list[Guard]]
+    made: list[AnyGuard]
+    most: np.ndarray[Any, np.dtype[np.float32]]
+
+
+def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool) -> Checks:
+    """Let the model compute what is not looked at before it runs."""
+    inputs = {t.name for t in net.get_inputs() if look_at_inputs and t.dtype in LOOKED_AT}
+    types = {value.name: value.dtype for value in _values(net)}
+    given: dict[str, list[Guard]] = {}
+    made: list[AnyGuard] = []
+    most: list[float] = []
+    nodes = _Nodes(model.graph)
+    numbers = []
+    for guard in guards.all():
+        if not isinstance(guard, Guard):
+            raise EngineError(f"a guard that ONNX Runtime has no layers for: {guard}")
+        if guard.tensor in inputs:
+            given.setdefault(guard.tensor, []).append(guard)
+            continue
+        number, limit = _number(nodes, guard, types[guard.tensor])
+        made.append(guard)
+        most.append(limit)
+        numbers.append(number)
+    if numbers:
+        flat = [nodes.add("Reshape", number, nodes.constant(np.array([1], np.int64))) for number in numbers]
+        model.graph.node.append(helper.make_node("Concat", flat, [OUTPUT], axis=0))
+        model.graph.output.append(helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, [len(flat)]))
+    return Checks(given, made, np.array(most, dtype=np.float32))
+
+
+def _values(net: Network) -> list[ir.Value]:
+    made = [value for layer in net.get_layers() for value in layer.node.outputs]
+    return [*(tensor.value for tensor in net.get_inputs()), *made]
+
+
+def _number(nodes: _Nodes, guard: Guard, dtype: ir.DataType | None) -> tuple[str, float]:
+    """A number, and the most it may be; NaN is more than anything."""
+    x = guard.tensor
+    if dtype != ir.DataType.FLOAT:
+        x = nodes.add("Cast", x, to=TensorProto.FLOAT)
+    if guard.total or guard.low == -guard.high == -math.inf or guard.high >= 2.0**50:
+        return nodes.add("ReduceL1", x, keepdims=0), guard.high
+    inside = nodes.add("LessOrEqual", nodes.add("Abs", x), nodes.constant(np.array(guard.high, np.float32)))
+    misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
+    return nodes.add("ReduceMax", misses, keepdims=0), 0.5
+
+
+class _Nodes:
+    """Appends nodes and constants to a model, each under a new name."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._count = 0
+
+    def add(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        name = self._name()
+        self._graph.node.append(helper.make_node(kind, inputs, [name], **attributes))
+        return name
+
+    def constant(self, array: np.ndarray[Any, Any]) -> str:
+        name = self._name()
+        self._graph.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"{OUTPUT}_{self._count}"

@@ -1,0 +1,43 @@
+"""What ONNX Runtime's kernels would answer unlike PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+from intarsia.engines.guards.intervals import Interval
+from intarsia.engines.guards.kinds import AnyGuard
+from intarsia.network import Layer
+
+_NUMBERS = Interval(-math.inf, math.inf)
+_FINITE = Interval(-(2.0**100), 2.0**100)
+# Kernels that pass over NaN, or lose it in what they make.
+_LOSES_NAN = frozenset({"MaxPool", "LSTM", "GRU", "RNN"})
+# They leave out elements of weight zero, where torch multiplies them: an infinity becomes a NaN.
+_LEAVES_OUT = frozenset({"ConvTranspose", "GridSample"})
+
+
+class OnnxRuntimeLimits:
+    """Integers have all their bits here, and indices are checked by the kernels."""
+
+    engine = "ONNX Runtime"
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        kind = layer.kind
+        if kind == "MaxPool" and len(layer.get_outputs()) > 1:
+            return _FINITE  # of a window of minus infinity no place is told
+        if kind in _LOSES_NAN:
+            return _NUMBERS
+        if kind == "GridSample" and index == 1:
+            return Interval(-(2.0**16), 2.0**16)  # places are kept in 32 bits
+        if kind in _LEAVES_OUT or (kind == "Resize" and layer.attribute("mode", "nearest") != "nearest"):
+            return _FINITE if index == 0 else None
+        return None
+
+    def integers(self, layer: Layer) -> None:
+        return None
+
+    def index_axes(self, layer: Layer) -> None:
+        return None
+
+    def others(self, layer: Layer) -> list[AnyGuard]:
+        return []

@@ -1,0 +1,142 @@
+"""Calls whose values ONNX Runtime would treat unlike PyTorch are answered by PyTorch, with one warning."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as TF
+from tests.convert.one_node import network_of
+from torch import nn
+
+import intarsia
+from intarsia.engines import OnnxRuntime
+
+NAN, INF = math.nan, math.inf
+G = torch.Generator().manual_seed(0)
+IMAGE = torch.randn(1, 2, 6, 6, generator=G)
+GRID = torch.rand(1, 4, 4, 2, generator=G) * 2 - 1
+SEQUENCE = torch.randn(2, 3, 4, generator=G)
+torch.manual_seed(0)
+
+
+class Of(nn.Module):
+    """A function, and the modules it calls."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(modules)
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(*self.parts, *inputs)
+
+
+def changed(x: torch.Tensor, value: float) -> torch.Tensor:
+    x = x.clone()
+    x.view(-1)[x.numel() // 2] = value
+    return x
+
+
+def sampled(mode: str, padding: str) -> Of:
+    return Of(lambda x, g: TF.grid_sample(x, g, mode=mode, padding_mode=padding, align_corners=False))
+
+
+CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
+    "max_pool2d": (Of(lambda x: TF.max_pool2d(x, 3, 2, 1)), (IMAGE,), [NAN]),
+    "max_pool2d behind a convolution": (
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2)),
+        (IMAGE,),
+        [NAN, INF],
+    ),
+    "max_pool2d, places": (Of(lambda x: TF.max_pool2d(x, 2, return_indices=True)), (IMAGE,), [NAN, -INF]),
+    "lstm": (Of(lambda m, x: m(x)[0], nn.LSTM(4, 5)), (SEQUENCE,), [NAN]),
+    "gru": (Of(lambda m, x: m(x)[0], nn.GRU(4, 5)), (SEQUENCE,), [NAN]),
+    "lstm behind a layer": (
+        Of(lambda a, m, x: m(a(x))[0], nn.Linear(4, 4), nn.LSTM(4, 5)),
+        (SEQUENCE,),
+        [NAN],
+    ),
+    "upsample": (Of(lambda x: TF.interpolate(x, scale_factor=2, mode="bilinear")), (IMAGE,), [INF, NAN]),
+    "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1), (IMAGE,), [INF, NAN]),
+    **{
+        f"grid_sample {mode} {padding}": (
+            sampled(mode, padding),
+            (GRID, IMAGE),
+            [NAN, INF, -INF, 1e10, -3e38],
+        )
+        for mode in ("bilinear", "nearest", "bicubic")
+        for padding in ("zeros", "border", "reflection")
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch runs this call", "ignore:.*assigned during export")
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("name", CALLS)
+def test_special_values_are_answered_as_by_pytorch(name: str, engine: str) -> None:
+    model, inputs, values = CALLS[name]
+    given = inputs[::-1]  # the first is the one that holds them
+    fast = intarsia.compile(model.eval(), given, engines=[engine], min_block_size=1)
+    with torch.no_grad():
+        for value in values:
+            call = (*given[:-1], changed(given[-1], value))
+            torch.testing.assert_close(fast(*call), model(*call), rtol=1e-4, atol=1e-5, equal_nan=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(fast(*given), model(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_one_warning_names_the_input_and_its_values() -> None:
+    fast = intarsia.compile(
+        Of(lambda x: TF.max_pool2d(x, 2)), (IMAGE,), engines=["onnxruntime"], min_block_size=1
+    )
+    with pytest.warns(
+        UserWarning, match="PyTorch runs this call in place of an engine: args_0 must not hold NaN"
+    ):
+        fast(changed(IMAGE, NAN))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast(changed(IMAGE, NAN))
+
+
+def test_a_pool_is_one_layer_and_one_guard_of_the_input() -> None:
+    """NaN never comes: nothing in the network waits for it."""
+    net = network_of(torch.ops.aten.max_pool2d.default, IMAGE, [2, 2])
+    assert [layer.kind for layer in net.get_layers()] == ["MaxPool"]
+    net_of = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3))
+    fast = intarsia.compile(net_of.eval(), (IMAGE,), engines=["onnxruntime"], min_block_size=1)
+    (step,) = fast.inlay.steps
+    assert step.program.guards == ["input_1 must be finite, the sum of its magnitudes at most 6.872e+10"]
+
+
+def test_a_model_of_plain_layers_has_no_guards() -> None:
+    fast = intarsia.compile(nn.Linear(6, 6), (IMAGE,), engines=["onnxruntime"], min_block_size=1)
+    (step,) = fast.inlay.steps
+    assert step.program.guards == []
+
+
+def test_without_guards_values_are_trusted() -> None:
+    engine = OnnxRuntime(guards=False)
+    fast = intarsia.compile(Of(lambda x: TF.max_pool2d(x, 2)), (IMAGE,), engines=[engine], min_block_size=1)
+    (step,) = fast.inlay.steps
+    assert step.program.guards == []
+    assert not fast(changed(IMAGE, NAN)).isnan().any()
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_a_row_hidden_whole_is_not_a_number(engine: str) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hide: torch.Tensor) -> torch.Tensor:
+        return torch.softmax((q @ k.mT).masked_fill(hide, -INF), -1) @ v
+
+    q, k, v = (torch.randn(2, 4, 6, 8, generator=G) for _ in range(3))
+    hide = torch.zeros(2, 4, 6, 6, dtype=torch.bool)
+    hide[:, :, :, 4] = True
+    fast = intarsia.compile(Of(attend), (q, k, v, hide), engines=[engine], min_block_size=1)
+    hide[0, 1, 2] = True
+    torch.testing.assert_close(
+        fast(q, k, v, hide), attend(q, k, v, hide), equal_nan=True, rtol=1e-4, atol=1e-5
+    )
