@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack
 
 import torch
@@ -25,7 +25,7 @@ from intarsia.partition import PartitionOptions, Strategy, find_strategy
 from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import support_table
-from intarsia.rewrite import apply
+from intarsia.rewrite import Patterns, apply, patterns_by_engine
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
 
@@ -40,7 +40,7 @@ def compile(
     engines: Sequence[Engine | str] | Engine | str | None = None,
     partition: str | Strategy = "dependency",
     options: PartitionOptions | None = None,
-    rewrite: bool | str | Iterable[str] | None = None,
+    rewrite: Patterns = None,
     verify: bool = True,
     cuda_graphs: bool | Literal["static"] | None = None,
     **choices: Unpack[PartitionChoices],
@@ -50,7 +50,8 @@ def compile(
     The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
     named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
     `plan` says why. With `verify` every piece is run once on the example inputs and compared.
-    `rewrite` chooses the shipped patterns: None those measured to pay here, True all, False none, or names.
+    `rewrite` chooses patterns: None those measured to pay here, True all, False none, or a list of shipped
+    names, patterns and managers; `RewritePatternManager.instance()` holds those applied with None and True.
     On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
     off, and with "static" a call returns the graph's own memory, which the next call overwrites.
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
@@ -80,7 +81,7 @@ def compile(
         usable,
         wishes,
         strategy,
-        rewrite=None if rewrite is False else _rewriter(rewrite),
+        rewrite=None if rewrite is False else _rewriter(rewrite, usable),
         examples=_examples(lowered, call, (args, kwargs), notes) if verify else (),
     )
     plan, pieces, programs = builder.run(support_table(lowered.module, usable))
@@ -115,8 +116,11 @@ def _examples(lowered: Lowered, call: Call, given: Call, notes: list[str]) -> li
     return found
 
 
-def _rewriter(patterns: bool | str | Iterable[str] | None) -> Rewrite:
+def _rewriter(patterns: Patterns, engines: Sequence[Engine]) -> Rewrite:
+    names = [engine.name for engine in engines if isinstance(engine, NetworkEngine)]
+    chosen = patterns_by_engine(patterns, names)
+
     def rewrite(net: Network, engine: NetworkEngine) -> None:
-        apply(net, engine=engine.name, patterns=patterns, build=engine.build)
+        apply(net, engine=engine.name, patterns=chosen[engine.name], build=engine.build)
 
     return rewrite

@@ -90,7 +90,7 @@ def test_all_named_and_off() -> None:
     assert apply(net, engine="onnxruntime", patterns=True).counts() == {"identity": 1, "silu": 1}
     net = silu_network()
     assert apply(net, engine="openvino", patterns="all").counts() == {"identity": 1}
-    with pytest.raises(RewriteError, match=r"no shipped pattern is called \['swish'\]"):
+    with pytest.raises(RewriteError, match="no pattern is called 'swish'"):
         apply(net, engine="onnxruntime", patterns=["swish"])
     with pytest.raises(RewriteError, match="openvino does not know the layers that pattern 'silu' makes"):
         apply(net, engine="openvino", patterns="silu")

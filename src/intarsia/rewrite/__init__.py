@@ -4,12 +4,14 @@ from intarsia.rewrite.apply import apply as apply
 from intarsia.rewrite.benefit import Benefits as Benefits
 from intarsia.rewrite.check import Checked as Checked
 from intarsia.rewrite.check import check_pattern as check_pattern
+from intarsia.rewrite.chosen import Patterns as Patterns
+from intarsia.rewrite.chosen import patterns_by_engine as patterns_by_engine
 from intarsia.rewrite.fusions import FUSIONS as FUSIONS
 from intarsia.rewrite.log import Fired as Fired
 from intarsia.rewrite.log import RewriteLog as RewriteLog
 from intarsia.rewrite.manager import AnalysisPatternManager as AnalysisPatternManager
-from intarsia.rewrite.manager import Explanation as Explanation
 from intarsia.rewrite.manager import Match as Match
+from intarsia.rewrite.manager import MatchReport as MatchReport
 from intarsia.rewrite.manager import RewritePatternManager as RewritePatternManager
 from intarsia.rewrite.modules import rewrite_modules as rewrite_modules
 from intarsia.rewrite.pattern import PatternAnalyzer as PatternAnalyzer

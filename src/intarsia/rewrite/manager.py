@@ -21,7 +21,7 @@ class Match(NamedTuple):
     layer: Layer
 
 
-class Explanation(NamedTuple):
+class MatchReport(NamedTuple):
     """What one pattern says of one layer: `reason` is empty where it would fire."""
 
     label: str
@@ -59,7 +59,7 @@ class RewritePatternManager:
 
     @classmethod
     def instance(cls) -> RewritePatternManager:
-        """The manager shared by all who ask here."""
+        """The manager that `intarsia.compile` reads: what is added here is applied to every network."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
@@ -76,6 +76,15 @@ class RewritePatternManager:
         if label not in self._entries:
             raise RewriteError(f"no pattern is held under {label!r}; there are {list(self._entries)}")
         return self._entries[label].pattern
+
+    def entries(self) -> list[Entry]:
+        """All patterns with labels and benefits, in the order they were added."""
+        return list(self._entries.values())
+
+    def remove(self, label: str) -> None:
+        """Take a pattern out; an error if none is held under the label."""
+        self.get(label)
+        del self._entries[label]
 
     def labels(self) -> list[str]:
         """All labels, highest benefit first."""
@@ -117,29 +126,29 @@ class RewritePatternManager:
                 if not said.reason:
                     yield Match(entry.label, layer)
 
-    def explain(self, layer: Layer, args: Any = None) -> list[Explanation]:
+    def explain(self, layer: Layer, args: Any = None) -> list[MatchReport]:
         """What each pattern says of this layer: that it matches, or the reason of its nearest miss."""
         self._pass(args)
         layer.network.order.complete()
         with net_guard(layer.network):
             return [self._ask(layer.network, entry, layer) for entry in self._sorted()]
 
-    def _ask(self, net: Network, entry: Entry, layer: Layer) -> Explanation:
+    def _ask(self, net: Network, entry: Entry, layer: Layer) -> MatchReport:
         pattern = entry.pattern
         if pattern.root_layer is not None and layer.kind not in pattern.root_layer:
             kinds = " or ".join(sorted(pattern.root_layer))
-            return Explanation(entry.label, f"it starts at {kinds}; {layer.name} is {layer.kind}")
+            return MatchReport(entry.label, f"it starts at {kinds}; {layer.name} is {layer.kind}")
         try:
             found = pattern.find(layer)
             if not found:
-                return Explanation(entry.label, pattern.why_not(layer))
+                return MatchReport(entry.label, pattern.why_not(layer))
         except Exception as error:
-            return Explanation(entry.label, f"it could not be asked about {layer.name}: {error}")
+            return MatchReport(entry.label, f"it could not be asked about {layer.name}: {error}")
         try:
             outcome = attempt(net, pattern, layer.node, found, keep=False)
         except RewriteError as error:
-            return Explanation(entry.label, str(error))
-        return Explanation(entry.label, outcome.reason if isinstance(outcome, Refusal) else "")
+            return MatchReport(entry.label, str(error))
+        return MatchReport(entry.label, outcome.reason if isinstance(outcome, Refusal) else "")
 
     def _sorted(self) -> list[Entry]:
         return sorted(self._entries.values(), key=lambda entry: -entry.benefit)
@@ -159,6 +168,7 @@ class AnalysisPatternManager:
 
     @classmethod
     def instance(cls) -> AnalysisPatternManager:
+        """The manager that `intarsia.compile` reads: what is added here sees every network first."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
@@ -173,13 +183,20 @@ class AnalysisPatternManager:
             raise RewriteError(f"no pattern is held under {label!r}; there are {list(self._patterns)}")
         return self._patterns[label][1]
 
+    def remove(self, label: str) -> None:
+        """Take a pattern out; an error if none is held under the label."""
+        self.get(label)
+        del self._patterns[label]
+
     def analyze(self, net: Network, args: Any = None) -> None:
         """Ask every pattern about every layer once, then hand it the layers it picked."""
         for _, pattern in sorted(self._patterns.values(), key=lambda held: -held[0]):
             pattern.args = args
-            picked = [
-                layer
-                for layer in net.get_layers()
-                if (pattern.root_layer is None or layer.kind in pattern.root_layer) and pattern.match(layer)
-            ]
-            pattern.analyze(picked)
+            try:
+                pattern.analyze([layer for layer in net.get_layers() if _picks(pattern, layer)])
+            except Exception as error:
+                raise RewriteError(f"analysis pattern {pattern.name!r} failed: {error!r}") from error
+
+
+def _picks(pattern: PatternAnalyzer, layer: Layer) -> bool:
+    return (pattern.root_layer is None or layer.kind in pattern.root_layer) and bool(pattern.match(layer))
