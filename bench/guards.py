@@ -36,7 +36,7 @@ def main() -> None:
     for name in sys.argv[1:] or NAMES:
         fast, watched = compiled(name, True)
         _, bare = compiled(name, False)
-        count = sum(len(step.program.guards) for step in fast.inlay.steps)
+        count = sum(len(step.program.program.guards) for step in fast.inlay.steps)
         times = race({"bare": bare, "watched": watched}, rounds=200, budget_s=30)
         a, b = times["bare"], times["watched"]
         table.add_row(

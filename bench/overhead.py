@@ -53,7 +53,8 @@ def main() -> None:
             model, x = Chain(width, depth).eval(), torch.randn(1, width)
             fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
             (step,) = fast.inlay.steps
-            times = race({"bare": bare(step.program, x), "stitched": lambda f=fast, x=x: f(x)}, rounds=200)
+            peers = {"bare": bare(step.program.program, x), "stitched": lambda f=fast, x=x: f(x)}
+            times = race(peers, rounds=200)
             a, b = times["bare"], times["stitched"]
             table.add_row(
                 engine,

@@ -1,47 +1,119 @@
-"""Whether an engine's answer agrees with PyTorch's."""
+"""Whether an answer agrees with PyTorch's, element by element, within what rounding can do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-# Largest difference allowed, as a share of the largest value: far above rounding, far below a mistake.
-_SHARE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+ROUNDINGS = 4  # an element may always be off by so many of its own roundings
+MARGIN = 16  # and by so many times what rounding was seen to do to it and to values like it
+SAMPLES = (2, 8)  # runs to see that in; the second only where the first would condemn
+_UNKNOWN = 64  # without such runs: values like it are taken to carry so many roundings each
+_GAP = 10  # octaves without a value between values that are not alike
 
 
-def disagreement(answers: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
-    """What is wrong with an answer, in a clause; None if it agrees."""
+class Spread(Protocol):
+    """What rounding does to each output; see `rounding.Rounding`."""
+
+    def spread(self, samples: int) -> Sequence[torch.Tensor | None]: ...
+
+
+def disagreement(
+    answers: Sequence[Any], expected: Sequence[Any], rounding: Spread | None = None
+) -> str | None:
+    """What is wrong with an answer, in a clause; None if it agrees.
+
+    Integers and booleans must be equal, except where rounding flips PyTorch's own. A float may be off by some
+    times what rounding does to it, or to values of its magnitude: a masked logit of -1e9 excuses no other.
+
+    >>> truth = torch.tensor([-1e9, 0.04, 0.03])
+    >>> disagreement([torch.tensor([-1e9, 1.0, 0.03])], [truth])
+    'output 0 is off by 0.96 at (1,): 1 where PyTorch makes 0.04'
+    """
+    if len(answers) != len(expected):
+        return f"it gives {len(answers)} results; PyTorch gives {len(expected)}"
     for index, (answer, truth) in enumerate(zip(answers, expected, strict=True)):
-        if answer.dtype != truth.dtype or answer.shape != truth.shape:
-            return (
-                f"output {index} is {answer.dtype} {tuple(answer.shape)};"
-                f" PyTorch makes {truth.dtype} {tuple(truth.shape)}"
-            )
-        if truth.numel() == 0:
+        if not isinstance(truth, torch.Tensor):
+            if isinstance(answer, torch.Tensor) or answer != truth:
+                return f"output {index} is {answer!r}; PyTorch makes {truth!r}"
             continue
-        share = _SHARE.get(truth.dtype)
-        if share is None:
-            wrong = int((answer != truth).sum())
-            if wrong:
-                return f"output {index} differs from PyTorch in {wrong} of {truth.numel()} elements"
-            continue
-        a, b = answer.double(), truth.double()
-        finite = torch.isfinite(b)
-        same_special = torch.equal(
-            torch.nan_to_num(a[~finite], nan=7.5), torch.nan_to_num(b[~finite], nan=7.5)
-        )
-        if not same_special or not bool(torch.isfinite(a[finite]).all()):
-            return f"output {index} has NaN or infinity where PyTorch has not, or the reverse"
-        if not bool(finite.any()):
-            continue
-        # Masks hold the dtype's smallest number; it must not set the scale for everything else.
-        scale = float(b[finite].abs().clamp(max=1e30).max())
-        error = float((a[finite] - b[finite]).abs().max())
-        if error > share * max(scale, 1e-6):
-            return f"output {index} is off by {error:.3g} where values reach {scale:.3g}"
+        wrong = _wrong(answer, truth, rounding, index)
+        if wrong is not None:
+            return f"output {index} {wrong}"
     return None
+
+
+def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int) -> str | None:
+    if not isinstance(answer, torch.Tensor):
+        return f"is a {type(answer).__name__}; PyTorch makes a tensor"
+    if answer.dtype != truth.dtype or answer.shape != truth.shape:
+        return f"is {answer.dtype} {tuple(answer.shape)}; PyTorch makes {truth.dtype} {tuple(truth.shape)}"
+    if answer.device != truth.device:
+        return f"is on {answer.device}; PyTorch has it on {truth.device}"
+    if truth.numel() == 0:
+        return None
+    if truth.is_complex():
+        answer, truth = torch.view_as_real(answer.resolve_conj()), torch.view_as_real(truth.resolve_conj())
+    if not truth.is_floating_point():
+        return _unequal(answer, truth, rounding, index)
+    a, b = answer.detach().double(), truth.detach().double()
+    finite = torch.isfinite(b)
+    if not bool((torch.isfinite(a) == finite).all()) or not _same_specials(a[~finite], b[~finite]):
+        return "has NaN or infinity where PyTorch has not, or the reverse"
+    a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
+    limits = torch.finfo(truth.dtype)
+    error = (a - b).abs()
+    allowed = ROUNDINGS * limits.eps * b.abs() + limits.tiny
+    if bool((error <= allowed).all()):
+        return None
+    groups = _alike(b)
+    for samples in SAMPLES if rounding is not None else (0,):
+        noise = rounding.spread(samples)[index] if rounding is not None else None
+        seen = _UNKNOWN / MARGIN * limits.eps * b.abs() if noise is None else noise
+        excess = error - (allowed + MARGIN * torch.maximum(seen, _typical(seen, groups)))
+        if bool((excess <= 0).all()):
+            return None
+    place = int(excess.argmax())
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), excess.shape))
+    off, made, right = (float(t.flatten()[place]) for t in (error, a, b))
+    return f"is off by {off:.3g} at {where}: {made:.6g} where PyTorch makes {right:.6g}"
+
+
+def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Spread | None, index: int) -> str | None:
+    wrong = answer != truth
+    for samples in SAMPLES if rounding is not None and bool(wrong.any()) else ():
+        assert rounding is not None
+        flips = rounding.spread(samples)[index]
+        if flips is not None and bool((flips[wrong] > 0).all()):
+            return None
+    count = int(wrong.sum())
+    return f"differs from PyTorch in {count} of {truth.numel()} elements" if count else None
+
+
+def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(a, nan=7.5), torch.nan_to_num(b, nan=7.5))
+
+
+def _alike(values: torch.Tensor) -> torch.Tensor:
+    """A number for each element; equal for elements whose magnitudes have no wide gap between them."""
+    exponents = torch.frexp(values)[1].to(torch.int64)
+    nonzero = values != 0
+    if not bool(nonzero.any()):
+        return torch.zeros_like(exponents)
+    used = torch.unique(exponents[nonzero])
+    starts = torch.cat([used.new_zeros(1), (used.diff() > _GAP).long().cumsum(0)])
+    # A zero goes with the smallest values there are.
+    return torch.where(nonzero, starts[torch.searchsorted(used, exponents).clamp(max=len(used) - 1)], 0)
+
+
+def _typical(noise: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """The root mean square of the noise over values that are alike: one element may be lucky, all are not."""
+    flat = groups.flatten()
+    squares = torch.bincount(flat, noise.flatten().square())
+    return (squares / torch.bincount(flat).clamp(min=1)).sqrt()[groups]
 
 
 def relative_error(answer: object, truth: object) -> float:

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
-from intarsia.build.builder import Builder, Rewrite, run_in_pytorch
+from intarsia.build.builder import Builder
+from intarsia.build.faithful import Example, Faithful, faithful_lowering, operators_of, whole_fault
+from intarsia.build.judge import Answer, Judge
+from intarsia.build.trial import Rewrite
 from intarsia.capture.device import device_kind
+from intarsia.capture.export import capture
 from intarsia.capture.input import resolve_call
 from intarsia.capture.random_state import keeps_random_state
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
-from intarsia.errors import InputError
+from intarsia.errors import InputError, PartitionError
+from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
 from intarsia.lower.lowered import example_inputs
-from intarsia.lower.range_ends import corners
 from intarsia.network import Network
-from intarsia.partition import PartitionOptions, Strategy, find_strategy
+from intarsia.partition import PartitionOptions, Strategy, SupportTable, find_strategy
 from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import support_table
 from intarsia.rewrite import Patterns, apply, patterns_by_engine
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
+
+# torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
+_COMPILING = threading.RLock()
 
 
 @keeps_random_state
@@ -43,13 +53,17 @@ def compile(
     rewrite: Patterns = None,
     verify: bool = True,
     cuda_graphs: bool | Literal["static"] | None = None,
+    build_limit_s: float | None = 600.0,
     **choices: Unpack[PartitionChoices],
 ) -> Compiled:
     """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
 
     The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
     named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
-    `plan` says why. With `verify` every piece is run once on the example inputs and compared.
+    `plan` says why. With `verify` the model is run on the example inputs, and at the ends of sizes that vary:
+    the graph made of it, every piece on its engine, and the whole must answer alike (see `compare`), or the
+    nodes at fault, and at worst the model, stay in PyTorch. An engine that takes longer than `build_limit_s`
+    seconds to build a piece is given up; its thread cannot be ended and is left behind.
     `rewrite` chooses patterns: None those measured to pay here, True all, False none, or a list of shipped
     names, patterns and managers; `RewritePatternManager.instance()` holds those applied with None and True.
     On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
@@ -64,56 +78,132 @@ def compile(
     >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
     True
     """
-    wishes, strategy = partition_options(options, choices), find_strategy(partition)
-    args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-    device = device_kind(model, args, kwargs)
-    usable, notes = resolve_engines(engines, device)
-    if cuda_graphs is not None and cuda_graphs is not False and device != "cuda":
-        raise InputError(
-            f"cuda_graphs={cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
-        )
-    lowered, call = lower_model(
-        model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=verify
+    wishes = _Wishes(
+        find_strategy(partition),
+        partition_options(options, choices),
+        rewrite,
+        verify,
+        cuda_graphs,
+        build_limit_s,
     )
-    check_names(lowered.module, wishes, [engine.name for engine in usable])
+    with _COMPILING:
+        args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+        device = device_kind(model, args, kwargs)
+        if cuda_graphs is not None and cuda_graphs is not False and device != "cuda":
+            raise InputError(
+                f"cuda_graphs={cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
+            )
+        usable, notes = resolve_engines(engines, device)
+        return _compile(model, (args, kwargs), dynamic_shapes, usable, wishes, notes)
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What a user asked for besides the model, its inputs and the engines."""
+
+    strategy: Strategy
+    options: PartitionOptions
+    rewrite: Patterns
+    verify: bool
+    cuda_graphs: bool | Literal["static"] | None
+    build_limit_s: float | None
+
+
+def _compile(
+    model: nn.Module,
+    call: Call,
+    dynamic_shapes: Any,
+    usable: Sequence[Engine],
+    wishes: _Wishes,
+    notes: list[str],
+) -> Compiled:
+    def lower() -> tuple[Lowered, Call]:
+        return lower_model(
+            model, *call, dynamic_shapes, has_converter=registry.__contains__, drop_guards=wishes.verify
+        )
+
+    if not wishes.verify:
+        lowered, captured = lower()
+        example = Example(captured, example_inputs(lowered, *captured))
+        return _built(model, lowered, usable, wishes, [example], notes)
+    judge = Judge(model)
+    truth = _first_answer(judge, call)
+    found = faithful_lowering(
+        judge, lower, lambda: operators_of(capture(model, *call, dynamic_shapes).graph), call, truth, notes
+    )
+    if found.fault is not None:
+        return _as_it_is(model, found, usable, wishes, notes)
+    compiled = _built(model, found.lowered, usable, wishes, found.examples, notes)
+    coarsest = max(engine.coarsest for engine in usable)
+    fault = whole_fault(judge, found.lowered, compiled, found.examples, coarsest)
+    if fault is None:
+        return compiled
+    return _as_it_is(model, replace(found, fault=fault), usable, wishes, notes)
+
+
+def _first_answer(judge: Judge, call: Call) -> Answer | None:
+    """What the model answers to the user's example, before anything else is done to it."""
+    try:
+        return judge.answer(call)
+    except Exception:  # whoever captures the model meets the same, and says where
+        return None
+
+
+def _built(
+    model: nn.Module,
+    lowered: Lowered,
+    usable: Sequence[Engine],
+    wishes: _Wishes,
+    examples: Sequence[Example],
+    notes: Sequence[str],
+    as_it_is: str | None = None,
+) -> Compiled:
+    """The pieces of a graph on engines, inlaid as one module; each tried on the examples, if asked for."""
+    check_names(lowered.module, wishes.options, [engine.name for engine in usable])
     builder = Builder(
         lowered.module,
         usable,
-        wishes,
-        strategy,
-        rewrite=None if rewrite is False else _rewriter(rewrite, usable),
-        examples=_examples(lowered, call, (args, kwargs), notes) if verify else (),
+        wishes.options,
+        wishes.strategy,
+        rewrite=None if wishes.rewrite is False else _rewriter(wishes.rewrite, usable),
+        examples=[example.inputs for example in examples] if wishes.verify else (),
+        build_limit_s=wishes.build_limit_s,
     )
-    plan, pieces, programs = builder.run(support_table(lowered.module, usable))
+    plan, pieces, programs = builder.run(_table(lowered, usable, as_it_is))
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
     notes = [*notes, *lowered.notes, *builder.notes]
-    compiled = Compiled(lowered, plan, pieces, programs, notes, signature, builder.body_plans)
-    if device == "cuda" and cuda_graphs is not False:
+    own = model.module() if isinstance(model, ExportedProgram) else model
+    compiled = Compiled(
+        lowered, plan, pieces, programs, notes, signature, builder.body_plans, own, as_it_is is not None
+    )
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for example in examples for x in example.inputs)
+    if on_gpu and wishes.cuda_graphs is not False:
         use_cuda_graphs(
             compiled,
             lowered.module.graph,
             capturable=all(engine.capturable for engine in usable if engine.name in plan.engines),
-            results="static" if cuda_graphs == "static" else "fresh",
-            example=example_inputs(lowered, *call),
+            results="static" if wishes.cuda_graphs == "static" else "fresh",
+            example=examples[0].inputs,
         )
     return compiled
 
 
-def _examples(lowered: Lowered, call: Call, given: Call, notes: list[str]) -> list[list[Any]]:
-    """The call that was captured, the user's own, and the same at the least and largest sizes it may have."""
-    example = example_inputs(lowered, *call)
-    found = [example] if call[0] is given[0] else [example, example_inputs(lowered, *given)]
-    for corner in corners(lowered, example, notes):
-        try:
-            run_in_pytorch(lowered.module, corner)
-        except Exception as error:  # PyTorch itself cannot run the model so: there is no answer to compare
-            sizes = ", ".join(str(tuple(x.shape)) for x in corner if isinstance(x, torch.Tensor))
-            notes.append(
-                f"not verified at {sizes}, where PyTorch itself fails: {type(error).__name__}: {error}"
-            )
-            continue
-        found.append(corner)
-    return found
+def _as_it_is(
+    model: nn.Module, found: Faithful, usable: Sequence[Engine], wishes: _Wishes, notes: Sequence[str]
+) -> Compiled:
+    """The model itself, run in PyTorch: what was made of it does not answer as it does."""
+    if wishes.options.require_full_compilation:
+        raise PartitionError(f"full compilation is impossible: compiled, the model {found.fault}")
+    reason = f"the model runs as it is, in PyTorch: compiled, it {found.fault}"
+    return _built(model, found.lowered, usable, wishes, [], [*notes, reason], as_it_is=reason)
+
+
+def _table(lowered: Lowered, usable: Sequence[Engine], as_it_is: str | None) -> SupportTable:
+    if as_it_is is None:
+        return support_table(lowered.module, usable)
+    names = tuple(engine.name for engine in usable)
+    refused = dict.fromkeys(names[:-1], as_it_is)
+    return SupportTable(names, dict.fromkeys(compute_nodes(lowered.module.graph), refused))
 
 
 def _rewriter(patterns: Patterns, engines: Sequence[Engine]) -> Rewrite:

@@ -39,6 +39,10 @@ class InputError(IntarsiaError, ValueError):
     """A compiled module was called with something it was not compiled for."""
 
 
+class StaleWeightsError(IntarsiaError):
+    """A weight of the model was written to after the model was compiled."""
+
+
 class RewriteError(IntarsiaError):
     """A rewriting pattern broke the network, loops, or was registered wrongly."""
 

@@ -242,7 +242,7 @@ def test_masks_of_minus_infinity_are_the_engines_business() -> None:
 
 def guards_of(function: Function | nn.Module, *args: torch.Tensor) -> Sequence[str]:
     fast = compiled(function, *args)
-    return [guard for step in fast.inlay.steps for guard in step.program.guards]
+    return [guard for step in fast.inlay.steps for guard in step.program.program.guards]
 
 
 def test_guards_are_few() -> None:

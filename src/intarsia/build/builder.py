@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,38 +11,17 @@ from torch import fx
 
 from intarsia.build.control_flow import bodies, examples_of
 from intarsia.build.repair import bisect_failure, repair
-from intarsia.compare import disagreement
-from intarsia.convert import NodeError, convert
-from intarsia.engines import Engine, GraphEngine, GuardedProgram, NetworkEngine, Program
-from intarsia.errors import EngineError, RewriteError
+from intarsia.build.trial import Case, Failure, Rewrite, run_in_pytorch, try_piece
+from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program, PyTorch
 from intarsia.graph.nodes import compute_nodes
-from intarsia.network import Network
-from intarsia.partition import (
-    PYTORCH,
-    PartitionOptions,
-    Piece,
-    Plan,
-    Segment,
-    Strategy,
-    SupportTable,
-    extract,
-)
+from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
 from intarsia.partition.support import support_table
 from intarsia.runtime.empty import UnlessEmpty, has_empty
+from intarsia.runtime.fallback import WithFallback, makes_of
 from intarsia.runtime.inlay import Inlay
-
-Case = tuple[list[Any], tuple[Any, ...]]  # inputs of a piece, and what PyTorch answers
-Rewrite = Callable[[Network, NetworkEngine], None]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a piece does not run on its engine, and the nodes to blame where they are known."""
-
-    reason: str
-    nodes: tuple[str, ...] = ()
+from intarsia.runtime.ownership import Ownership
 
 
 @dataclass
@@ -55,9 +34,11 @@ class Builder:
     strategy: Strategy
     rewrite: Rewrite | None = None
     examples: Sequence[Sequence[Any]] = ()  # inputs of the graph; every program is tried on each
+    build_limit_s: float | None = None  # how long an engine may take to build one piece
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
     body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
+    _lost: dict[str, Failure] = field(default_factory=dict)  # engines that did not come back, by name
 
     def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
         """A plan whose every piece builds and answers as PyTorch does."""
@@ -97,29 +78,29 @@ class Builder:
 
     def _build(self, module: fx.GraphModule, engine_name: str, cases: Sequence[Case]) -> Program | Failure:
         engine = next(engine for engine in self.engines if engine.name == engine_name)
-        if isinstance(engine, GraphEngine):
-            if engine.name == PYTORCH:
-                self._build_bodies(module, cases)
-                return engine.build(module)
-            return self._try_graph(module, engine, cases)
-        assert isinstance(engine, NetworkEngine)
+        if isinstance(engine, PyTorch):
+            self._build_bodies(module, cases)
+            return engine.build(module)
         made = self._try_both(module, engine, cases)
-        full = [case for case in cases if not has_empty(case[0])]
-        if isinstance(made, Failure) and not made.nodes and 0 < len(full) < len(cases):
+        full = [case for case in cases if not has_empty(case.inputs)]
+        if isinstance(made, Failure) and not (made.nodes or made.for_good) and 0 < len(full) < len(cases):
             program = self._try_both(module, engine, full)
             if not isinstance(program, Failure):
                 self.notes.append(
                     f"a segment on {engine_name} leaves calls without elements to PyTorch: {made.reason}"
                 )
-                return UnlessEmpty(program, _in_pytorch(module))
-        return made
+                made = UnlessEmpty(program, _in_pytorch(module))
+        if isinstance(made, Failure):
+            return made
+        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        makes = makes_of([node.meta.get("val") for node in returned])
+        fresh = isinstance(engine, NetworkEngine)
+        return WithFallback(made, _in_pytorch(module), engine_name, makes, fresh)
 
-    def _try_both(
-        self, module: fx.GraphModule, engine: NetworkEngine, cases: Sequence[Case]
-    ) -> Program | Failure:
+    def _try_both(self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case]) -> Program | Failure:
         """Try a piece rewritten and, should that fail, as it was converted."""
         made = self._try(module, engine, cases, self.rewrite)
-        if isinstance(made, Failure) and not made.nodes and self.rewrite is not None:
+        if isinstance(made, Failure) and not (made.nodes or made.for_good) and self.rewrite is not None:
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
                 self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {made.reason}")
@@ -129,42 +110,26 @@ class Builder:
         return made
 
     def _try(
-        self,
-        module: fx.GraphModule,
-        engine: NetworkEngine,
-        cases: Sequence[Case],
-        rewrite: Rewrite | None,
+        self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], rewrite: Rewrite | None
     ) -> Program | Failure:
-        """Convert, rewrite, build and, where an example is at hand, run and compare."""
-        try:
-            net = convert(module, name=engine.name)
-            if rewrite is not None:
-                rewrite(net, engine)
-            program = engine.build(net)
-        except NodeError as error:
-            return Failure(error.reason, (error.node.name,))
-        except (EngineError, RewriteError) as error:
-            return Failure(str(error))
-        return _tried(program, engine, cases)
-
-    def _try_graph(
-        self, module: fx.GraphModule, engine: GraphEngine, cases: Sequence[Case]
-    ) -> Program | Failure:
-        """Build and, where an example is at hand, run and compare."""
-        try:
-            program = engine.build(module)
-        except EngineError as error:
-            return Failure(str(error))
-        return _tried(program, engine, cases)
+        if engine.name in self._lost:
+            return self._lost[engine.name]
+        made = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes)
+        if isinstance(made, Failure) and made.for_good:
+            self._lost[engine.name] = made
+        return made
 
     def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
         """Put compiled bodies into a piece of control flow; a branch the example leaves out is not tried."""
         found = list(bodies(module))
-        examples = examples_of(module, cases[0][0]) if found and cases else {}
+        examples = examples_of(module, cases[0].inputs) if found and cases else {}
         for node, name, body in found:
             example = examples.get(name)
             tries = [] if example is None else [example]
-            inner = Builder(body, self.engines, self.options, self.strategy, self.rewrite, tries)
+            inner = Builder(
+                body, self.engines, self.options, self.strategy, self.rewrite, tries, self.build_limit_s
+            )
+            inner._lost = self._lost
             plan, pieces, programs = inner.run(support_table(body, self.engines))
             setattr(module, name, Inlay(body.graph, pieces, programs))
             key = f"{node.name}.{name}"
@@ -176,11 +141,11 @@ class Builder:
         """The nodes of a failed piece that must leave its engine."""
         engine = piece.segment.engine
         by_name = {node.name: node for node in (*piece.segment.nodes, *piece.segment.views)}
-        if failure.nodes:
-            return {by_name[name]: {engine: failure.reason} for name in failure.nodes}
+        if failure.nodes or failure.for_good:
+            return {by_name[name]: {engine: failure.reason} for name in failure.nodes or by_name}
         if next(one for one in self.engines if one.name == engine).slow_to_build:
             return {node: {engine: failure.reason} for node in piece.segment.nodes}
-        known = [_values(piece.module, inputs) for inputs, _ in cases]
+        known = [_values(piece.module, case.inputs) for case in cases]
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
@@ -191,19 +156,6 @@ class Builder:
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
-
-
-def _tried(program: Program, engine: Engine, cases: Sequence[Case]) -> Program | Failure:
-    """The program, if it answers every case as PyTorch does."""
-    for inputs, expected in cases:
-        try:
-            wrong = disagreement(program(*inputs), expected)
-        except Exception as error:  # whatever an engine throws at its first run concerns this piece alone
-            said = next(iter(str(error).splitlines()), "")
-            return Failure(f"{engine.name} failed to run it: {type(error).__name__}: {said}")
-        if wrong is not None:
-            return Failure(f"{engine.name} answers wrongly: {wrong}")
-    return program
 
 
 def _contents(piece: Piece) -> tuple[str, ...]:
@@ -217,7 +169,7 @@ def _case(piece: Piece, values: dict[fx.Node, Any]) -> Case:
     inputs = [values[node] for node in piece.inputs]
     expected = run_in_pytorch(piece.module, inputs)
     values.update(zip(piece.outputs, expected, strict=True))
-    return inputs, expected
+    return Case(piece.module, inputs, expected)
 
 
 def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
@@ -235,16 +187,15 @@ def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piec
 
 
 def _in_pytorch(module: fx.GraphModule) -> Program:
+    """A piece in PyTorch in place of an engine: results lie in memory of their own, as an engine's do."""
+    returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+    held = [value for part in module.modules() for value in vars(part).values()]
+    ownership = Ownership(held, [], [False] * len(returned))
+
     def program(*inputs: Any) -> tuple[Any, ...]:
-        return run_in_pytorch(module, inputs)
+        return tuple(ownership.settle(run_in_pytorch(module, inputs), inputs))
 
     return program
-
-
-def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What PyTorch answers."""
-    with torch.no_grad():
-        return tuple(module(*inputs))
 
 
 def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:

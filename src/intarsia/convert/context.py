@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import onnx_ir as ir
@@ -21,6 +21,7 @@ class ConversionContext:
     net: Network
     node: fx.Node | None = None
     name: str = ""
+    notes: list[str] = field(default_factory=list)  # what a user should know of how nodes were converted
 
     @property
     def value(self) -> Any:

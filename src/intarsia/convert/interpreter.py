@@ -27,8 +27,11 @@ class NodeError(ConversionError):
         self.reason = reason
 
 
-def convert(module: fx.GraphModule, name: str = "network") -> Network:
-    """The network that computes what a graph of core ATen does; NodeError names what it cannot take."""
+def convert(module: fx.GraphModule, name: str = "network", notes: list[str] | None = None) -> Network:
+    """The network that computes what a graph of core ATen does; NodeError names what it cannot take.
+
+    A user's converter that failed, so that another took its place, is told in `notes`.
+    """
     net = Network(name)
     ctx = ConversionContext(net)
     values: dict[fx.Node, Any] = {}
@@ -45,6 +48,8 @@ def convert(module: fx.GraphModule, name: str = "network") -> Network:
             else:
                 raise NodeError(node, f"a node of kind {node.op} is not handled")
     net.drop_unused_constants()  # a converter may have read a weight and made another of it
+    if notes is not None:
+        notes += [note for note in ctx.notes if note not in notes]
     return net
 
 
@@ -92,16 +97,23 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
     if node.target in registry and (nothing := _nothing(node.meta.get("val"))) is not None:
         return nothing
     reasons: list[str] = []
+    passed_over: list[str] = []  # converters of users that were asked first and did not take it
     for candidate in registry.converters(node.target):
         reason = candidate.refuses(node)
         if reason is None:
             try:
-                return stamp(node, candidate.convert(ctx, tuple(args), dict(kwargs)))
+                made = stamp(node, candidate.convert(ctx, tuple(args), dict(kwargs)))
+                ctx.notes += [f"{told}; {candidate.name} converts it" for told in passed_over]
+                return made
             except IntarsiaError as error:
                 reason = str(error)
             except Exception as error:  # an author's mistake must cost this node, not the model
                 reason = f"the converter {candidate.name} failed: {type(error).__name__}: {error}"
         reasons.append(reason)
+        if not candidate.shipped:
+            passed_over.append(
+                f"the converter {candidate.name} does not take {node.name} ({node.target}): {reason}"
+            )
     raise NodeError(node, "; ".join(reasons) or "no converter")
 
 

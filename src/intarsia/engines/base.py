@@ -14,6 +14,7 @@ from intarsia.errors import GuardError
 from intarsia.network import Network
 
 # Tensors in, tensors out, in the order of the piece's inputs and outputs; safe to call from many threads.
+# Results lie in memory of their own, which no later call writes to.
 Program = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -49,6 +50,11 @@ class Engine(abc.ABC):
     def runs_on(self, device: str) -> bool:
         """Whether it takes tensors of this kind of device."""
         return device == "cpu"
+
+    @property
+    def coarsest(self) -> float:
+        """The rounding of arithmetic shorter than the model's own, where options ask for it; else 0."""
+        return 0.0
 
     def key(self) -> str:
         """What makes two engines of this class build different programs."""

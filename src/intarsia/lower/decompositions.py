@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableSet
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +26,17 @@ _CHECKING = (
     aten.linalg_tensorsolve.default,
 )
 _registered: dict[torch._ops.OpOverload, Decomposition] = {}
+_kept_whole: ContextVar[Callable[[Any], bool] | None] = ContextVar("_kept_whole", default=None)
+
+
+@contextmanager
+def keeping_whole(keep: Callable[[Any], bool]) -> Iterator[None]:
+    """Inside, operators for which `keep` holds are not decomposed, whoever asked for it."""
+    token = _kept_whole.set(keep)
+    try:
+        yield
+    finally:
+        _kept_whole.reset(token)
 
 
 class OperatorSet(MutableSet[torch._ops.OpOverload]):
@@ -133,20 +146,23 @@ def decomposition_table(
     has_converter: Callable[[Any], bool] = lambda target: False,
 ) -> dict[Any, Decomposition]:
     """What is decomposed and how: torch's defaults, converters over them, the user's word over both."""
+    keep = _kept_whole.get()
     table: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
     for operator in (*_CHECKING, *torch_disabled_decompositions):
         table.pop(operator, None)
     for operator in torch_enabled_decompositions:
-        found = _of_torch(operator)
-        if found is not None:
-            table[operator] = found
+        rule = _of_torch(operator)
+        if rule is not None:
+            table[operator] = rule
     whole = {operator for operator in table if has_converter(operator)} - {*torch_enabled_decompositions}
-    return {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
+    found = {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
+    return found if keep is None else {op: rule for op, rule in found.items() if not keep(op)}
 
 
 def registered_decompositions() -> dict[Any, Decomposition]:
     """What users registered."""
-    return dict(_registered)
+    keep = _kept_whole.get()
+    return {op: rule for op, rule in _registered.items() if keep is None or not keep(op)}
 
 
 def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:

@@ -33,12 +33,17 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One flat output; `target` names the buffer or input it is written to."""
+    """One flat output; `target` names the buffer or input it is written to.
+
+    `is_input`: the model returns an input itself. `twin`: it returns one tensor twice, first at that place.
+    """
 
     role: Role
     target: str | None = None
     constant: Any = None
     is_constant: bool = False
+    is_input: bool = False
+    twin: int | None = None
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,22 @@ def _outputs(program: ExportedProgram, graph: fx.Graph, copied: dict[fx.Node, fx
     output = next(node for node in program.graph.nodes if node.op == "output")
     outputs: list[Output] = []
     returned: list[Any] = []
+    given = set(_input_names(program))
+    first_place: dict[fx.Node, int] = {}
     for spec, item in zip(program.graph_signature.output_specs, output.args[0], strict=True):
         is_node = isinstance(item, fx.Node)
         returned.append(copied[item] if is_node else item)
         if spec.kind == OutputKind.USER_OUTPUT:
-            outputs.append(Output(Role.USER, constant=None if is_node else item, is_constant=not is_node))
+            first = first_place.setdefault(item, len(outputs)) if is_node else len(outputs)
+            outputs.append(
+                Output(
+                    Role.USER,
+                    constant=None if is_node else item,
+                    is_constant=not is_node,
+                    is_input=is_node and item.op == "placeholder" and item.name in given,
+                    twin=first if first != len(outputs) else None,
+                )
+            )
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             outputs.append(Output(Role.BUFFER, target=spec.target))
         elif spec.kind == OutputKind.USER_INPUT_MUTATION:

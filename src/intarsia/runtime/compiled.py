@@ -7,24 +7,35 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.export import evaluating
 from intarsia.capture.size_guards import check_guards, read_guards
 from intarsia.engines import Program
 from intarsia.errors import InputError
 from intarsia.lower import Lowered, Role
 from intarsia.partition import Piece, Plan
+from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck, check_inputs
+from intarsia.runtime.ownership import Ownership
+from intarsia.runtime.weights import FrozenWeights
 
 Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, what it returns out, flat
+
+# Hooks on every module there is (`register_module_forward_hook`); torch has no public way to ask for them.
+GLOBAL_HOOKS = tuple(
+    getattr(torch_module, name, {}) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+)
 
 
 class Compiled(nn.Module):
     """A model whose pieces run on engines; call it like the model it was made from.
 
-    It computes what the model computes in evaluation and gives no gradients. `plan` tells what runs where.
+    It computes what the model computes in evaluation, with the weights it had when it was compiled, and gives
+    no gradients. `plan` tells what runs where, `notes` what else a user should know.
 
     >>> import intarsia
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")
@@ -43,11 +54,20 @@ class Compiled(nn.Module):
         notes: Sequence[str] = (),
         forward_signature: inspect.Signature | None = None,
         body_plans: Mapping[str, Plan] | None = None,
+        model: nn.Module | None = None,
+        as_it_is: bool = False,
     ) -> None:
         super().__init__()
+        self.training = False
         self.plan = plan
-        self.notes = tuple(notes)
+        self._notes = tuple(notes)
         self._lowered = lowered
+        # In a tuple, lest it become a submodule: the model itself, where it runs as it is.
+        self._as_it_is = (model,) if as_it_is and model is not None else ()
+        constants = [value for part in lowered.module.modules() for value in vars(part).values()]
+        held = [value for value in constants if isinstance(value, torch.Tensor)]
+        self._frozen = FrozenWeights(None if as_it_is else model, held, lowered.buffers)
+        self._state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
         self._call_signature = forward_signature
         self.inlay = Inlay(lowered.module.graph, pieces, programs)
         # Looked up at every call; a submodule's attribute would cost as much as a small operator.
@@ -64,10 +84,21 @@ class Compiled(nn.Module):
         self._buffer_slots = tuple((slot, i.buffer) for slot, i in enumerate(lowered.inputs) if i.buffer)
         mutates = any(output.role is not Role.USER for output in lowered.outputs)
         self._flat_args = _is_flat_tuple(lowered.in_spec)
+        fresh = [
+            output.role is not Role.USER or output.is_input or output.twin is not None or is_fresh
+            for output, is_fresh in zip(lowered.outputs, _fresh(lowered, pieces, programs), strict=True)
+        ]
+        self._ownership = Ownership(held, list(lowered.buffers.values()), fresh)
+        by_name = {item.name: item.index for item in lowered.inputs}
+        self._written = tuple(
+            (output.target or "", by_name[output.target or ""] or 0)
+            for output in lowered.outputs
+            if output.role is Role.INPUT
+        )
         self._plain_inputs = [item.index for item in lowered.inputs] == list(range(len(self._checks)))
-        plain = self._flat_args >= 0 and self._plain_inputs and not self._guards
+        plain = self._flat_args >= 0 and self._plain_inputs and not (self._guards or mutates or as_it_is)
         self._quick = _quick(self._checks) if plain else None
-        self._one_result = lowered.out_spec.is_leaf() and not mutates
+        self._one_result = lowered.out_spec.is_leaf() and not mutates and all(fresh)
         self._direct = _direct(self._whole, self._quick) if self._one_result else None
 
     def run_by(self, run: Run) -> None:
@@ -77,21 +108,21 @@ class Compiled(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The common call, plain tensors of fixed shape and no hooks, is checked and run right here: a model
         # of a hundred microseconds feels every further step.
+        self._frozen.check()
+        if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
+            return super().__call__(*args, **kwargs)
         direct = self._direct
-        if direct is not None and not (kwargs or self._forward_hooks or self._forward_pre_hooks):
+        if direct is not None:
             try:
                 return direct(*args)
             except Exception:  # any other call: the long way runs it, or says what is wrong with it
-                return super().__call__(*args)
+                answer = super().__call__(*args)
+                if self._whole is not None and getattr(self._whole, "failure", None) is not None:
+                    self._direct = None  # the engine failed: the long way has gone over to PyTorch
+                return answer
         quick = self._quick
-        if (
-            quick is None
-            or kwargs
-            or len(args) != len(quick)
-            or self._forward_hooks
-            or self._forward_pre_hooks
-        ):
-            return super().__call__(*args, **kwargs)
+        if quick is None or len(args) != len(quick):
+            return super().__call__(*args)
         for value, (dtype, shape, device) in zip(args, quick):  # noqa: B905
             if (
                 value.__class__ is not torch.Tensor
@@ -106,10 +137,17 @@ class Compiled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Any call: nested, named or sized at run time, or wrong, which is then said."""
+        if self._as_it_is:
+            return _run_as_it_is(self._as_it_is[0], args, kwargs)
         flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
         check_inputs(self._checks, flat, self._ranges)
         if self._guards:
             check_guards(self._guards, flat)
+        if self._written:
+            self._ownership.check_written(
+                [(name, flat[index]) for name, index in self._written],
+                [(item.name, flat[item.index]) for item in self._lowered.inputs if item.index is not None],
+            )
         inputs = flat if self._plain_inputs else self._feed(flat)
         results = self._run(inputs) if self._whole is None else self._whole(*inputs)
         return results[0] if self._one_result else self._finish(flat, results)
@@ -121,19 +159,18 @@ class Compiled(nn.Module):
 
     def _finish(self, flat: list[Any], results: Sequence[Any]) -> Any:
         """Write back what the model changes, then give the caller its results."""
-        returned = []
-        inputs = {item.name: item for item in self._lowered.inputs}
+        settled = self._ownership.settle(results, flat)
+        returned: dict[int, Any] = {}
+        indices = dict(self._written)
         with torch.no_grad():
-            for output, result in zip(self._lowered.outputs, results, strict=True):
+            for place, (output, result) in enumerate(zip(self._lowered.outputs, settled, strict=True)):
                 if output.role is Role.BUFFER:
                     self._lowered.buffers[output.target or ""].copy_(result)
                 elif output.role is Role.INPUT:
-                    index = inputs[output.target or ""].index
-                    assert index is not None
-                    flat[index].copy_(result)
+                    flat[indices[output.target or ""]].copy_(result)
                 else:
-                    returned.append(result)
-        return pytree.tree_unflatten(returned, self._lowered.out_spec)
+                    returned[place] = result if output.twin is None else returned[output.twin]
+        return pytree.tree_unflatten(list(returned.values()), self._lowered.out_spec)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         spec = self._lowered.in_spec
@@ -162,6 +199,51 @@ class Compiled(nn.Module):
                 return tuple(given[name] for name in rest), {name: given[name] for name in named}
         has = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
         raise InputError(f"the call has {has}; compiled for {expected}")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know besides the plan, engines that failed at a call included."""
+        programs = [step.program for step in self.inlay.steps]
+        failed = [(p.engine, p.failure) for p in programs if isinstance(p, WithFallback) and p.failure]
+        return (*self._notes, *(f"{engine} failed at a call: {why}" for engine, why in failed))
+
+    def note(self, *told: str) -> None:
+        """Add to what a user should know."""
+        self._notes = (*self._notes, *told)
+
+    def train(self, mode: bool = True) -> Compiled:
+        """A compiled module computes what the model does in evaluation; `train()` is an error."""
+        if mode:
+            raise InputError(
+                "a compiled module gives no gradients and cannot be trained; train the model it was made"
+                " from, then compile that again"
+            )
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Compiled:
+        # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
+        kinds = {(tensor.dtype, tensor.device): tensor for tensor in self._state.values()}
+        for (dtype, device), tensor in kinds.items():
+            made = fn(tensor.new_empty((0,)))
+            if (made.dtype, made.device) != (dtype, device):
+                raise InputError(
+                    f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
+                    f" {made.dtype} on {made.device} and compile that"
+                )
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: tensor for name, tensor in self._state.items()})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        error_messages = rest[-1]
+        for name, tensor in self._state.items():
+            given = state_dict.get(prefix + name)
+            if given is not None and not torch.equal(given.to(tensor), tensor):
+                error_messages.append(
+                    f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
+                    " model and compile that again"
+                )
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
@@ -194,6 +276,23 @@ def _is_same(value: Any, default: Any) -> bool:
         return True
     plain = (bool, int, float, str, bytes, tuple, torch.dtype, torch.device)
     return isinstance(default, plain) and type(value) is type(default) and bool(value == default)
+
+
+def _run_as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with evaluating(model), torch.no_grad():
+        return model(*args, **kwargs)
+
+
+def _fresh(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> list[bool]:
+    """For each output of the graph, whether an engine makes it that hands out memory of its own."""
+    made = {
+        node
+        for piece, program in zip(pieces, programs, strict=True)
+        if isinstance(program, WithFallback) and program.fresh
+        for node in piece.outputs
+    }
+    returned: Any = next(iter(reversed(lowered.module.graph.nodes))).args[0]
+    return [not isinstance(item, fx.Node) or item in made for item in returned]
 
 
 def _checks(lowered: Lowered) -> tuple[Check, ...]:

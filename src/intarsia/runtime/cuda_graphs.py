@@ -60,13 +60,13 @@ def use_cuda_graphs(
     """Let a compiled module run as one CUDA graph; where that cannot be, a note of the module says why."""
     reason = not_capturable(graph, capturable)
     if reason is not None:
-        compiled.notes = (*compiled.notes, f"not run as a CUDA graph: {reason}")
+        compiled.note(f"not run as a CUDA graph: {reason}")
         return
     graphs = CudaGraphs(compiled.inlay.results, graph, results)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told by the notes
         graphs(example)
-    compiled.notes = (*compiled.notes, *graphs.notes)
+    compiled.note(*graphs.notes)
     compiled.run_by(graphs)
 
 

@@ -40,6 +40,10 @@ class OpenVINO(NetworkEngine):
     guards: bool = True
     name: ClassVar[str] = "openvino"
 
+    @property
+    def coarsest(self) -> float:
+        return {"f32": 0.0, "f16": 2.0**-10, "bf16": 2.0**-7}[self.precision]
+
     def unavailable(self) -> str | None:
         try:
             _core()

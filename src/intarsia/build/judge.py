@@ -1,0 +1,104 @@
+"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from intarsia.build.protect import undisturbed
+from intarsia.capture.example import copied_call
+from intarsia.compare import disagreement
+from intarsia.lower import Lowered, Role
+from intarsia.lower.lowered import example_inputs
+from intarsia.rounding import Rounding
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call gave: its results, and what its tensors and the model's buffers held afterwards."""
+
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    inputs: list[Any]
+    buffers: dict[str, torch.Tensor]
+
+    def in_graph_order(self, lowered: Lowered) -> list[Any]:
+        """The same as the lowered graph returns it: what is written back where, and the results."""
+        leaves = iter(self.leaves)
+        places = {item.name: item.index for item in lowered.inputs}
+        found: list[Any] = []
+        for output in lowered.outputs:
+            if output.role is Role.USER:
+                found.append(next(leaves, None))
+            elif output.role is Role.BUFFER:
+                found.append(self.buffers.get(output.target or ""))
+            else:
+                found.append(self.inputs[places[output.target or ""] or 0])
+        return found
+
+
+class Judge:
+    """Runs a model, or what was made of it, on copies of a call; the model is left as it was."""
+
+    def __init__(self, model: nn.Module | ExportedProgram) -> None:
+        self.model: nn.Module = model.module() if isinstance(model, ExportedProgram) else model
+
+    def answer(self, call: Call, function: Callable[..., Any] | None = None) -> Answer:
+        """What the model answers, or `function` in its place (the compiled module, say)."""
+        args, kwargs = copied_call(call)
+        flat = pytree.tree_leaves((args, kwargs))
+        with undisturbed(self.model):
+            made = (function or self.model)(*args, **kwargs)
+            leaves, structure = pytree.tree_flatten(made)
+            # What is returned may lie in a buffer, which is about to be put back.
+            leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+            buffers = {name: buffer.detach().clone() for name, buffer in self._state()}
+        return Answer(leaves, structure, flat, buffers)
+
+    def fault(
+        self, lowered: Lowered, truth: Answer, other: Answer | Sequence[Any], rounding: Rounding
+    ) -> str | None:
+        """How another answer differs from the model's, in a clause; None where it agrees."""
+        if isinstance(other, Answer):
+            if len(other.leaves) != len(truth.leaves):
+                return f"it gives {len(other.leaves)} results; the model gives {len(truth.leaves)}"
+            other = other.in_graph_order(lowered)
+        if truth.structure != lowered.out_spec:
+            return f"it gives results as {lowered.out_spec}; the model as {truth.structure}"
+        return disagreement(other, truth.in_graph_order(lowered), rounding)
+
+    def is_deterministic(self, call: Call, truth: Answer) -> bool:
+        """Whether the model gives the same answer once more, with other random numbers."""
+        with torch.random.fork_rng(devices=[]):
+            torch.rand(1)
+            again = self.answer(call)
+        if again.structure != truth.structure or len(again.leaves) != len(truth.leaves):
+            return False
+        return disagreement(again.leaves, truth.leaves) is None
+
+    def graph_answer(self, lowered: Lowered, call: Call) -> tuple[Any, ...]:
+        """What the lowered graph answers, run in PyTorch."""
+        with undisturbed(self.model):
+            return tuple(lowered.module(*example_inputs(lowered, *copied_call(call))))
+
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_buffers(remove_duplicate=False)
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{path}.{name}" if path else name, value
+
+
+def call_of(lowered: Lowered, inputs: Sequence[Any]) -> Call:
+    """The call that feeds the graph these inputs."""
+    flat = {i.index: value for i, value in zip(lowered.inputs, inputs, strict=True) if i.index is not None}
+    call: Call = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
+    return call

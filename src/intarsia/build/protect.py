@@ -1,0 +1,63 @@
+"""A model run for its answer alone: what a run changes in it is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from intarsia.capture.export import evaluating
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation, without gradients; its attributes, its buffers and the random state come back.
+
+    Attributes that are set anew come back, and tensors that are written to; a list or another object that a
+    model appends to in `forward` is beyond reach, as it is for capture.
+    """
+    modules = list(model.modules())
+    attributes = [_attributes(module) for module in modules]
+    written = [(tensor, tensor.detach().clone()) for tensor in _state(modules)]
+    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    try:
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, (plain, tables) in zip(modules, attributes, strict=True):
+            _restore(module.__dict__, plain)
+            for name, table in tables.items():
+                _restore(module.__dict__[name], table)
+        with torch.no_grad():
+            for tensor, before in written:
+                if not _identical(tensor, before):
+                    tensor.copy_(before)
+
+
+def _attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    tables = {name: dict(module.__dict__[name]) for name in _TABLES if name in module.__dict__}
+    return dict(module.__dict__), tables
+
+
+def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:
+    if live.keys() == before.keys() and all(live[name] is value for name, value in before.items()):
+        return
+    live.clear()
+    live.update(before)
+
+
+def _state(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """Buffers, and tensors kept as plain attributes: what a model may write to in evaluation."""
+    held = [value for m in modules for value in (*m._buffers.values(), *m.__dict__.values())]
+    found = {id(t): t for t in held if isinstance(t, torch.Tensor) and not t.is_meta}
+    return list(found.values())
+
+
+def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same = a == b
+    return bool(torch.all(same | (a != a) & (b != b) if a.is_floating_point() else same))

@@ -1,0 +1,47 @@
+"""A limit on how long an engine may take: the wait ends, and the engine is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from intarsia.errors import EngineError
+
+T = TypeVar("T")
+
+
+class OutOfTime(EngineError):
+    """An engine that did not come back in time; whatever it does, it goes on doing in a thread of its own."""
+
+
+def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
+    """What `work` gives, or OutOfTime after so many seconds; None waits for good, in this thread.
+
+    Python cannot end a thread. An engine that hangs keeps its thread, and what memory it took, until the
+    process ends; the thread is a daemon, so it does not keep the process alive.
+    """
+    if seconds is None:
+        return work()
+    made: list[T] = []
+    failed: list[BaseException] = []
+    threads = torch.get_num_threads()
+
+    def run() -> None:
+        try:
+            if torch.get_num_threads() != threads:  # the count belongs to a thread, and engines ask for it
+                torch.set_num_threads(threads)
+            made.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=f"intarsia: {what}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise OutOfTime(f"{what} did not end within {seconds:g} s; it is left behind")
+    if failed:
+        raise failed[0]
+    return made[0]

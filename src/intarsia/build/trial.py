@@ -1,0 +1,102 @@
+"""One piece on one engine: convert, rewrite, build, run on examples, compare with PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.build.time_limit import OutOfTime, within
+from intarsia.compare import disagreement
+from intarsia.convert import NodeError, convert
+from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
+from intarsia.errors import IntarsiaError
+from intarsia.network import Network
+from intarsia.rounding import Rounding
+
+Rewrite = Callable[[Network, NetworkEngine], None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a piece does not run on its engine, and the nodes to blame where they are known."""
+
+    reason: str
+    nodes: tuple[str, ...] = ()
+    for_good: bool = False  # the engine itself is at fault: no part of the piece is worth a try
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What a piece is given, and what PyTorch makes of it."""
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    expected: tuple[Any, ...]
+    _roundings: dict[float, Rounding] = field(default_factory=dict)
+
+    def rounding(self, coarsest: float) -> Rounding:
+        """What rounding does to the answer; runs are made when asked for, and kept."""
+        if coarsest not in self._roundings:
+            self._roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
+        return self._roundings[coarsest]
+
+
+def try_piece(
+    module: fx.GraphModule,
+    engine: Engine,
+    cases: Sequence[Case],
+    rewrite: Rewrite | None,
+    limit_s: float | None,
+    notes: list[str],
+) -> Program | Failure:
+    """The program of a piece, if it builds in time and answers as PyTorch does; else why not.
+
+    Whatever an engine or a converter throws concerns this piece alone.
+    """
+    told: list[str] = []
+    try:
+        program = _built(module, engine, rewrite, limit_s, told)
+    except NodeError as error:
+        return Failure(error.reason, (error.node.name,))
+    except OutOfTime as error:
+        return Failure(str(error), for_good=True)
+    except IntarsiaError as error:
+        return Failure(str(error))
+    except Exception as error:
+        return Failure(f"{engine.name} failed to build it: {_said(error)}")
+    for case in cases:
+        try:
+            answers = program(*case.inputs)
+        except Exception as error:
+            return Failure(f"{engine.name} failed to run it: {_said(error)}")
+        wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest))
+        if wrong is not None:
+            return Failure(f"{engine.name} answers wrongly: {wrong}")
+    notes += [note for note in told if note not in notes]
+    return program
+
+
+def _built(
+    module: fx.GraphModule, engine: Engine, rewrite: Rewrite | None, limit_s: float | None, told: list[str]
+) -> Program:
+    if isinstance(engine, GraphEngine):
+        return within(limit_s, f"{engine.name}.build", lambda: engine.build(module))
+    assert isinstance(engine, NetworkEngine)
+    net = convert(module, name=engine.name, notes=told)
+    if rewrite is not None:
+        rewrite(net, engine)
+    return within(limit_s, f"{engine.name}.build", lambda: engine.build(net))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What PyTorch answers."""
+    with torch.no_grad():
+        return tuple(module(*inputs))

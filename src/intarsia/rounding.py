@@ -1,0 +1,106 @@
+"""How far rounding alone may move a graph's answers: it is run again, every value nudged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+_LONGEST = 4096  # sums of more terms are taken to be added up in blocks
+_PRODUCTS = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "dot", "addmv", "addbmm", "einsum"}
+    | {"scaled_dot_product_attention"}
+)
+
+
+class Rounding:
+    """The spread of each output of a graph over runs in which every float is rounded a little differently.
+
+    An engine adds up in another order, fuses, or takes another formula: each of its values is off by about
+    one rounding. A run with every value off by one rounding, at random, shows what becomes of that at the
+    outputs, element by element: cancellation and depth show as they are. Numbers that are whole stay as they
+    are, since they are most likely exact, and a step must not flip for a rounding that nobody makes.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], expected: Sequence[Any], coarsest: float = 0.0
+    ) -> None:
+        self._module, self._inputs, self._expected = module, inputs, expected
+        self._coarsest = coarsest  # rounding of an engine that computes in a shorter type than the graph's
+        self._generator = torch.Generator().manual_seed(0)
+        self._samples = 0
+        self._spread: list[torch.Tensor | None] = [None] * len(expected)
+
+    def spread(self, samples: int) -> list[torch.Tensor | None]:
+        """The largest change of each element in so many runs; None for what is no tensor."""
+        while self._samples < samples:
+            nudged = _Nudged(self._module, self._generator, self._coarsest)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                made = nudged.run(*self._inputs)
+            self._samples += 1
+            for index, (other, truth) in enumerate(zip(made, self._expected, strict=True)):
+                if not isinstance(truth, torch.Tensor):
+                    continue
+                change = _change(other, truth)
+                before = self._spread[index]
+                self._spread[index] = change if before is None else torch.maximum(before, change)
+        return self._spread
+
+
+def _change(other: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    if truth.is_complex():
+        other, truth = torch.view_as_real(other.resolve_conj()), torch.view_as_real(truth.resolve_conj())
+    if not truth.is_floating_point():
+        return (other != truth).double()
+    return torch.nan_to_num((other.double() - truth.double()).abs(), nan=0.0, posinf=0.0)
+
+
+class _Nudged(fx.Interpreter):
+    """Runs a graph with each float it reads or makes moved by about one rounding."""
+
+    def __init__(self, module: fx.GraphModule, generator: torch.Generator, coarsest: float) -> None:
+        super().__init__(module)
+        self._generator, self._coarsest = generator, coarsest
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op not in ("placeholder", "call_function") or _moves(n.target):
+            return value
+        terms = self._terms(n, value) if n.op == "call_function" else 1.0
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nudge(tensor, terms), value)
+
+    def _nudge(self, value: torch.Tensor, terms: float) -> torch.Tensor:
+        if value.is_complex():
+            return torch.view_as_complex(self._nudge(torch.view_as_real(value.resolve_conj()), terms))
+        if not value.is_floating_point() or not value.numel():
+            return value
+        step = max(torch.finfo(value.dtype).eps, self._coarsest) * math.sqrt(terms)
+        wide = value.double() if value.element_size() < 4 else value
+        noise = torch.empty(value.shape, dtype=wide.dtype).uniform_(-step, step, generator=self._generator)
+        moved = wide + wide * noise.to(value.device)
+        return torch.where(wide == wide.trunc(), wide, moved).to(value.dtype)
+
+    def _terms(self, node: fx.Node, made: Any) -> float:
+        """About how many products or values are added up to make one number of the result."""
+        args = [self.env[source] for source in node.all_input_nodes]
+        given = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        first = made[0] if isinstance(made, list | tuple) and made else made
+        if not given or not isinstance(first, torch.Tensor) or not first.numel():
+            return 1.0
+        terms = max(x.numel() for x in given) / first.numel()
+        name = str(getattr(node.target, "overloadpacket", node.target)).rsplit(".", 1)[-1]
+        if "conv" in name and len(given) > 1:
+            terms = max(terms, given[1].numel() / max(1, given[1].shape[0]))
+        elif name in _PRODUCTS:
+            terms = max(terms, *(x.shape[-1] for x in given if x.ndim > 1))
+        return min(max(terms, 1.0), _LONGEST)
+
+
+def _moves(target: Any) -> bool:
+    """Whether an operator hands out what it is given, as views do."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)

@@ -1,0 +1,85 @@
+"""Who owns which memory: what a call returns is the caller's, whatever PyTorch let it share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from intarsia.errors import InputError
+
+Place = tuple[int, torch.device]  # where a storage begins
+
+
+def storage_of(value: Any) -> Place | None:
+    """The storage a tensor lies in; None for what has none, or has no elements."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
+        return None
+    return value.untyped_storage().data_ptr(), value.device
+
+
+class Ownership:
+    """Copies results that lie in an input, a weight, a buffer or another result.
+
+    A copy removed from the graph, a constant folded, equal work done once: each may make a result share
+    memory that it does not share in the model. Results of engines are fresh; the others are looked at.
+    """
+
+    def __init__(
+        self, constants: Iterable[Any], buffers: Sequence[torch.Tensor], fresh: Sequence[bool]
+    ) -> None:
+        self._constants = {storage_of(tensor) for tensor in constants} - {None}
+        self._buffers = list(buffers)
+        self._fresh = [index for index, is_fresh in enumerate(fresh) if is_fresh]
+        self._shared = [index for index, is_fresh in enumerate(fresh) if not is_fresh]
+
+    def settle(self, results: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+        """The results, each in memory of its own."""
+        if not self._shared:
+            return results
+        taken = {storage_of(value) for value in (*inputs, *self._buffers)}
+        taken.update(storage_of(results[index]) for index in self._fresh)
+        settled = list(results)
+        for index in self._shared:
+            place = storage_of(settled[index])
+            if place is None:
+                continue
+            if place in taken or place in self._constants:
+                settled[index] = settled[index].clone()
+            taken.add(place)
+        return settled
+
+    def check_written(
+        self, written: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, Any]]
+    ) -> None:
+        """InputError where a tensor that the model writes to shares memory with something else it reads."""
+        everything = [*others, *(("a buffer of the model", buffer) for buffer in self._buffers)]
+        for name, target in written:
+            if storage_of(target) in self._constants:
+                raise InputError(
+                    f"input {name} is written to by the model and lies in one of its weights; pass a copy"
+                )
+            for other, value in everything:
+                if value is not target or other != name:
+                    _check_apart(name, target, other, value)
+
+
+def _check_apart(name: str, target: torch.Tensor, other: str, value: Any) -> None:
+    place = storage_of(target)
+    if place is None or storage_of(value) != place:
+        return
+    (low, high), (start, end) = _extent(target), _extent(value)
+    if low < end and start < high:
+        raise InputError(
+            f"input {name} is written to by the model and shares memory with {other}: compiled, the one would"
+            " not see the other change; pass a copy"
+        )
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one behind its last."""
+    size = tensor.element_size()
+    reach = sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * size
+    return start, start + (reach + 1) * size

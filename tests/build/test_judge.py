@@ -1,0 +1,161 @@
+"""The model is the judge: what is compiled is compared with the model run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.errors import PartitionError
+from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
+
+
+@pytest.fixture
+def wrong_decomposition() -> Iterator[Any]:
+    """A decomposition that ignores an argument: of an operator that no engine converts."""
+    operator = torch.ops.aten.logaddexp2.default
+
+    @register_decomposition(operator)
+    def logaddexp2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return self * 1.0
+
+    yield operator
+    unregister_decomposition(operator)
+
+
+class Sums(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.logaddexp2(torch.tanh(x), x + 1) * 2
+
+
+def test_a_wrong_decomposition_is_found_named_and_left_out(wrong_decomposition: Any) -> None:
+    x = torch.randn(3, 4)
+    fast = intarsia.compile(Sums(), (x,), min_block_size=1)
+    torch.testing.assert_close(fast(x), Sums()(x))
+    (note,) = [note for note in fast.notes if "logaddexp2" in note]
+    assert "the decomposition of aten.logaddexp2.default is not used" in note and "off by" in note
+    assert fast.plan.on_engines > 0, "what is right stays on engines"
+
+
+def test_the_zero_rows_of_the_transformer_fast_path() -> None:
+    """In evaluation nn.TransformerEncoder gives zeros where keys are padding; the exported graph does not."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    x, padding = torch.randn(2, 5, 16), torch.zeros(2, 5, dtype=torch.bool)
+    padding[:, 3:] = True
+    fast = intarsia.compile(model, (x,), {"src_key_padding_mask": padding})
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(fast(x, src_key_padding_mask=padding), expected)
+
+
+class Hooked(nn.Module):
+    """Another answer than its graph: a change of Python state that capture cannot see."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) if torch.compiler.is_compiling() else torch.relu(x) * 2
+
+
+def test_a_graph_unlike_its_model_is_never_returned() -> None:
+    x = torch.randn(3, 4)
+    fast = intarsia.compile(Hooked(), (x,))
+    torch.testing.assert_close(fast(x), Hooked()(x))
+    assert any("the model runs as it is" in note and "unlike the model" in note for note in fast.notes)
+    assert fast.plan.engines == ("pytorch",)
+    assert "runs as it is" in str(fast.plan)
+    with pytest.raises(PartitionError, match="compiled, the model answers unlike the model: output 0 is off"):
+        intarsia.compile(Hooked(), (x,), require_full_compilation=True)
+
+
+class Dice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + torch.rand_like(x)
+
+
+class Lots(nn.Module):
+    """Random in a way that no random state of torch's explains."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        return torch.relu(x) * (time.perf_counter_ns() % 1009)
+
+
+def test_a_model_that_draws_lots_is_not_compared_and_says_so() -> None:
+    x = torch.randn(3, 4)
+    fast = intarsia.compile(Lots(), (x,))
+    assert any("two runs of the model itself differ" in note for note in fast.notes)
+
+
+def test_a_model_that_draws_from_torch_is_compared_from_one_random_state() -> None:
+    x = torch.randn(3, 4)
+    fast = intarsia.compile(Dice(), (x,), min_block_size=1)
+    assert not fast.notes
+    torch.manual_seed(1)
+    expected = Dice()(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(fast(x), expected)
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+        self.drop = nn.Dropout()
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.calls += 1
+        x.add_(1)
+        return self.drop(x) * self.count
+
+
+def test_judging_leaves_model_inputs_and_random_state_alone() -> None:
+    model, x = Stateful().train(), torch.randn(3)
+    before, state = x.clone(), torch.get_rng_state()
+    intarsia.compile(model, (x,))
+    assert int(model.count) == 0
+    assert model.training and model.drop.training
+    torch.testing.assert_close(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_model_writes_is_compared_too() -> None:
+    model, x = Stateful().eval(), torch.randn(3)
+    fast = intarsia.compile(model, (x,))
+    twin = Stateful().eval()
+    for _ in range(3):
+        mine, theirs = x.clone(), x.clone()
+        torch.testing.assert_close(fast(mine), twin(theirs))
+        torch.testing.assert_close(mine, theirs)
+    assert int(model.count) == 3
+
+
+def test_an_exported_program_is_judged_by_itself() -> None:
+    x = torch.randn(3, 4)
+    program = torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), (x,))
+    fast = intarsia.compile(program, (x,))
+    torch.testing.assert_close(fast(x), program.module()(x).detach())
+
+
+class Largest(nn.Module):
+    """Right at the example, wrong at the largest size when captured."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and x.shape[0] > 6:
+            return torch.relu(x) * 2
+        return torch.relu(x)
+
+
+def test_the_ends_of_a_range_are_judged() -> None:
+    batch = torch.export.Dim("batch", min=2, max=8)
+    fast = intarsia.compile(Largest(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: batch}})
+    x = torch.randn(8, 4)
+    torch.testing.assert_close(fast(x), Largest()(x))
