@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from intarsia.errors import RewriteError
-from intarsia.network import Layer, Network, Tensor, net_guard
+from intarsia.network import Layer, Network, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
 from intarsia.rewrite import PatternRewriter, check_pattern, refuse, rule
 
@@ -88,3 +88,73 @@ def test_class_patterns_are_checked_on_given_networks() -> None:
         check_pattern(AddToSub())
     with pytest.raises(RewriteError, match="pattern 'add_to_sub' changes output 0"):
         check_pattern(AddToSub(), sums, trials=3)
+
+
+@rule(lambda op, x, y: op.Add(x, y))
+def wrong_on_integers(net: Network, x: Tensor, y: Tensor) -> object:
+    return F.sub(x, y) if x.dtype in dtypes.INTEGERS else refuse("floats")
+
+
+@rule(lambda op, x, y: op.Mul(op.Div(x, y), y))
+def wrong_division(net: Network, x: Tensor, y: Tensor) -> object:
+    """True of numbers, up to rounding, not of integers: 3 / 2 * 2 is 2."""
+    if x.shape != y.shape:
+        return refuse("sizes differ")
+    return F.identity(x)
+
+
+@rule(lambda op, x: op.Log(op.Exp(x)))
+def wrong_when_large(net: Network, x: Tensor) -> object:
+    return F.identity(x)
+
+
+@rule(lambda op, x: op.Sub(x, x))
+def wrong_at_infinity(net: Network, x: Tensor) -> object:
+    return F.sign(x) * 0.0 if x.dtype in dtypes.FLOATS else refuse("integers")
+
+
+@rule(lambda op, x: op.Relu(x))
+def wrong_at_nan(net: Network, x: Tensor) -> object:
+    if x.dtype not in dtypes.FLOATS:
+        return refuse("integers have no NaN")
+    return F.where(F.greater(x, F.constant(0.0, x.dtype)), x, F.constant(0.0, x.dtype))
+
+
+@rule(lambda op, x, y: op.Add(x, y))
+def wrong_with_symbols(net: Network, x: Tensor, y: Tensor) -> object:
+    return refuse("sizes are known") if all(isinstance(d, int) for d in x.shape) else F.sub(x, y)
+
+
+@rule(lambda op, x: op.Reciprocal(op.Neg(op.Neg(x))))
+def right_everywhere(net: Network, x: Tensor) -> object:
+    return F.reciprocal(x)
+
+
+@rule(lambda op, x: op.Reciprocal(op.Abs(x)))
+def wrong_at_negative_zero(net: Network, x: Tensor) -> object:
+    """Right wherever x has another sign than its zero: 1 / -0.0 is -inf, 1 / |-0.0| is inf."""
+    positive = F.where(F.less(x, F.constant(0.0, x.dtype)), F.neg(x), x)
+    return F.reciprocal(positive)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        wrong_on_integers,
+        wrong_division,
+        wrong_when_large,
+        wrong_at_infinity,
+        wrong_at_nan,
+        wrong_with_symbols,
+        wrong_at_negative_zero,
+    ],
+    ids=lambda pattern: pattern.name,
+)
+def test_rules_that_are_wrong_only_there(pattern: PatternRewriter) -> None:
+    with pytest.raises(RewriteError, match=f"pattern '{pattern.name}' changes output 0"):
+        check_pattern(pattern)
+
+
+def test_kinds_of_values_can_be_chosen() -> None:
+    assert check_pattern(wrong_at_negative_zero, kinds=["plain", "large"]).fired == 40
+    assert check_pattern(right_everywhere).fired == 40

@@ -1,9 +1,9 @@
-"""Proof by running: a pattern's network before and after, on random shapes, dtypes and values."""
+"""Proof by running: a pattern's network before and after, on random shapes, dtypes, symbols and values."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ from intarsia.rewrite.sample import random_network
 Sample = Callable[[np.random.Generator], Network]
 Build = Callable[[Network], Callable[..., tuple[torch.Tensor, ...]]]
 
+# What inputs hold, in turns: small numbers; numbers far from 1; some of NaN, infinities, zeros of both signs.
+KINDS = ("plain", "large", "special")
+_SPECIAL = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-38, 1.0)
 _TOLERANCE = {ir.DataType.FLOAT16: 1e-2, ir.DataType.BFLOAT16: 4e-2, ir.DataType.DOUBLE: 1e-7}
 
 
@@ -41,9 +44,12 @@ def check_pattern(
     trials: int = 40,
     build: Build | None = None,
     seed: int = 0,
+    kinds: Sequence[str] = KINDS,
 ) -> Checked:
     """Run `trials` random networks before and after a pattern; RewriteError at the first difference.
 
+    Networks made up are of floats and, where the operators take them, integers, with sizes that are numbers
+    or symbols. `kinds` are the kinds of values their inputs hold, in turns.
     Of networks it refuses, at most 40 times as many are tried; it is an error if it refuses them all.
     `sample(rng)` makes a network the pattern may match; a rule's is made from its own terms by default.
     `build` turns a network into a program (an engine's `build`); by default ONNX's reference evaluator.
@@ -66,8 +72,9 @@ def check_pattern(
     fired, worst = 0, 0.0
     tried = 0
     while fired < trials and tried < 40 * trials:
+        kind = kinds[tried % len(kinds)]
         tried += 1
-        net, inputs, expected = _trial(pattern, sample, run, rng)
+        net, inputs, expected = _trial(pattern, sample, run, rng, kind)
         before = str(net)
         manager = RewritePatternManager()
         manager.add(pattern.name, pattern)
@@ -76,13 +83,15 @@ def check_pattern(
             continue
         fired += 1
         net.verify()
-        got = run(net)(*inputs)
+        with np.errstate(all="ignore"):
+            got = run(net)(*inputs)
         for number, (a, b) in enumerate(zip(expected, got, strict=True)):
             error = difference(a, b)
             worst = max(worst, error)
             if error > _TOLERANCE.get(dtypes.to_onnx(a.dtype), 1e-4):
                 raise RewriteError(
-                    f"pattern {pattern.name!r} changes output {number} by {error:.3g} of its size"
+                    f"pattern {pattern.name!r} changes output {number} by {error:.3g} of its size, "
+                    f"for {kind} values"
                     f"\nbefore:\n{before}\nafter:\n{net}"
                 )
     if not fired:
@@ -92,7 +101,7 @@ def check_pattern(
 
 
 def _trial(
-    pattern: PatternRewriter, sample: Sample | None, run: Build, rng: np.random.Generator
+    pattern: PatternRewriter, sample: Sample | None, run: Build, rng: np.random.Generator, kind: str
 ) -> tuple[Network, list[torch.Tensor], tuple[torch.Tensor, ...]]:
     """A network, inputs, and what it makes of them; made-up networks that no evaluator takes are left out."""
     failure: Exception | None = None
@@ -106,8 +115,9 @@ def _trial(
             else:
                 assert isinstance(pattern, Rule)
                 net = random_network(pattern.roots, rng, rank)
-            inputs = random_inputs(net, rng)
-            return net, inputs, run(net)(*inputs)
+            inputs = random_inputs(net, rng, kind, indices=sample is not None)
+            with np.errstate(all="ignore"):
+                return net, inputs, run(net)(*inputs)
         except Exception as error:
             if sample is not None:
                 raise
@@ -120,23 +130,44 @@ def _reasons(manager: RewritePatternManager, net: Network, pattern: PatternRewri
     return [manager.explain(layer)[0].reason for layer in roots[-1:]]
 
 
-def random_inputs(net: Network, rng: np.random.Generator) -> list[torch.Tensor]:
-    """Values for a network's inputs; a symbol is one size everywhere."""
+def random_inputs(
+    net: Network, rng: np.random.Generator, kind: str = "plain", *, indices: bool = True
+) -> list[torch.Tensor]:
+    """Values for a network's inputs; a symbol is one size everywhere. `indices`: integers are small."""
     sizes: dict[Any, int] = {}
     made = []
     for tensor in net.get_inputs():
         shape = [
             d if isinstance(d, int) else sizes.setdefault(d, int(rng.integers(1, 5))) for d in tensor.shape
         ]
-        dtype = dtypes.to_torch(tensor.dtype)
         if tensor.dtype == ir.DataType.BOOL:
-            made.append(torch.from_numpy(rng.random(shape) < 0.5))
-        elif tensor.dtype in dtypes.INTEGERS:
-            made.append(torch.from_numpy(rng.integers(0, 4, shape)).to(dtype))
+            array: Any = rng.random(shape) < 0.5
+        elif tensor.dtype not in dtypes.INTEGERS:
+            array = _floats(rng, shape, kind)
         else:
-            scale = rng.choice([0.3, 1.0, 4.0])
-            made.append(torch.from_numpy(np.asarray(rng.standard_normal(shape) * scale)).to(dtype))
+            array = rng.integers(0, 4, shape) if indices else _integers(rng, shape, kind, tensor.dtype)
+        made.append(torch.from_numpy(np.asarray(array)).to(dtypes.to_torch(tensor.dtype)))
     return made
+
+
+def _integers(rng: np.random.Generator, shape: Sequence[int], kind: str, dtype: ir.DataType) -> Any:
+    """Small ones of both signs, as far as the dtype has them; or up to 2**24, where 32-bit floats end.
+
+    Not up to the dtype's ends: ONNX itself defines products of integers (Gemm) by way of 64-bit floats.
+    """
+    ends = np.iinfo(dtypes.to_numpy(dtype))
+    most = 9 if kind == "plain" else min(ends.max, 2**24)
+    return rng.integers(max(-most, ends.min), most, shape, endpoint=True)
+
+
+def _floats(rng: np.random.Generator, shape: Sequence[int], kind: str) -> Any:
+    array = rng.standard_normal(shape)
+    if kind == "large":
+        return array * rng.choice([1e-3, 1e2, 1e4])
+    array = np.asarray(array * rng.choice([0.3, 1.0, 4.0]))
+    if kind == "plain":
+        return array
+    return np.where(rng.random(shape) < 0.2, rng.choice(_SPECIAL, shape), array)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:

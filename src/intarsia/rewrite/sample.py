@@ -9,12 +9,18 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
-from intarsia.network import Network, Tensor, net_guard
+from intarsia.network import Network, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
 from intarsia.network.schema import schema_of
 from intarsia.rewrite.term import Any_, Call, Either, Maybe, Number, Output, Root, Term, Var
 
-_DTYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_DTYPES = (
+    ir.DataType.FLOAT,
+    ir.DataType.FLOAT,
+    ir.DataType.DOUBLE,
+    ir.DataType.INT64,
+    ir.DataType.INT32,
+)
 
 
 def random_network(roots: Sequence[Root], rng: np.random.Generator, rank: int) -> Network:
@@ -33,6 +39,8 @@ class _Maker:
         self.rng = rng
         self.dtype = _DTYPES[rng.integers(len(_DTYPES))]
         self.base = tuple(int(d) for d in rng.choice([1, 2, 2, 3, 4], size=rank))
+        # In some networks one size is not a number: inputs that have it call it by one symbol.
+        self.symbol = int(rng.choice(self.base)) if rank and rng.random() < 0.3 else None
         self.variables: dict[str, Tensor] = {}
         self.calls: dict[Call, tuple[Tensor, ...]] = {}
 
@@ -55,15 +63,18 @@ class _Maker:
     def variable(self, var: Var) -> Tensor:
         shape = self.shape()
         if not var.constant:
-            return Tensor(var.name, self.dtype, shape)
-        return F.constant(np.asarray(self.rng.standard_normal(shape)), self.dtype, name=var.name)
+            return Tensor(var.name, self.dtype, tuple("n" if d == self.symbol else d for d in shape))
+        whole = self.dtype in dtypes.INTEGERS
+        values = self.rng.integers(-9, 9, shape) if whole else self.rng.standard_normal(shape)
+        return F.constant(np.asarray(values), self.dtype, name=var.name)
 
     def shape(self) -> tuple[int, ...]:
         """A shape seen before, its end, one that broadcasts to it, its last two turned, or any other."""
         seen = [self.base, *[tensor.shape for tensor in self.variables.values()]]
-        shape = tuple(int(d) for d in seen[self.rng.integers(len(seen))])  # type: ignore[arg-type]
+        picked = seen[self.rng.integers(len(seen))]
+        shape = tuple(int(self.symbol if d == "n" else d) for d in picked)  # type: ignore[arg-type]
         way = self.rng.random()
-        if way < 0.5 or not shape:
+        if way < 0.4 or not shape:
             return shape
         if way < 0.7:
             return shape[self.rng.integers(len(shape)) :]

@@ -22,7 +22,9 @@ class Fusion:
 
     `make(rng, large)` writes, into the network under guard, layers that the pattern matches: small for
     proofs, large for measuring. A `free` pattern only takes layers away and is always applied; any
-    other is applied where it was measured to pay. `engines` are those that know the layers it makes.
+    other is applied where it was measured to pay. `engines` are those that know the layers it makes. A
+    `finite_only` pattern answers as before for finite numbers, not for NaN and infinities: it is applied
+    only where it is named, or all patterns are asked for.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Fusion:
     benefit: float
     free: bool = False
     engines: tuple[str, ...] = ENGINES
+    finite_only: bool = False
 
     def sample(self, rng: np.random.Generator, large: bool = False) -> Network:
         """A network to try the pattern on."""
