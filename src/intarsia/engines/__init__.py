@@ -24,20 +24,38 @@ NOT_BY_DEFAULT = ("inductor", "cudnn")
 
 def known_engines() -> dict[str, type[Engine]]:
     """Engines by name, in the order they are asked; other packages add theirs by an entry point."""
+    return _found_engines()[0]
+
+
+def _found_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
+    """The engines there are, and those of other packages that could not be loaded, each with the reason."""
     found: dict[str, type[Engine]] = {engine.name: engine for engine in (OpenVINO, OnnxRuntime)}
+    broken: dict[str, str] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        engine = entry.load()
-        found.setdefault(engine.name, engine)
+        try:
+            engine = entry.load()
+            found.setdefault(engine.name, engine)
+        except Exception as error:  # another package's mistake must not cost the engines that work
+            broken[entry.name] = f"{entry.value} could not be loaded: {_said(error)}"
     found["inductor"] = Inductor
     found["cudnn"] = CuDNN
     found["pytorch"] = PyTorch
-    return found
+    return found, broken
 
 
-def default_engines(device: str = "cpu") -> list[Engine]:
+def default_engines(device: str = "cpu", notes: list[str] | None = None) -> list[Engine]:
     """The engines asked when none is named, for a model on this kind of device, in that order."""
     if device == "cpu":
-        return [kind() for name, kind in known_engines().items() if name not in NOT_BY_DEFAULT]
+        made: list[Engine] = []
+        for name, kind in known_engines().items():
+            if name in NOT_BY_DEFAULT:
+                continue
+            try:
+                made.append(kind())
+            except Exception as error:
+                if notes is not None:
+                    notes.append(f"{name}: it could not be made: {_said(error)}")
+        return made
     # A GPU's time goes into launching kernels and moving memory, which is what Inductor saves.
     return [engine for engine in (Inductor(), PyTorch()) if engine.runs_on(device)]
 
@@ -49,16 +67,17 @@ def resolve_engines(
 
     An engine asked for by the user and unavailable is an error; of the default ones it is a note.
     """
-    known = known_engines()
+    known, broken = _found_engines()
+    notes: list[str] = []
     if asked is None:
-        engines = default_engines(device)
+        notes += [f"{name}: {reason}" for name, reason in broken.items()]
+        engines = default_engines(device, notes)
     else:
         listed = [asked] if isinstance(asked, Engine | str) else list(asked)
-        engines = [_make(item, known) for item in listed]
+        engines = [_make(item, known, broken) for item in listed]
     usable: list[Engine] = []
-    notes: list[str] = []
     for engine in engines:
-        reason = engine.unavailable()
+        reason = _unavailable(engine)
         if reason is None:
             usable.append(engine)
         elif asked is None:
@@ -73,9 +92,22 @@ def resolve_engines(
     return [*usable, PyTorch()], notes
 
 
-def _make(item: Engine | str, known: dict[str, type[Engine]]) -> Engine:
+def _unavailable(engine: Engine) -> str | None:
+    try:
+        return engine.unavailable()
+    except Exception as error:
+        return f"it failed when asked whether it is there: {_said(error)}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _make(item: Engine | str, known: dict[str, type[Engine]], broken: dict[str, str]) -> Engine:
     if isinstance(item, Engine):
         return item
+    if item in broken:
+        raise EngineError(f"engine {item!r} cannot be used: {broken[item]}")
     if item not in known:
         raise EngineError(f"there is no engine {item!r}; known are {', '.join(known)}")
     return known[item]()

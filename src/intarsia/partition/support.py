@@ -59,7 +59,10 @@ def _ask(
     key = (engine.key(), registry.version, signature)
     if key not in _answers:
         tried = dry_convert(node, constants, signature)
-        _answers[key] = tried if isinstance(tried, str) else engine.probe(tried)
+        try:
+            _answers[key] = tried if isinstance(tried, str) else engine.probe(tried)
+        except Exception as error:  # not kept: the next time it may go better
+            return f"{engine.name} failed when asked: {type(error).__name__}: {error}"
     return _answers[key]
 
 
@@ -67,7 +70,10 @@ def _ask_graph_engine(engine: Engine, node: fx.Node) -> str | None:
     device = _foreign_device(node, engine)
     if device is not None:
         return f"it runs on {device}, where {engine.name} does not"
-    return engine.refusal(node) if isinstance(engine, GraphEngine) else None
+    try:
+        return engine.refusal(node) if isinstance(engine, GraphEngine) else None
+    except Exception as error:
+        return f"{engine.name} failed when asked: {type(error).__name__}: {error}"
 
 
 def _foreign_device(node: fx.Node, engine: Engine) -> str | None:
