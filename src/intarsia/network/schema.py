@@ -30,9 +30,7 @@ class Schema:
 
     min_inputs: int
     max_inputs: int
-    max_outputs: int
     defaults: dict[str, Any]
-    has_attributes: bool
     inputs: tuple[Formal, ...]  # the last stands for all that follow
 
     def misfit(self, op_type: str, inputs: Sequence[TypedValue | None]) -> str | None:
@@ -74,9 +72,7 @@ def schema_of(domain: str, op_type: str) -> Schema | None:
     return Schema(
         found.min_input,
         found.max_input,
-        found.max_output,
         plain,
-        bool(found.attributes),
         tuple(_formal(one, found) for one in found.inputs),
     )
 
