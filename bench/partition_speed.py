@@ -22,7 +22,6 @@ from torch.fx.passes.operator_support import OperatorSupport
 from torch.fx.passes.splitter_base import _SplitterBase, _SplitterSettingBase
 
 from intarsia.graph.nodes import compute_nodes
-from intarsia.graph.plan_text import plan_text
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract, greedy
 
 aten = torch.ops.aten
@@ -141,7 +140,7 @@ def main() -> None:
                 del tools[name]
     gm = chain(40, 4)
     print("\nAn example of the graphs, at 40 ops:")
-    print(plan_text(dependency(gm, table_of(gm), PartitionOptions(min_block_size=1))))
+    print(dependency(gm, table_of(gm), PartitionOptions(min_block_size=1)))
 
 
 if __name__ == "__main__":

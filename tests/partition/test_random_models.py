@@ -111,7 +111,7 @@ def test_any_plan_gives_the_same_answers(mode, steps, seed, returned) -> None:
         plan = strategy(gm, table, options)
         plan.verify(gm)
         for segment in plan.segments:
-            for node in (*segment.nodes, *segment.views):
+            for node in (*segment.nodes, *segment.recomputed):
                 assert table.accepts(node, segment.engine), f"{name} put {node} on {segment.engine}"
             if segment.engine != "pytorch":
                 assert len(segment) >= options.min_block_size

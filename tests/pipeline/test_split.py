@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.split import split
-from intarsia.pipeline.stages.flow import Flow
 from intarsia.pipeline.stages.stage import build_stages
 from intarsia.pipeline.stages.trace import trace
 
@@ -56,13 +55,13 @@ def test_three_stages_equal_the_model(name):
 def test_every_allowed_cut_is_right(name):
     model, args, kwargs = make(name)
     captured = trace(model, args, kwargs)
-    flow = Flow(captured)
+    allowed = captured.line.allowed
     torch.manual_seed(7)
     saved = {k: v.clone() for k, v in model.state_dict().items()}
     want = pytree.tree_leaves(model(*args, **kwargs))
-    stride = max(1, len(flow.allowed) // 25)
-    for cut in flow.allowed[::stride]:
-        stages = build_stages(flow, [cut])
+    stride = max(1, len(allowed) // 25)
+    for cut in allowed[::stride]:
+        stages = build_stages(captured, [cut])
         model.load_state_dict(saved)
         torch.manual_seed(7)
         values = captured.signature.flatten(args, kwargs)
@@ -180,14 +179,15 @@ def test_in_place_changes_are_never_cut_off():
             return view + z.view(-1) * self.calls
 
     model = Changes()
-    flow = Flow(trace(model, (torch.randn(4, 4),)))
-    names = {n.name: i for i, n in enumerate(flow.nodes)}
-    assert not set(range(names["linear"] + 1, names["mul_"] + 1)) & set(flow.allowed)
+    captured = trace(model, (torch.randn(4, 4),))
+    line = captured.line
+    names = {n.name: i for i, n in enumerate(line.nodes)}
+    assert not set(range(names["linear"] + 1, names["mul_"] + 1)) & set(line.allowed)
     whole = copy.deepcopy(model)
-    parts = build_stages(flow, [])
+    parts = build_stages(captured, [])
     assert len(parts) == 1
     with pytest.raises(PartitionError, match="may not be cut before node"):
-        build_stages(flow, [names["mul_"]])
+        build_stages(captured, [names["mul_"]])
     x = torch.randn(4, 4)
     assert torch.equal(parts[0](x)[0], whole(x))
     assert model.calls == 1

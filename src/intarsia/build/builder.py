@@ -140,7 +140,7 @@ class Builder:
     def _blame(self, piece: Piece, failure: Failure, cases: Sequence[Case]) -> dict[fx.Node, dict[str, str]]:
         """The nodes of a failed piece that must leave its engine."""
         engine = piece.segment.engine
-        by_name = {node.name: node for node in (*piece.segment.nodes, *piece.segment.views)}
+        by_name = {node.name: node for node in (*piece.segment.nodes, *piece.segment.recomputed)}
         if failure.nodes or failure.for_good:
             return {by_name[name]: {engine: failure.reason} for name in failure.nodes or by_name}
         if next(one for one in self.engines if one.name == engine).slow_to_build:
@@ -160,7 +160,7 @@ class Builder:
 
 def _contents(piece: Piece) -> tuple[str, ...]:
     """What a program made of the piece depends on: equal contents, equal program."""
-    parts = (piece.inputs, piece.segment.nodes, piece.segment.views, piece.outputs)
+    parts = (piece.inputs, piece.segment.nodes, piece.segment.recomputed, piece.outputs)
     return tuple(" ".join(node.name for node in part) for part in parts)
 
 

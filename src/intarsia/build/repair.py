@@ -7,14 +7,15 @@ from typing import TypeVar
 
 from torch import fx
 
-from intarsia.graph.plan import Plan, Segment
+from intarsia.graph.plan import Plan
+from intarsia.graph.segment import Segment
 from intarsia.partition.assemble import Part, write_segments
 from intarsia.partition.atomic import agree, find_groups
 from intarsia.partition.blocks import too_small
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.schedule import Problem, fewest
 from intarsia.partition.table import PYTORCH, SupportTable
-from intarsia.partition.units import Units, find_riders, find_units
+from intarsia.partition.units import Units, find_recomputable, find_units
 
 T = TypeVar("T")
 
@@ -60,18 +61,18 @@ def repair(
     """
     options = options or PartitionOptions()
     groups = find_groups(gm, options.atomic)
-    shared = find_riders(gm.graph, table)
+    shared = find_recomputable(gm.graph, table)
     if any(node in shared for node in refusals):
         return None
     # What the strategy refused by itself, such as small blocks, stays refused.
     known = {node: why for segment in plan.segments for node, why in segment.reasons.items()}
     table = agree(table.with_refusals(known).with_refusals(refusals), groups)
     units = find_units(gm.graph, table, groups)
-    riders = frozenset(units.riders)
+    again = frozenset(units.recomputed)
     number = {node: unit for unit, members in enumerate(units.nodes) for node in members}
     parts: list[Part] = []
     for segment in plan.segments:
-        nodes = [node for node in segment.nodes if node not in riders]
+        nodes = [node for node in segment.nodes if node not in again]
         if all(table.accepts(node, segment.engine) for node in nodes):
             parts.append(Part(segment.engine, nodes, segment.do_not_merge))
             continue

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import fx
 
-from intarsia.graph.nodes import is_compute, is_free, is_getitem, is_size
-
-if TYPE_CHECKING:
-    from intarsia.graph.plan import Segment
+from intarsia.graph.nodes import is_compute, is_getitem, is_size, producer
+from intarsia.graph.segment import Segment
+from intarsia.graph.sizes import constant_value, input_symbols, symbol_of, symbols_of
 
 Needs = dict[int, None]  # an ordered set of segment numbers
 
@@ -31,45 +29,12 @@ class Border:
     sizes: Mapping[fx.Node, tuple[fx.Node, int]]
 
 
-def constant_value(node: fx.Node) -> Any:
-    """The number a free node always has, or None when it depends on the inputs."""
-    value = node.meta.get("val") if node.op == "call_function" and is_free(node) else None
-    return value if isinstance(value, (bool, int, float)) else None
-
-
-def symbol_of(node: fx.Node) -> Any:
-    """The symbolic expression a size node stands for, or None."""
-    value = node.meta.get("val")
-    return value.node.expr if isinstance(value, torch.SymInt) else None
-
-
-def symbols_of(nodes: Iterable[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
-    """Where each symbolic size can be read: the first of the given tensors, and its axis."""
-    found: dict[Any, tuple[fx.Node, int]] = {}
-    for node in nodes:
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            continue
-        for axis, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt):
-                found.setdefault(size.node.expr, (node, axis))
-    return found
-
-
-def input_symbols(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int]]:
-    """Symbolic sizes that a graph input carries; every segment can read those."""
-    return symbols_of(node for node in graph.nodes if node.op == "placeholder")
-
-
-def producer(node: fx.Node) -> fx.Node:
-    """The node whose result `node` is or picks from."""
-    while is_getitem(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def borders(graph: fx.Graph, segments: Sequence[Segment]) -> list[Border]:
+def borders(
+    graph: fx.Graph, segments: Sequence[Segment], at_hand: Sequence[Iterable[fx.Node]] = ()
+) -> list[Border]:
     """The border of every segment, and last that of the epilogue.
+
+    `at_hand` gives tensors that reach a segment anyway, from which it may read a size.
 
     The epilogue holds free nodes that only the graph's output reads (a size, a constant); it is empty for
     most models. One walk backwards over the graph: who needs a value is known before the value is met.
@@ -79,16 +44,19 @@ def borders(graph: fx.Graph, segments: Sequence[Segment]) -> list[Border]:
                                           └ size is recomputed in B, off y or x: only tensors cross
     ```
     """
-    return _Walk(graph, segments).run()
+    return _Walk(graph, segments, at_hand).run()
 
 
 class _Walk:
     """The state of that walk."""
 
-    def __init__(self, graph: fx.Graph, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, graph: fx.Graph, segments: Sequence[Segment], at_hand: Sequence[Iterable[fx.Node]]
+    ) -> None:
         self.graph = graph
         self.home = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
-        self.views = [frozenset(segment.views) for segment in segments]
+        self.recomputed = [frozenset(segment.recomputed) for segment in segments]
+        self.at_hand = [list(values) for values in at_hand] or [[] for _ in segments]
         self.segments = segments
         self.epilogue = len(segments)
         count = self.epilogue + 1
@@ -140,7 +108,7 @@ class _Walk:
         for segment in needs:
             if segment == home:
                 continue
-            if segment < self.epilogue and node in self.views[segment]:
+            if segment < self.epilogue and node in self.recomputed[segment]:
                 self._keep(node, segment)
                 continue
             self.inputs[segment].append(node)
@@ -171,9 +139,13 @@ class _Walk:
             return
         crosses = node in self.returned
         for segment in needs:
-            if segment != home:
-                self.inputs[segment].append(node)
-                crosses = True
+            if segment == home:
+                continue
+            if segment < self.epilogue and producer(node) in self.recomputed[segment]:
+                self._keep(node, segment)
+                continue
+            self.inputs[segment].append(node)
+            crosses = True
         if crosses:
             self.outputs[home].append(node)
         if crosses or home in needs:
@@ -191,10 +163,11 @@ class _Walk:
         if tensor.op == "get_attr" or symbol is None:
             return None
         if segment != self.epilogue:
-            if self.home.get(producer(tensor)) == segment or tensor in self.views[segment]:
+            if self.home.get(producer(tensor)) == segment or producer(tensor) in self.recomputed[segment]:
                 return None
             if segment not in self.near_symbols:
-                self.near_symbols[segment] = symbols_of(self._direct_inputs(segment))
+                near = [*self._direct_inputs(segment), *self.at_hand[segment]]
+                self.near_symbols[segment] = symbols_of(near)
             if symbol in self.near_symbols[segment]:
                 return self.near_symbols[segment][symbol]
         return None if tensor.op == "placeholder" else self.graph_symbols.get(symbol)
@@ -203,7 +176,7 @@ class _Walk:
         """Tensors from outside that the segment's own nodes read."""
         for node in self.segments[segment].nodes:
             for value in node.all_input_nodes:
-                if value.op == "get_attr" or value in self.views[segment]:
+                if value.op == "get_attr" or producer(value) in self.recomputed[segment]:
                     continue
                 if self.home.get(producer(value), -1) != segment:
                     yield value

@@ -106,12 +106,35 @@ def is_creation(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and _is_creation_op(target)
 
 
+def has_no_effect(node: fx.Node) -> bool:
+    """True when a node, with the bodies it is given, draws no random numbers and changes nothing in place."""
+    if is_free(node) or node.op == "placeholder":
+        return True
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return all(has_no_effect(inner) for body in bodies_of(node) for inner in body.graph.nodes)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return is_pure(node)
+    return node.op == "output" or not node.is_impure()
+
+
 def is_ordered(node: fx.Node) -> bool:
     """True for nodes whose mutual order shows: they draw random numbers or have side effects."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return not is_pure(node)
-    return node.op == "call_function" and not is_control_flow(node) and node.is_impure()
+    return is_compute(node) and not has_no_effect(node)
+
+
+def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operator is given, such as the branches of `cond`."""
+    owner = node.graph.owning_module
+    sources = [value for value in node.all_input_nodes if value.op == "get_attr"]
+    found = [operator.attrgetter(str(value.target))(owner) for value in sources] if owner is not None else []
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
+def producer(node: fx.Node) -> fx.Node:
+    """The node whose result `node` is or picks from."""
+    while is_getitem(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def compute_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.graph.border import Border, borders, constant_value
-from intarsia.graph.plan import PYTORCH, Plan, Segment
+from intarsia.graph.border import Border, borders
+from intarsia.graph.plan import Plan
+from intarsia.graph.segment import PYTORCH, Segment
+from intarsia.graph.sizes import constant_value
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +36,15 @@ class Piece:
         return fx.GraphModule(self.owner, self.graph)
 
 
-def extract(gm: fx.GraphModule, plan: Plan) -> list[Piece]:
+def extract(gm: fx.GraphModule, plan: Plan, at_hand: Sequence[Iterable[fx.Node]] = ()) -> list[Piece]:
     """Cut every segment of `plan` out of `gm`, in the order they run.
 
     Weights are shared with `gm`, not copied. Where the graph returns a size or a constant, one more piece
     of no nodes, on PyTorch, gives it; so every value the graph returns is one of its inputs, a plain
-    constant, or an output of a piece.
+    constant, or an output of a piece. `at_hand` gives tensors that reach a segment anyway, from which it may
+    read a size.
     """
-    edges = borders(gm.graph, plan.segments)
+    edges = borders(gm.graph, plan.segments, at_hand)
     pieces = [_piece(gm, segment, border) for segment, border in zip(plan.segments, edges[:-1], strict=True)]
     if epilogue := _epilogue(gm, edges[-1]):
         pieces.append(epilogue)

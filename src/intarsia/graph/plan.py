@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.graph.border import Border, borders, constant_value, producer
-from intarsia.graph.nodes import is_compute, is_control_flow, is_free, whereabouts
+from intarsia.graph.border import Border, borders
+from intarsia.graph.nodes import is_compute, is_control_flow, is_free, producer, whereabouts
+from intarsia.graph.plan_text import plan_table, plan_text
+from intarsia.graph.segment import PYTORCH, Segment
+from intarsia.graph.sizes import constant_value
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-PYTORCH = "pytorch"  # the engine that takes every node, always the last
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Nodes that run together on one engine.
-
-    `reasons` says, for a node that did not go to an engine of higher priority, why. `views` are views of
-    inputs or weights that another segment holds and this one recomputes, so that nothing is copied.
-    """
-
-    engine: str
-    nodes: tuple[fx.Node, ...]
-    do_not_merge: bool = False
-    reasons: Mapping[fx.Node, Mapping[str, str]] = field(default_factory=dict)
-    views: tuple[fx.Node, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.nodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,14 +137,10 @@ class Plan:
                     )
 
     def __str__(self) -> str:
-        from intarsia.graph.plan_text import plan_text
-
-        return plan_text(self)
+        return plan_text(self.segments, self.strategy)
 
     def __rich__(self) -> Table:
-        from intarsia.graph.plan_text import plan_table
-
-        return plan_table(self)
+        return plan_table(self.segments, self.strategy)
 
 
 def _born_of_compute(node: fx.Node) -> bool:

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from intarsia.graph.nodes import module_path, op_name, source_line
-from intarsia.graph.plan import PYTORCH
+from intarsia.graph.segment import PYTORCH, Segment
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from intarsia.graph.plan import Plan
+Segments = Sequence[Segment]
 
 _OPS_SHOWN = 6
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(segments: Segments, strategy: str) -> str:
     """The plan in lines: a heading, a line a segment, and the reasons of every fallback."""
-    width = max((len(segment.engine) for segment in plan.segments), default=0)
-    lines = [_heading(plan)]
-    for number, segment in enumerate(plan.segments):
+    width = max((len(segment.engine) for segment in segments), default=0)
+    lines = [_heading(segments, strategy)]
+    for number, segment in enumerate(segments):
         alone = "  (stands alone)" if segment.do_not_merge else ""
         count = f"{len(segment)} node{'s' * (len(segment) != 1)}"
         lines.append(
             f"  {number:>3}  {segment.engine:<{width}}  {count:<10} {ops_text(segment.nodes)}{alone}"
         )
-    for engine, rows in fallbacks(plan).items():
+    for engine, rows in fallbacks(segments).items():
         lines.append(f"not on {engine}:")
         lines.extend(f"  {row}" for row in rows)
     return "\n".join(lines)
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(segments: Segments, strategy: str) -> Table:
     """The plan as a rich table."""
     from rich.table import Table
 
-    table = Table(title=_heading(plan), title_justify="left")
+    table = Table(title=_heading(segments, strategy), title_justify="left")
     for column in ("segment", "engine", "nodes", "ops", "not on an engine because"):
         table.add_column(column)
-    for number, segment in enumerate(plan.segments):
+    for number, segment in enumerate(segments):
         reasons = Counter(
             f"{engine}: {reason}" for why in segment.reasons.values() for engine, reason in why.items()
         )
@@ -59,10 +60,10 @@ def ops_text(nodes: tuple[fx.Node, ...]) -> str:
     return ", ".join(shown) + (f", {more} more kinds" if more > 1 else f", {more} more kind" if more else "")
 
 
-def fallbacks(plan: Plan) -> dict[str, list[str]]:
+def fallbacks(segments: Segments) -> dict[str, list[str]]:
     """For every engine, one line for each op and reason it refused: how often, and one example."""
     seen: dict[str, dict[tuple[str, str], list[fx.Node]]] = {}
-    for segment in plan.segments:
+    for segment in segments:
         for node, reasons in segment.reasons.items():
             for engine, reason in reasons.items():
                 seen.setdefault(engine, {}).setdefault((op_name(node), reason), []).append(node)
@@ -80,10 +81,10 @@ def _fallback(name: str, reason: str, nodes: list[fx.Node]) -> str:
     return f"{name}{times}: {reason}{example}"
 
 
-def _heading(plan: Plan) -> str:
-    total = len(plan.nodes)
-    placed = sum(len(segment) for segment in plan.segments if segment.engine != PYTORCH)
-    how = f" by {plan.strategy}" if plan.strategy else ""
-    segments = f"{len(plan)} segment{'s' * (len(plan) != 1)}"
+def _heading(segments: Segments, strategy: str) -> str:
+    total = sum(map(len, segments))
+    placed = sum(len(segment) for segment in segments if segment.engine != PYTORCH)
+    how = f" by {strategy}" if strategy else ""
+    count = f"{len(segments)} segment{'s' * (len(segments) != 1)}"
     share = f"{placed} of {total} nodes ({placed / total:.0%}) on engines" if total else "nothing to run"
-    return f"Plan{how}: {segments}, {share}"
+    return f"Plan{how}: {count}, {share}"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    from intarsia.graph.border import Border
-
-Range = tuple[int, int | None]
-"""The least size and the largest; None where there is no largest."""
+from intarsia.graph.border import Border
+from intarsia.graph.sizes import Range, bytes_of, size_range, total_bytes
 
 
 @dataclass(frozen=True)
@@ -83,48 +80,3 @@ def value_shape(node: fx.Node, bounds: Mapping[Any, tuple[int, int]] | None = No
     ranges = {str(s.node.expr): size_range(s, bounds) for s in shape if isinstance(s, torch.SymInt)}
     dtype = str(value.dtype).removeprefix("torch.")
     return ValueShape(node.name, dtype, sizes, ranges, bytes_of(value))
-
-
-def size_range(size: Any, bounds: Mapping[Any, tuple[int, int]] | None = None) -> Range:
-    """The least and the largest a size may be."""
-    if not isinstance(size, torch.SymInt):
-        return (int(size), int(size))
-    expression = size.node.expr
-    if bounds and expression in bounds:
-        return bounds[expression]
-    # The bound of an expression is known to the shape environment alone, and has no public door.
-    bound_of = getattr(getattr(size.node, "shape_env", None), "bound_sympy", None)
-    if bound_of is None:
-        return (0, None)
-    bound = bound_of(expression)
-    return (_number(bound.lower) or 0, _number(bound.upper))
-
-
-def size_hint(size: Any, default: int = 1) -> int:
-    """A size as a number: a symbolic one gives the value the example had, or else `default`."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    hint = getattr(size.node, "hint", None)
-    return int(hint) if isinstance(hint, int) else default
-
-
-def bytes_of(value: object) -> int:
-    """The bytes a value takes; symbolic sizes count by their hint."""
-    if isinstance(value, torch.Tensor):
-        count = value.element_size()
-        for size in value.shape:
-            count *= size_hint(size)
-        return count
-    if isinstance(value, (list, tuple)):
-        return sum(bytes_of(item) for item in value)
-    return 0
-
-
-def total_bytes(nodes: Iterable[fx.Node]) -> int:
-    """The bytes of all the nodes' values."""
-    return sum(bytes_of(node.meta.get("val")) for node in nodes)
-
-
-def _number(bound: Any) -> int | None:
-    """A bound as a number; torch's infinities are those beyond what a size can be."""
-    return int(bound) if bound.is_number and bound.is_finite and abs(int(bound)) < 2**62 else None

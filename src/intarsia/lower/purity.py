@@ -53,11 +53,12 @@ def draws(node: fx.Node) -> bool:
         return False
     given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False))
     given.update(node.kwargs)
+    off = _OFF | ({"p": 0} if target is torch.ops.aten.dropout.default else {})
     for argument in target._schema.arguments:
-        if argument.name in _OFF:
+        if argument.name in off:
             default = argument.default_value if argument.has_default_value() else None
             value = given.get(argument.name, default)
-            if isinstance(value, bool | int | float) and value == _OFF[argument.name]:
+            if isinstance(value, bool | int | float) and value == off[argument.name]:
                 return False
     return True
 

@@ -9,7 +9,8 @@ from torch import fx
 
 from intarsia.errors import PartitionError
 from intarsia.graph.piece import Piece, extract
-from intarsia.graph.plan import Plan, Segment
+from intarsia.graph.plan import Plan
+from intarsia.graph.segment import Segment
 from intarsia.partition.dependency import dependency
 from intarsia.partition.greedy import greedy
 from intarsia.partition.hierarchical import hierarchical

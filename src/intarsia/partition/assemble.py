@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.graph.border import producer
-from intarsia.graph.nodes import is_compute, is_control_flow, is_free, is_getitem, op_name, whereabouts
-from intarsia.graph.plan import Plan, Segment
+from intarsia.graph.nodes import is_control_flow, op_name, whereabouts
+from intarsia.graph.plan import Plan
+from intarsia.graph.recompute import readers_of
+from intarsia.graph.segment import Segment
 from intarsia.partition.atomic import agree, find_groups
 from intarsia.partition.blocks import split_by_weight, too_heavy, too_small
 from intarsia.partition.constrain import constrain
@@ -134,12 +135,12 @@ def _parts(units: Units, runs: Runs, table: SupportTable, options: PartitionOpti
 def write_segments(
     graph: fx.Graph, units: Units, parts: Sequence[Part], table: SupportTable, *, full: bool = False
 ) -> list[Segment]:
-    """The parts as segments: riders placed, nodes in graph order, reasons attached.
+    """The parts as segments: recomputed nodes placed, nodes in graph order, reasons attached.
 
-    Riders that no part reads run in PyTorch or, with `full`, on the first engine.
+    Recomputed nodes that no part reads run in PyTorch or, with `full`, on the first engine.
     """
     position = {node: place for place, node in enumerate(graph.nodes)}
-    placed, views = _place_riders(graph, units, parts, table.engines[0] if full else PYTORCH)
+    placed, views = _place_recomputed(graph, units, parts, table.engines[0] if full else PYTORCH)
     return [
         Segment(
             part.engine,
@@ -152,43 +153,26 @@ def write_segments(
     ]
 
 
-def _place_riders(
+def _place_recomputed(
     graph: fx.Graph, units: Units, parts: Sequence[Part], otherwise: str
 ) -> tuple[list[Part], dict[int, list[fx.Node]]]:
-    """Give every rider a home among its readers, or on `otherwise`; the other readers recompute it."""
-    if not units.riders:
+    """Give every recomputed node a home among its readers, or on `otherwise`; the others recompute it."""
+    if not units.recomputed:
         return list(parts), {}
-    readers = _readers_of_riders(graph, units, parts)
+    home = {node: number for number, part in enumerate(parts) for node in part.nodes}
+    readers = readers_of(graph, dict.fromkeys(units.recomputed), home)
     stands_alone = [is_control_flow(part.nodes[0]) for part in parts]
     anywhere = [number for number, alone in enumerate(stands_alone) if not alone]
     in_pytorch = [number for number in anywhere if parts[number].engine == PYTORCH]
     nodes = [list(part.nodes) for part in parts]
     views: dict[int, list[fx.Node]] = {}
     homeless: list[fx.Node] = []
-    for rider in units.riders:
-        wanted = sorted(number for number in readers[rider] if not stands_alone[number])
+    for node in units.recomputed:
+        wanted = sorted(number for number in readers[node] if not stands_alone[number])
         places = wanted or in_pytorch or anywhere
-        (nodes[places[0]] if places else homeless).append(rider)
-        for number in readers[rider]:
+        (nodes[places[0]] if places else homeless).append(node)
+        for number in readers[node]:
             if not places or number != places[0]:
-                views.setdefault(number, []).append(rider)
+                views.setdefault(number, []).append(node)
     placed = [replace(part, nodes=own) for part, own in zip(parts, nodes, strict=True)]
     return placed + ([Part(otherwise, homeless)] if homeless else []), views
-
-
-def _readers_of_riders(
-    graph: fx.Graph, units: Units, parts: Sequence[Part]
-) -> dict[fx.Node, dict[int, None]]:
-    """The parts that read each rider, directly or through free nodes and other riders."""
-    riders = frozenset(units.riders)
-    home = {node: number for number, part in enumerate(parts) for node in part.nodes}
-    readers: dict[fx.Node, dict[int, None]] = {}
-    for node in reversed(graph.nodes):
-        rides = node in riders or (is_free(node) and not (is_getitem(node) and is_compute(producer(node))))
-        if not rides:
-            continue
-        found: dict[int, None] = {}
-        for user in node.users:
-            found.update({home[user]: None} if user in home else readers.get(user, {}))
-        readers[node] = found
-    return readers

@@ -11,7 +11,7 @@ from torch import fx
 
 from intarsia.capture.annotate import wanted_engine
 from intarsia.graph.nodes import is_view
-from intarsia.graph.shapes import bytes_of, size_hint
+from intarsia.graph.sizes import bytes_of, size_hint
 
 MIN_WORK = 6.0
 """What entering an engine costs, in units of work; see `work`."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.graph.plan import PYTORCH as PYTORCH
+from intarsia.graph.segment import PYTORCH as PYTORCH
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from intarsia.errors import PartitionError
-from intarsia.graph.border import constant_value, input_symbols, producer, symbol_of
 from intarsia.graph.nodes import (
     is_compute,
     is_control_flow,
@@ -18,8 +17,11 @@ from intarsia.graph.nodes import (
     is_ordered,
     is_size,
     is_view,
+    producer,
     whereabouts,
 )
+from intarsia.graph.recompute import find_recomputed
+from intarsia.graph.sizes import constant_value, input_symbols, symbol_of
 from intarsia.partition.schedule import Problem
 from intarsia.partition.table import SupportTable
 
@@ -29,13 +31,13 @@ class Units:
     """The graph as the scheduler sees it.
 
     `nodes[v]` are the compute nodes of unit `v` in graph order; `before[v]` the units it depends on, all
-    smaller. `riders` are views of graph inputs or weights, and fresh constants: they are recomputed by
-    whoever reads them, cost nothing and tie nothing together.
+    smaller. `recomputed` are views of graph inputs or weights, and fresh constants: whoever reads
+    them computes them again; they cost nothing and tie nothing together.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
     before: tuple[tuple[int, ...], ...]
-    riders: tuple[fx.Node, ...]
+    recomputed: tuple[fx.Node, ...]
 
     def problem(self, table: SupportTable) -> Problem:
         """The units coloured by the engine each goes to; control flow gets a colour of its own."""
@@ -47,27 +49,21 @@ class Units:
         return Problem(colours, self.before)
 
 
-def find_riders(
+def find_recomputable(
     graph: fx.Graph, table: SupportTable, grouped: Container[fx.Node] = ()
 ) -> dict[fx.Node, None]:
     """Views of inputs and weights, views of those, and fresh constants, where every engine takes them."""
-    riders: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        view = is_view(node)
-        if node in grouped or not (view or is_creation(node)):
-            continue
-        if not all(table.accepts(node, engine) for engine in table.engines):
-            continue
-        inputs = node.all_input_nodes
-        rooted = not view or inputs[0] in riders or inputs[0].op in ("placeholder", "get_attr")
-        if rooted and all(is_free(other) or other.op == "placeholder" for other in inputs[view:]):
-            riders[node] = None
-    return riders
+
+    def cheap(node: fx.Node) -> bool:
+        taken = all(table.accepts(node, engine) for engine in table.engines)
+        return taken and node not in grouped and (is_view(node) or is_creation(node))
+
+    return find_recomputed(graph, cheap, lambda value: value.op in ("placeholder", "get_attr"))
 
 
 def find_units(graph: fx.Graph, table: SupportTable, groups: Sequence[Sequence[fx.Node]] = ()) -> Units:
     """Divide the compute nodes into units; each of `groups` becomes one."""
-    riders = find_riders(graph, table, {node for group in groups for node in group})
+    recomputed = find_recomputable(graph, table, {node for group in groups for node in group})
     owner: dict[fx.Node, int] = {}
     members: list[list[fx.Node]] = []
     for group in groups:
@@ -75,10 +71,10 @@ def find_units(graph: fx.Graph, table: SupportTable, groups: Sequence[Sequence[f
             owner[node] = len(members)
         members.append(list(group))
     for node in graph.nodes:
-        if is_compute(node) and node not in owner and node not in riders:
+        if is_compute(node) and node not in owner and node not in recomputed:
             owner[node] = len(members)
             members.append([node])
-    needs = _dependencies(graph, riders)
+    needs = _dependencies(graph, recomputed)
     before: list[dict[int, None]] = [{} for _ in members]
     for node, unit in owner.items():
         for earlier in needs[node]:
@@ -90,12 +86,12 @@ def find_units(graph: fx.Graph, table: SupportTable, groups: Sequence[Sequence[f
     return Units(
         tuple(tuple(sorted(members[unit], key=position.__getitem__)) for unit in order),
         tuple(tuple(sorted(rank[earlier] for earlier in before[unit])) for unit in order),
-        tuple(riders),
+        tuple(recomputed),
     )
 
 
-def _dependencies(graph: fx.Graph, riders: Mapping[fx.Node, None]) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """For every node, the compute nodes it rests on directly, seen through free nodes and riders."""
+def _dependencies(graph: fx.Graph, recomputed: Mapping[fx.Node, None]) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """For every node, the compute nodes it rests on directly, seen through free nodes and recomputed."""
     symbols = input_symbols(graph)
     rests: dict[fx.Node, tuple[fx.Node, ...]] = {}
     last_ordered: fx.Node | None = None
@@ -108,7 +104,7 @@ def _dependencies(graph: fx.Graph, riders: Mapping[fx.Node, None]) -> dict[fx.No
         found: dict[fx.Node, None] = {}
         for value in node.all_input_nodes:
             source = producer(value)
-            if is_compute(source) and source not in riders:
+            if is_compute(source) and source not in recomputed:
                 found[source] = None
             else:
                 found.update(dict.fromkeys(rests[source]))

@@ -20,7 +20,6 @@ from intarsia.pipeline.schedule.simulate import Simulation, simulate
 from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
 from intarsia.pipeline.stages.cost import profile
 from intarsia.pipeline.stages.cut import choose_cuts
-from intarsia.pipeline.stages.flow import Flow
 from intarsia.pipeline.stages.signature import tensor_spec
 from intarsia.pipeline.stages.trace import Trace, trace
 
@@ -96,12 +95,11 @@ def plan_pipeline(
     ('1F1B', 2)
     """
     captured = trace(model, args, kwargs)
-    flow = Flow(captured)
     tensors = captured.signature.flatten(args, kwargs)
     tried: list[Candidate] = []
-    for count, costs, lengths in _profiles(flow, captured, tensors, microbatches, devices):
+    for count, costs, lengths in _profiles(captured, tensors, microbatches, devices):
         for name in schedules:
-            tried += _candidates(flow, costs, lengths, name, count, devices, (bandwidth, latency), slack)
+            tried += _candidates(captured, costs, lengths, name, count, devices, (bandwidth, latency), slack)
     if not tried:
         raise PartitionError(
             f"no schedule of {list(schedules)} runs {list(microbatches or [])} micro-batches here"
@@ -114,8 +112,8 @@ def plan_pipeline(
         )
     fitting.sort(key=lambda c: (c.prediction.step_time, c.memory))
     choice = fitting[0]
-    costs = next(p[1] for p in _profiles(flow, captured, tensors, [choice.microbatches], devices))
-    stages = make_stages(model, flow, list(choice.cuts), costs, "time")
+    costs = next(p[1] for p in _profiles(captured, tensors, [choice.microbatches], devices))
+    stages = make_stages(model, captured, list(choice.cuts), costs, "time")
     return PipelinePlan(choice, tuple(fitting), len(tried) - len(fitting), stages)
 
 
@@ -148,7 +146,7 @@ def measure(
 
 
 def _profiles(
-    flow: Flow, captured: Trace, tensors: Sequence[torch.Tensor], counts: Sequence[int] | None, devices: int
+    captured: Trace, tensors: Sequence[torch.Tensor], counts: Sequence[int] | None, devices: int
 ) -> Iterator[tuple[int, list[Cost], Mapping[str, int]]]:
     """The node costs of one micro-batch, for each number of micro-batches that divides the batch."""
     signature = captured.signature
@@ -170,13 +168,13 @@ def _profiles(
             t[: batch // m] if signature.splits(s) else t
             for s, t in zip(signature.tensors, tensors, strict=True)
         ]
-        costs = profile(flow, part)
+        costs = profile(captured, part)
         # What is kept was read from the graph at the example's batch; it grows with the micro-batch.
         yield m, [replace(c, saved=c.saved // m) for c in costs], signature.lengths(part)
 
 
 def _candidates(
-    flow: Flow,
+    captured: Trace,
     costs: Sequence[Cost],
     lengths: Mapping[str, int],
     name: str,
@@ -189,19 +187,19 @@ def _candidates(
     if name == "Interleaved1F1B" and (microbatches % devices or devices == 1):
         return
     stages = devices * per_rank
-    if len(flow.allowed) < stages - 1:
+    if len(captured.line.allowed) < stages - 1:
         return
-    prices = crossing_prices(flow)
+    prices = crossing_prices(captured)
     order = schedule(name, devices, microbatches, per_rank)
     seen = set()
     for weights in ([c.seconds for c in costs], [float(c.saved + c.weights * WEIGHT_COPIES) for c in costs]):
-        cuts = choose_cuts(weights, prices, flow.allowed, stages, slack=slack)
+        cuts = choose_cuts(weights, prices, captured.line.allowed, stages, slack=slack)
         if tuple(cuts) in seen:
             continue
         seen.add(tuple(cuts))
-        bounds = [0, *cuts, len(flow.nodes)]
+        bounds = [0, *cuts, len(captured.line.nodes)]
         sums = [total(costs[a:b]) for a, b in pairwise(bounds)]
-        borders = [_border_bytes(flow, cut, lengths) for cut in cuts]
+        borders = [_border_bytes(captured, cut, lengths) for cut in cuts]
         links = [b / link[0] + link[1] for b in borders]
         for checkpoint in (False, True):
             simulation = simulate(
@@ -210,6 +208,6 @@ def _candidates(
             yield Candidate(name, microbatches, per_rank, checkpoint, tuple(cuts), simulation)
 
 
-def _border_bytes(flow: Flow, cut: int, lengths: Mapping[str, int]) -> int:
-    values = [n.meta["val"] for n in flow.crossing(cut)]
+def _border_bytes(captured: Trace, cut: int, lengths: Mapping[str, int]) -> int:
+    values = [n.meta["val"] for n in captured.line.crossing(cut)]
     return sum(tensor_spec("crossing", v).bytes(lengths) for v in values if isinstance(v, torch.Tensor))

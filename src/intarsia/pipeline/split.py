@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,16 +11,18 @@ import torch.distributed as dist
 from torch import nn
 
 from intarsia.errors import CaptureError, PartitionError
+from intarsia.graph.cuts import place_of, places_of
+from intarsia.graph.line import Line
+from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.cut import choose_cuts
-from intarsia.pipeline.stages.flow import Flow
 from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, build_stages
 from intarsia.pipeline.stages.tied import find_tied
-from intarsia.pipeline.stages.trace import trace
+from intarsia.pipeline.stages.trace import Trace, trace
 from intarsia.pipeline.stages.tree import split_tree
 
 By = Literal["time", "memory"]
@@ -35,7 +38,7 @@ def split(
     *,
     stages: int = 4,
     by: By = "time",
-    cuts: Sequence[int | str] | None = None,
+    cuts: Sequence[int | str] | Plan | None = None,
     speeds: Sequence[float] | None = None,
     memory: Sequence[int] | None = None,
     in_flight: int = 1,
@@ -50,8 +53,9 @@ def split(
     balances measured forward and backward seconds, `by="memory"` weights and what backward keeps, of
     `in_flight` micro-batches. `speeds` and `memory` (bytes) describe unequal devices. Among cuts within
     `slack` of the best balance the one with the fewest bytes across is taken, and tied weights stay together
-    if they can. `cuts` gives the places by hand: node numbers, or names of nodes a stage begins with. Times
-    measured by several processes differ: with `agree` every rank of torch.distributed takes rank 0's cuts.
+    if they can. `cuts` gives the places by hand: node numbers, names of nodes or modules that a stage begins
+    with (`"encoder.layer.6"`), or a `Plan` of this model, whose segments become the stages. Times measured by
+    several processes differ: with `agree` every rank of torch.distributed takes rank 0's cuts.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -68,49 +72,53 @@ def split(
     except CaptureError as error:
         parts = split_tree(model, args, kwargs, stages=stages, by=by, reason=str(error))
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    flow = Flow(captured)
+    line = captured.line
     tensors = captured.signature.flatten(args, kwargs)
     costs = (
-        profile(flow, tensors, progress=progress)
+        profile(captured, tensors, progress=progress)
         if by == "time"
-        else [Cost(saved=s, weights=w) for s, w in zip(saved_bytes(flow), weight_bytes(flow), strict=True)]
+        else [
+            Cost(saved=s, weights=w)
+            for s, w in zip(saved_bytes(captured), weight_bytes(captured), strict=True)
+        ]
     )
     footprint = [float(c.saved * in_flight + c.weights * WEIGHT_COPIES) for c in costs]
-    places = (
-        _by_hand(flow, cuts)
-        if cuts is not None
-        else choose_cuts(
+    if isinstance(cuts, Plan):
+        places = places_of(line, cuts)
+    elif cuts is not None:
+        places = [place_of(line, cut) for cut in cuts]
+    else:
+        places = choose_cuts(
             [c.seconds for c in costs] if by == "time" else footprint,
-            crossing_prices(flow),
-            flow.allowed,
+            crossing_prices(captured),
+            _enough(line, stages),
             stages,
             slack=slack,
             speeds=speeds,
             memory=footprint,
             caps=memory,
         )
-    )
     if agree:
         places = _rank_zero(places)
-    return make_stages(model, flow, places, costs, by)
+    return make_stages(model, captured, places, costs, by)
 
 
 def make_stages(
-    model: nn.Module, flow: Flow, places: Sequence[int], costs: Sequence[Cost], by: str
+    model: nn.Module, captured: Trace, places: Sequence[int], costs: Sequence[Cost], by: str
 ) -> Stages:
     """The stages of a model whose cuts are known."""
-    parts = build_stages(flow, places)
-    report = _report(flow, places, costs, parts, by)
-    return Stages(parts, flow.trace.signature, report, list(model.state_dict()))
+    parts = build_stages(captured, places)
+    report = _report(captured, places, costs, parts, by)
+    return Stages(parts, captured.signature, report, list(model.state_dict()))
 
 
-def crossing_prices(flow: Flow) -> list[float]:
+def crossing_prices(captured: Trace) -> list[float]:
     """What a cut costs at each place: the bytes that cross, and the tied weights it would separate."""
-    prices = [float(b) for b in flow.crossing_bytes()]
+    prices = [float(b) for b in captured.line.crossing_bytes]
     spans: dict[int, tuple[int, int, int]] = {}
-    for i, node in enumerate(flow.nodes):
+    for i, node in enumerate(captured.line.nodes):
         for value in node.all_input_nodes:
-            state = flow.trace.states.get(value)
+            state = captured.states.get(value)
             if state is not None and state.tensor.requires_grad:
                 first = spans.get(id(state), (i, i, state.bytes))[0]
                 spans[id(state)] = (first, i, state.bytes)
@@ -118,6 +126,17 @@ def crossing_prices(flow: Flow) -> list[float]:
         for cut in range(first + 1, last + 1):
             prices[cut] += size
     return prices
+
+
+def _enough(line: Line, stages: int) -> Sequence[int]:
+    """The places where the graph may be cut; an error that says what forbids the others if they are few."""
+    if len(line.allowed) < stages - 1 and line.closed:
+        why = next(iter(Counter(line.closed.values()).most_common(1)))[0]
+        raise PartitionError(
+            f"stages={stages} needs {stages - 1} cuts; the graph allows {len(line.allowed)}: {why},"
+            " and no cut may fall between a value and its change"
+        )
+    return line.allowed
 
 
 def _rank_zero(places: list[int]) -> list[int]:
@@ -128,24 +147,17 @@ def _rank_zero(places: list[int]) -> list[int]:
     return list(told[0])
 
 
-def _by_hand(flow: Flow, cuts: Sequence[int | str]) -> list[int]:
-    names = {n.name: i for i, n in enumerate(flow.nodes)}
-    places = []
-    for cut in cuts:
-        if isinstance(cut, str) and cut not in names:
-            raise PartitionError(f"cuts names {cut!r}, which is no node of the graph")
-        places.append(names[cut] if isinstance(cut, str) else cut)
-    return places
-
-
 def _report(
-    flow: Flow, places: Sequence[int], costs: Sequence[Cost], parts: Sequence[Stage], by: str
+    captured: Trace, places: Sequence[int], costs: Sequence[Cost], parts: Sequence[Stage], by: str
 ) -> SplitReport:
-    bounds = [0, *places, len(flow.nodes)]
+    bounds = [0, *places, len(captured.line.nodes)]
     sums = [total(costs[a:b]) for a, b in itertools.pairwise(bounds)]
-    borders = [p.piece.outputs for p in parts[:-1]]
-    lengths = flow.trace.signature.example
+    borders = [p.form.gives for p in parts[:-1]]
+    lengths = captured.signature.example
     crossing = [
         sum(s.bytes(lengths) if isinstance(s, TensorSpec) else 8 for s in border) for border in borders
     ]
-    return SplitReport("graph", "", by, tuple(sums), tuple(borders), tuple(crossing), find_tied(parts))
+    waists = tuple(map(captured.line.waist, places))
+    return SplitReport(
+        "graph", "", by, tuple(sums), tuple(borders), tuple(crossing), find_tied(parts), waists
+    )

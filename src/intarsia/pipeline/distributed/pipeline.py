@@ -355,9 +355,9 @@ def _chunks(target: Any, count: int) -> list[Any]:
 
 
 def _border_specs(stage: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    piece = getattr(stage, "piece", None)
-    if piece is None:
+    form = getattr(stage, "form", None)
+    if form is None:
         raise PartitionError(
             "stages cut along the module tree run in one process only; see stages.report.reason"
         )
-    return piece.inputs, piece.outputs
+    return form.takes, form.gives

@@ -75,7 +75,7 @@ def default_device() -> torch.device:
 
 def check_agreement(stages: StageSequence, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Refuse ranks that cut the model in different places."""
-    text = "\n".join(str(s.piece.nodes) if isinstance(s, Stage) else str(s) for s in stages)
+    text = "\n".join(str(s.form.nodes) if isinstance(s, Stage) else str(s) for s in stages)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     mine = torch.tensor([digest], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from intarsia.graph.nodes import is_compute
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.stages.flow import Flow
 from intarsia.pipeline.stages.signature import tensor_spec
 from intarsia.pipeline.stages.trace import Trace
 
@@ -21,7 +21,7 @@ _PASSES = 2  # over the graph, each node timed in both
 
 
 def profile(
-    flow: Flow,
+    trace: Trace,
     tensors: Sequence[torch.Tensor],
     *,
     repeats: int = 2,
@@ -33,39 +33,38 @@ def profile(
     counts, of two passes over the graph: what disturbs the machine for a moment meets a node only once.
     The model's buffers and the random state are as before when it returns.
     """
-    runner = _Profiler(flow.trace, repeats, _PASSES * len(flow.nodes), progress)
+    runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress)
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
         for _ in range(_PASSES):
             runner.known.clear()
-            runner.run(*_placeholders(flow.trace, tensors))
-    saved, weights = saved_bytes(flow), weight_bytes(flow)
+            runner.run(*_placeholders(trace, tensors))
+    saved, weights = saved_bytes(trace), weight_bytes(trace)
     none = Cost()
     return [
         Cost(c.forward, c.backward_input, c.backward_weight, saved[i], weights[i])
-        for i, c in enumerate(runner.costs.get(n, none) for n in flow.nodes)
+        for i, c in enumerate(runner.costs.get(n, none) for n in trace.line.nodes)
     ]
 
 
-def saved_bytes(flow: Flow) -> list[int]:
+def saved_bytes(trace: Trace) -> list[int]:
     """The bytes each node makes autograd keep, read from the graph alone: nothing is allocated.
 
     A tensor that two nodes keep is counted where it is first kept; parameters are not counted.
     """
-    trace = flow.trace
     runner = _Saver(trace)
     # Fake tensors of the example's own lengths: the capture's open lengths must not be narrowed by this run.
     with FakeTensorMode() as mode, torch.enable_grad():
         runner.run(*_fakes(trace, mode))
-    return [runner.kept.get(n, 0) for n in flow.nodes]
+    return [runner.kept.get(n, 0) for n in trace.line.nodes]
 
 
-def weight_bytes(flow: Flow) -> list[int]:
+def weight_bytes(trace: Trace) -> list[int]:
     """The bytes of the states each node is the first to read."""
-    out, seen = [0] * len(flow.nodes), set()
-    for i, node in enumerate(flow.nodes):
+    out, seen = [0] * len(trace.line.nodes), set()
+    for i, node in enumerate(trace.line.nodes):
         for value in node.all_input_nodes:
-            state = flow.trace.states.get(value)
+            state = trace.states.get(value)
             if state is not None and id(state) not in seen:
                 seen.add(id(state))
                 out[i] += state.bytes
@@ -85,7 +84,7 @@ class _Profiler(fx.Interpreter):
         self.done = 0
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op != "call_function":
+        if not is_compute(n):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         key = _key(n, args, kwargs)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from intarsia.errors import InputError
+from intarsia.graph.line import Waist
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.stages.signature import Signature, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.tied import Tied, find_tied
 
 
@@ -26,6 +27,7 @@ class SplitReport:
     borders: tuple[tuple[TensorSpec | str, ...], ...]
     crossing: tuple[int, ...]
     tied: tuple[Tied, ...]
+    cuts: tuple[Waist, ...] = ()  # where the graph was cut
 
     @property
     def balance(self) -> float:
@@ -58,7 +60,7 @@ class StageSequence(nn.Module):
     def __init__(
         self,
         stages: Sequence[nn.Module],
-        signature: Signature,
+        signature: CallSignature,
         report: SplitReport,
         keys: Sequence[str],
     ) -> None:

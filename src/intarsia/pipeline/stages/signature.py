@@ -68,7 +68,7 @@ def tensor_spec(name: str, value: torch.Tensor) -> TensorSpec:
 
 
 @dataclass(frozen=True)
-class Signature:
+class CallSignature:
     """The calling convention of a captured model, checked at every call."""
 
     inputs: tuple[TensorSpec | Fixed, ...]

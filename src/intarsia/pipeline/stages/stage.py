@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -11,22 +10,29 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError
+from intarsia.graph.alias import memory_of
+from intarsia.graph.cuts import pieces_at
+from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
-from intarsia.pipeline.stages.flow import Flow, is_length
 from intarsia.pipeline.stages.signature import TensorSpec, tensor_spec
-from intarsia.pipeline.stages.trace import State
+from intarsia.pipeline.stages.trace import State, Trace
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of a graph that one stage runs: states, then inputs, go in; a tuple comes out."""
+class StageForm:
+    """What a stage takes, gives and holds; values go by the names of their nodes.
 
-    run: fx.GraphModule
-    states: tuple[State, ...]
-    written: tuple[bool, ...]  # which of the states the piece changes
-    inputs: tuple[TensorSpec | str, ...]  # a tensor, or the name of a whole number
-    outputs: tuple[TensorSpec | str, ...]
+    A value that a later stage needs and this one does not is taken and given on as it is.
+    """
+
+    takes: tuple[TensorSpec | str, ...]  # a tensor, or the name of a whole number
+    gives: tuple[TensorSpec | str, ...]
+    arguments: tuple[str, ...]  # what the stage's program is called with: taken values and states
+    results: tuple[str, ...]  # what the program gives
+    states: Mapping[str, str]  # the states among the arguments, by their names in the model
+    written: frozenset[str]  # states that the program changes in place
+    copied: frozenset[str]  # results in the memory of such a state: the next micro-batch overwrites it
     nodes: tuple[str, ...]
 
 
@@ -37,20 +43,22 @@ class Stage(nn.Module):
     knows one mode only, training or evaluation, and the stage refuses to run in the other.
     """
 
-    def __init__(self, piece: Piece, states: Iterable[State], training: bool) -> None:
+    def __init__(
+        self, program: fx.GraphModule, form: StageForm, states: Iterable[State], training: bool
+    ) -> None:
         super().__init__()
         for state in states:
             for name in state.names:
                 _attach(self, name, state.tensor, state.persistent)
-        # Not registered: the piece holds no tensor, and its name must not enter state_dict's keys.
-        object.__setattr__(self, "piece", piece)
+        # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
+        object.__setattr__(self, "program", program)
+        object.__setattr__(self, "form", form)
         object.__setattr__(self, "captured_training", training)
-        object.__setattr__(self, "_read", tuple(attrgetter(s.name) for s in piece.states))
         self.training = training
 
-    piece: Piece
+    program: fx.GraphModule
+    form: StageForm
     captured_training: bool
-    _read: tuple[attrgetter[Any], ...]
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """Compute the values of the next border from those of the last one."""
@@ -60,16 +68,21 @@ class Stage(nn.Module):
                 f"this stage was cut in {want} mode and is asked to run in {have} mode: dropout and batch"
                 f" norm are fixed by the capture; split the model again after model.{_call(self.training)}"
             )
-        held = [read(self) for read in self._read]
-        if is_recomputing():
+        form = self.form
+        known = dict(zip(map(_name, form.takes), values, strict=True))
+        for name, path in form.states.items():
+            state = attrgetter(path)(self)
             # The statistics were updated the first time; running again must leave them alone.
-            held = [t.clone() if w else t for t, w in zip(held, self.piece.written, strict=True)]
-        return tuple(self.piece.run(*held, *values))
+            known[name] = state.clone() if is_recomputing() and name in form.written else state
+        made = self.program(*(known[name] for name in form.arguments))
+        known.update(zip(form.results, made, strict=True))
+        known |= {name: known[name].clone() for name in form.copied}
+        return tuple(known[_name(spec)] for spec in form.gives)
 
     def to_device(self, device: torch.device | str) -> Stage:
         """Move the weights, and the devices written into the graph (of `arange`, `zeros`), to `device`."""
         target = torch.device(device)
-        for module in self.piece.run.modules():
+        for module in self.program.modules():
             if isinstance(module, fx.GraphModule):
                 for node in module.graph.nodes:
                     node.args = _on_device(node.args, target)
@@ -79,138 +92,57 @@ class Stage(nn.Module):
 
     def extra_repr(self) -> str:
         """The border values on both sides."""
-        sides = (", ".join(map(str, side)) for side in (self.piece.inputs, self.piece.outputs))
+        sides = (", ".join(map(str, side)) for side in (self.form.takes, self.form.gives))
         return " -> ".join(f"({side})" for side in sides)
 
 
-def build_stages(flow: Flow, cuts: Sequence[int]) -> list[Stage]:
-    """Cut the flow at `cuts` and make one stage of each part.
-
-    Stages are built from the last to the first, because a stage learns from its successor which lengths it
-    must hand over.
-    """
-    _check(flow, cuts)
-    bounds = [0, *cuts, len(flow.nodes)]
-    wanted: list[fx.Node] = list(flow.trace.results)
-    pieces: list[Piece] = []
-    for first, last in reversed(list(itertools.pairwise(bounds))):
-        entering = list(flow.trace.inputs) if first == 0 else list(flow.crossing(first))
-        builder = _Builder(flow, first, last, entering)
-        pieces.append(builder.build(wanted))
-        wanted = [*entering, *builder.lengths]
-    pieces.reverse()
-    homes = _homes(flow, pieces)
-    return [Stage(p, homes[i], flow.trace.training) for i, p in enumerate(pieces)]
+def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
+    """Cut the traced graph at `places` and make one stage of each part."""
+    pieces = pieces_at(trace.module, trace.line, places)
+    borders = _borders(trace, pieces)
+    forms = [_form(trace, piece, *border) for piece, border in zip(pieces, borders, strict=True)]
+    homes = [[trace.states[n] for n in trace.states if n.name in form.states] for form in forms]
+    used = {id(state) for home in homes for state in home}
+    homes[0] += [s for s in trace.states.values() if id(s) not in used]  # what no stage reads
+    return [
+        Stage(piece.module, form, dict.fromkeys(home), trace.training)
+        for piece, form, home in zip(pieces, forms, homes, strict=True)
+    ]
 
 
-def _homes(flow: Flow, pieces: Sequence[Piece]) -> list[list[State]]:
-    """The states each stage holds: what it reads; what nobody reads stays with the first."""
-    homes = [list(dict.fromkeys(p.states)) for p in pieces]
-    used = {id(s) for home in homes for s in home}
-    homes[0] += [s for s in dict.fromkeys(flow.trace.states.values()) if id(s) not in used]
-    return homes
+def _borders(trace: Trace, pieces: Sequence[Piece]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """What each stage takes and gives: what it or any later stage needs passes through those before."""
+    place = {node: i for i, node in enumerate(trace.graph.nodes)}
+    wanted = list(trace.results)
+    found: list[tuple[list[fx.Node], list[fx.Node]]] = []
+    for piece in reversed(pieces):
+        needed = {*piece.inputs, *wanted} - {*piece.outputs, *trace.states}
+        first = piece is pieces[0]
+        takes = list(trace.inputs) if first else sorted(needed, key=place.__getitem__)
+        found.append((takes, wanted))
+        wanted = takes
+    return found[::-1]
 
 
-class _Builder:
-    """Copies the nodes of one stage into a graph of its own."""
-
-    def __init__(self, flow: Flow, first: int, last: int, entering: list[fx.Node]) -> None:
-        self.flow, self.first, self.last, self.entering = flow, first, last, entering
-        self.lengths: list[fx.Node] = []
-        self.states: dict[fx.Node, State] = {}
-        self.here = set(flow.nodes[first:last]) - flow.replayed
-
-    def build(self, wanted: Sequence[fx.Node]) -> Piece:
-        """Copy what the stage must compute and give out `wanted`."""
-        flow, trace = self.flow, self.flow.trace
-        mine = [n for n in flow.nodes[self.first : self.last] if n in self.here]
-        order = self._closure([*mine, *wanted])
-        graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {n: graph.placeholder(f"state_{i}") for i, n in enumerate(self.states)}
-        for value in [*self.entering, *self.lengths]:
-            made[value] = graph.placeholder(value.name)
-            made[value].meta = dict(value.meta)
-        for node in order:
-            if node in self._measured:
-                tensor, dim = self._measured[node]
-                made[node] = graph.call_function(torch.ops.aten.sym_size.int, (made[tensor], dim))
-                made[node].meta = dict(node.meta)
-            elif node not in made:
-                made[node] = graph.node_copy(node, made.__getitem__)
-        graph.output(tuple(made[v] for v in wanted))
-        run = fx.GraphModule(trace.module, graph, class_name="Piece")
-        return Piece(
-            run=run,
-            states=tuple(self.states.values()),
-            written=tuple(n in flow.written for n in self.states),
-            inputs=tuple(_describe(v) for v in [*self.entering, *self.lengths]),
-            outputs=tuple(_describe(v) for v in wanted),
-            nodes=tuple(n.name for n in order),
-        )
-
-    def _closure(self, roots: Sequence[fx.Node]) -> list[fx.Node]:
-        """Everything the roots need that is computed here, in order; notes states and missing lengths."""
-        self._measured: dict[fx.Node, tuple[fx.Node, int]] = {}
-        done: dict[fx.Node, None] = dict.fromkeys(self.entering)
-        order: list[fx.Node] = []
-        stack: list[tuple[fx.Node, bool]] = [(r, False) for r in reversed(roots)]
-        while stack:
-            node, ready = stack.pop()
-            if node in done:
-                continue
-            if node in self.flow.trace.states:
-                self.states[node] = self.flow.trace.states[node]
-                done[node] = None
-            elif ready or (is_length(node) and self._find_length(node)):
-                done[node] = None
-                order.append(node)
-            elif is_length(node) and not self._can_compute(node):
-                done[node] = None
-                self.lengths.append(node)
-            elif node.op == "get_attr" or node in self.here or node in self.flow.replayed:
-                stack.append((node, True))
-                stack += [(a, False) for a in reversed(node.all_input_nodes)]
-            else:
-                raise PartitionError(f"stage needs {node.name}, which no earlier stage hands over")
-        return order
-
-    def _find_length(self, node: fx.Node) -> bool:
-        """Read a length from an entering tensor that has it."""
-        wanted = str(node.meta["val"].node.expr)
-        for tensor in self.entering:
-            value = tensor.meta.get("val")
-            if not isinstance(value, torch.Tensor):
-                continue
-            for dim, size in enumerate(value.shape):
-                if isinstance(size, torch.SymInt) and str(size.node.expr) == wanted:
-                    self._measured[node] = (tensor, dim)
-                    return True
-        return False
-
-    def _can_compute(self, node: fx.Node) -> bool:
-        """Whether a length can be computed from what is here."""
-        return all(
-            a in self.here
-            or a in self.entering
-            or (is_length(a) and (self._find_length(a) or self._can_compute(a)))
-            or (a in self.flow.replayed and not is_length(a))
-            for a in node.all_input_nodes
-        ) and (self.flow.index[node] >= self.first or not _reads_data(node))
+def _form(trace: Trace, piece: Piece, takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> StageForm:
+    written = trace.line.written
+    states = {n.name: trace.states[n].name for n in {*piece.inputs, *gives} if n in trace.states}
+    held = {n for n in trace.states if n in written}
+    last = list(gives) == list(trace.results)
+    return StageForm(
+        takes=tuple(map(_describe, takes)),
+        gives=tuple(map(_describe, gives)),
+        arguments=tuple(n.name for n in piece.inputs),
+        results=tuple(n.name for n in piece.outputs),
+        states=states,
+        written=frozenset(n.name for n in held),
+        copied=frozenset(n.name for n in piece.outputs if not last and memory_of(n) & held),
+        nodes=tuple(n.name for n in piece.graph.nodes),
+    )
 
 
-def _reads_data(node: fx.Node) -> bool:
-    return any(isinstance(a.meta.get("val"), torch.Tensor) for a in node.all_input_nodes)
-
-
-def _check(flow: Flow, cuts: Sequence[int]) -> None:
-    allowed = set(flow.allowed)
-    for cut in cuts:
-        if cut not in allowed:
-            raise PartitionError(
-                f"the graph may not be cut before node {cut}: a value is changed in place there"
-            )
-    if list(cuts) != sorted(set(cuts)):
-        raise PartitionError(f"cuts={list(cuts)} must grow")
+def _name(spec: TensorSpec | str) -> str:
+    return spec if isinstance(spec, str) else spec.name
 
 
 def _describe(node: fx.Node) -> TensorSpec | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import CaptureError
-from intarsia.pipeline.stages.signature import Fixed, Signature, TensorSpec, tensor_spec
+from intarsia.graph.alias import memory_of
+from intarsia.graph.line import Line, training_line
+from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 
 # Guards that hold device and dtype of the example: the signature's own check takes their place.
 _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
@@ -46,14 +49,13 @@ class Trace:
     module: fx.GraphModule  # holds the bodies of higher-order operators
     states: Mapping[fx.Node, State]
     inputs: tuple[fx.Node, ...]
-    signature: Signature
+    signature: CallSignature
     training: bool
 
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """The computing nodes, in order."""
-        skip = {"placeholder", "output", "get_attr"}
-        return tuple(n for n in self.graph.nodes if n.op not in skip)
+    @cached_property
+    def line(self) -> Line:
+        """The graph as a line of nodes that may be cut."""
+        return training_line(self.graph, {n: s.tensor.requires_grad for n, s in self.states.items()})
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -73,7 +75,7 @@ def trace(
     """Capture `model` with the batch length left open where it can be.
 
     >>> t = trace(nn.Linear(2, 3), (torch.randn(4, 2),))
-    >>> [n.name for n in t.nodes]
+    >>> [n.name for n in t.line.nodes]
     ['linear']
     """
     program = _export(model, tuple(args), dict(kwargs or {}), dynamic_batch)
@@ -130,18 +132,24 @@ def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _tidy(graph: fx.Graph) -> None:
-    """Drop guards, and put each `getitem` right behind what it reads, so that no cut falls between."""
+    """Drop guards, and let a buffer be written as early as it can be.
+
+    Export writes a buffer that the model assigned at the very end, with `copy_`; every cut before would
+    separate it from the nodes that read it.
+    """
     for node in list(graph.nodes):
         if node.target in _GUARDS:
             graph.erase_node(node)
+    place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        items = [
-            u
-            for u in node.users
-            if u.op == "call_function" and getattr(u.target, "__name__", "") == "getitem"
-        ]
-        for item in reversed(items):
-            node.append(item)
+        if node.target is not torch.ops.aten.copy_.default or node.users:
+            continue
+        buffer, value = node.args[:2]
+        if memory_of(value) == {buffer} and value.meta["val"].shape == buffer.meta["val"].shape:
+            graph.erase_node(node)  # `self.n += 1` has written it already
+        elif buffer.op == "placeholder":
+            others = [user for user in buffer.users if user is not node]
+            max([value, *others], key=place.__getitem__).append(node)
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
@@ -174,7 +182,7 @@ def _signature(
     entries: list[TensorSpec | Fixed],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
-) -> Signature:
+) -> CallSignature:
     (values,) = next(iter(reversed(program.graph.nodes))).args
     outputs: list[TensorSpec | Fixed] = []
     for i, value in enumerate(values):
@@ -196,7 +204,7 @@ def _signature(
     }
     in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
     assert in_spec is not None and out_spec is not None
-    return Signature(
+    return CallSignature(
         inputs=tuple(entries),
         in_spec=in_spec,
         keywords=tuple(kwargs or {}),

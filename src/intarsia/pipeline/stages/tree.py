@@ -17,7 +17,7 @@ from intarsia.errors import CaptureError, InputError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
-from intarsia.pipeline.stages.signature import Fixed, Signature, TensorSpec, tensor_spec
+from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 from intarsia.pipeline.stages.tied import find_tied
 
 _ENOUGH = 4  # modules a stage, so that the balance has something to choose from
@@ -306,7 +306,7 @@ def _bind(
 
 def _signature(
     bound: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, output: Any
-) -> Signature:
+) -> CallSignature:
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
     names = list(bound)
     batch = next((v.shape[0] for v in leaves if isinstance(v, torch.Tensor) and v.ndim), -1)
@@ -323,7 +323,7 @@ def _signature(
         else Fixed(f"output {i}", r)
         for i, r in enumerate(results)
     )
-    return Signature(
+    return CallSignature(
         inputs=tuple(inputs),
         in_spec=in_spec,
         keywords=tuple(kwargs or {}),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.partition.graphs import equal, lower, refuse, run_pieces, table_by
 from torch import nn
 
 from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.partition import STRATEGIES, PartitionOptions, Plan, Segment, SupportTable, dependency, extract
-
-from .graphs import equal, lower, refuse, run_pieces, table_by
 
 ONE = PartitionOptions(min_block_size=1)
 X = torch.rand(4, 4) + 0.5

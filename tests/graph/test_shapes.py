@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.partition.graphs import equal, lower, refuse, run_pieces
 from torch import nn
 
 from intarsia.capture.annotate import run_on, wanted_engine
@@ -13,8 +14,6 @@ from intarsia.graph.border import borders
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.shapes import segment_shapes
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract
-
-from .graphs import equal, lower, refuse, run_pieces
 
 ONE = PartitionOptions(min_block_size=1)
 

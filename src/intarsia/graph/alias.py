@@ -1,0 +1,69 @@
+"""Aliasing and mutation: whose memory a value shares, and what a node changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from intarsia.graph.nodes import is_getitem, has_no_effect
+
+_MAY_ALIAS = torch.Tag.maybe_aliasing_or_mutating
+
+
+def changed_values(node: fx.Node) -> list[fx.Node]:
+    """The arguments a node changes in place."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return [] if node.op != "call_function" or has_no_effect(node) else node.all_input_nodes
+    found: list[fx.Node] = []
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [v for v in values if isinstance(v, fx.Node)]
+    if _MAY_ALIAS in target.tags:
+        # batch_norm's schema does not say that in training it updates the running statistics.
+        found += [v for v in node.all_input_nodes if _is_buffer(v)]
+    return found
+
+
+def memory_of(node: fx.Node) -> frozenset[fx.Node]:
+    """The nodes whose memory the value of `node` may be: itself, or what it is a view or alias of."""
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        value = waiting.pop()
+        base = _base(value)
+        if base is None:
+            found.add(value)
+        else:
+            waiting.append(base)
+    return frozenset(found)
+
+
+def written_values(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Those of `nodes` whose memory one of them changes."""
+    everyone = list(nodes)
+    written = {root for node in everyone for value in changed_values(node) for root in memory_of(value)}
+    return frozenset(node for node in everyone if memory_of(node) & written)
+
+
+def _base(node: fx.Node) -> fx.Node | None:
+    target = node.target
+    if is_getitem(node):
+        first = node.args[0]
+    elif isinstance(target, torch._ops.OpOverload) and (
+        _MAY_ALIAS in target.tags or any(r.alias_info is not None for r in target._schema.returns)
+    ):
+        first = node.args[0] if node.args else None
+    else:
+        return None
+    return first if isinstance(first, fx.Node) else None
+
+
+def _is_buffer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return node.op == "placeholder" and isinstance(value, torch.Tensor) and not value.requires_grad

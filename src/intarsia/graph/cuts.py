@@ -1,0 +1,82 @@
+"""Cutting a line: places by name, plans from places, places from plans, and the pieces between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+
+from torch import fx
+
+from intarsia.errors import PartitionError
+from intarsia.graph.line import Line
+from intarsia.graph.nodes import modules
+from intarsia.graph.piece import Piece, extract
+from intarsia.graph.plan import Plan
+from intarsia.graph.recompute import readers_of
+from intarsia.graph.segment import PYTORCH, Segment
+
+
+def plan_at(line: Line, places: Sequence[int], strategy: str = "cuts", engine: str = PYTORCH) -> Plan:
+    """The plan whose segments are the stretches between `places`."""
+    line.check(places)
+    bounds = [0, *places, len(line.nodes)]
+    parts = [[n for n in line.nodes[a:b] if n not in line.recomputed] for a, b in pairwise(bounds)]
+    home = {node: number for number, part in enumerate(parts) for node in part}
+    readers = readers_of(line.graph, line.recomputed, home)
+    again: list[list[fx.Node]] = [[] for _ in parts]
+    for node in line.recomputed:
+        first, *others = sorted(readers[node]) or [len(parts) - 1]
+        parts[first].append(node)
+        for number in others:
+            again[number].append(node)
+    segments = [
+        Segment(engine, tuple(sorted(part, key=line.index.__getitem__)), False, {}, tuple(more))
+        for part, more in zip(parts, again, strict=True)
+    ]
+    return Plan(tuple(segments), strategy)
+
+
+def pieces_at(gm: fx.GraphModule, line: Line, places: Sequence[int]) -> list[Piece]:
+    """The stretches between `places` cut out; a size is read off what crosses at its place."""
+    return extract(gm, plan_at(line, places), [line.inputs, *map(line.crossing, places)])
+
+
+def place_of(line: Line, cut: int | str) -> int:
+    """The place a user means: its number, the node behind the cut, or the module whose nodes follow it."""
+    if isinstance(cut, int):
+        return cut
+    own = [i for i, node in enumerate(line.nodes) if node not in line.recomputed]
+    for i, node in enumerate(line.nodes):
+        if node.name == cut:
+            return min((place for place in own if place >= i), default=i)
+    inside = [i for i in own if any(path == cut for path, _ in modules(line.nodes[i]))]
+    if inside:
+        return inside[0]
+    known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
+    near = get_close_matches(cut, sorted(known), n=3)
+    told = f"; near are {', '.join(map(repr, near))}" if near else ""
+    raise PartitionError(f"cuts names {cut!r}, which is no node of the graph and no module in it{told}")
+
+
+def places_of(line: Line, plan: Plan) -> list[int]:
+    """The places at which a plan cuts; its graph may be another one of the same model.
+
+    Nodes are matched by name, as export gives it. Of the places between two segments the one where the
+    fewest bytes cross is taken.
+    """
+    number = {node.name: i for i, segment in enumerate(plan.segments) for node in segment.nodes}
+    known = [
+        (i, number[n.name]) for i, n in enumerate(line.nodes) if n.name in number and n not in line.recomputed
+    ]
+    places: list[int] = []
+    for border in range(len(plan) - 1):
+        first = max((i for i, segment in known if segment <= border), default=-1) + 1
+        last = min((i for i, segment in known if segment > border), default=-1)
+        between = [i for i in line.allowed if first <= i <= last]
+        if not between:
+            what = f"segments {border} and {border + 1} of the plan ({plan.strategy or 'by hand'})"
+            raise PartitionError(f"between {what} lies no place where this graph may be cut")
+        places.append(min(reversed(between), key=line.crossing_bytes.__getitem__))
+    line.check(places)
+    return places

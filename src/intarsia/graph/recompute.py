@@ -1,0 +1,46 @@
+"""Values that every piece computes for itself: they cross no border and tie nothing together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from intarsia.graph.nodes import is_compute, is_free, producer
+
+Test = Callable[[fx.Node], bool]
+
+
+def find_recomputed(graph: fx.Graph, cheap: Test, at_hand: Test) -> dict[fx.Node, None]:
+    """The `cheap` nodes made of sizes, of values that every piece has `at_hand`, and of each other.
+
+    Placement recomputes views and fresh constants of inputs and weights, which cost nothing. A pipeline
+    recomputes whatever depends on no input and no parameter: masks, positions, tables.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if not is_compute(node) or not cheap(node):
+            continue
+        if all(at_hand(v) or producer(v) in found or _is_number(v) for v in node.all_input_nodes):
+            found[node] = None
+    return found
+
+
+def readers_of(
+    graph: fx.Graph, recomputed: Mapping[fx.Node, None], home: Mapping[fx.Node, int]
+) -> dict[fx.Node, dict[int, None]]:
+    """The segments that read each recomputed node, directly or through free and other recomputed nodes."""
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for node in reversed(graph.nodes):
+        if node not in recomputed and (not is_free(node) or node.op != "call_function"):
+            continue
+        found: dict[int, None] = {}
+        for user in node.users:
+            found.update({home[user]: None} if user in home else readers.get(user, {}))
+        readers[node] = found
+    return readers
+
+
+def _is_number(node: fx.Node) -> bool:
+    return is_free(node) and node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor)

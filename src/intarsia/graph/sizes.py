@@ -1,0 +1,89 @@
+"""Sizes: numbers and symbols, where a symbol can be read, its range, and the bytes of a value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.graph.nodes import is_free
+
+Range = tuple[int, int | None]
+"""The least size and the largest; None where there is no largest."""
+
+
+def constant_value(node: fx.Node) -> Any:
+    """The number a free node always has, or None when it depends on the inputs."""
+    value = node.meta.get("val") if node.op == "call_function" and is_free(node) else None
+    return value if isinstance(value, (bool, int, float)) else None
+
+
+def symbol_of(node: fx.Node) -> Any:
+    """The symbolic expression a size node stands for, or None."""
+    value = node.meta.get("val")
+    return value.node.expr if isinstance(value, torch.SymInt) else None
+
+
+def symbols_of(nodes: Iterable[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
+    """Where each symbolic size can be read: the first of the given tensors, and its axis."""
+    found: dict[Any, tuple[fx.Node, int]] = {}
+    for node in nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt):
+                found.setdefault(size.node.expr, (node, axis))
+    return found
+
+
+def input_symbols(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int]]:
+    """Symbolic sizes that a graph input carries; every segment can read those."""
+    return symbols_of(node for node in graph.nodes if node.op == "placeholder")
+
+
+def size_range(size: Any, bounds: Mapping[Any, tuple[int, int]] | None = None) -> Range:
+    """The least and the largest a size may be."""
+    if not isinstance(size, torch.SymInt):
+        return (int(size), int(size))
+    expression = size.node.expr
+    if bounds and expression in bounds:
+        return bounds[expression]
+    # The bound of an expression is known to the shape environment alone, and has no public door.
+    bound_of = getattr(getattr(size.node, "shape_env", None), "bound_sympy", None)
+    if bound_of is None:
+        return (0, None)
+    bound = bound_of(expression)
+    return (_number(bound.lower) or 0, _number(bound.upper))
+
+
+def size_hint(size: Any, default: int = 1) -> int:
+    """A size as a number: a symbolic one gives the value the example had, or else `default`."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = getattr(size.node, "hint", None)
+    return int(hint) if isinstance(hint, int) else default
+
+
+def bytes_of(value: object) -> int:
+    """The bytes a value takes; symbolic sizes count by their hint."""
+    if isinstance(value, torch.Tensor):
+        count = value.element_size()
+        for size in value.shape:
+            count *= size_hint(size)
+        return count
+    if isinstance(value, (list, tuple)):
+        return sum(bytes_of(item) for item in value)
+    return 0
+
+
+def total_bytes(nodes: Iterable[fx.Node]) -> int:
+    """The bytes of all the nodes' values."""
+    return sum(bytes_of(node.meta.get("val")) for node in nodes)
+
+
+def _number(bound: Any) -> int | None:
+    """A bound as a number; torch's infinities are those beyond what a size can be."""
+    return int(bound) if bound.is_number and bound.is_finite and abs(int(bound)) < 2**62 else None
