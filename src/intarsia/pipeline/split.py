@@ -16,6 +16,7 @@ from intarsia.graph.line import Line
 from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
+from intarsia.pipeline.stages.batch import BatchDims
 from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.sequence import SplitReport
@@ -44,6 +45,8 @@ def split(
     in_flight: int = 1,
     slack: float = 0.1,
     dynamic_batch: bool = True,
+    dynamic_shapes: Any = None,
+    batch_dims: BatchDims | None = None,
     agree: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
@@ -57,6 +60,11 @@ def split(
     with (`"encoder.layer.6"`), or a `Plan` of this model, whose segments become the stages. Times measured by
     several processes differ: with `agree` every rank of torch.distributed takes rank 0's cuts.
 
+    Every tensor whose first dimension has the batch's length is divided among micro-batches, unless the model
+    runs a larger batch without it; `batch_dims` says otherwise, by position or by name: an axis, or None for
+    a tensor that every micro-batch gets whole. `dynamic_shapes`, as of `torch.export`, opens other sizes,
+    such as the length of a sequence.
+
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> parts = split(model, (torch.randn(2, 4),), stages=2)
@@ -68,7 +76,14 @@ def split(
     if stages < 1:
         raise PartitionError(f"stages={stages} must be 1 or more")
     try:
-        captured = trace(model, args, kwargs, dynamic_batch=dynamic_batch)
+        captured = trace(
+            model,
+            args,
+            kwargs,
+            dynamic_batch=dynamic_batch,
+            dynamic_shapes=dynamic_shapes,
+            batch_dims=batch_dims,
+        )
     except CaptureError as error:
         parts = split_tree(model, args, kwargs, stages=stages, by=by, reason=str(error))
         return Stages(list(parts), parts.signature, parts.report, parts.keys)

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from intarsia.graph.nodes import is_compute
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.stages.signature import tensor_spec
 from intarsia.pipeline.stages.trace import Trace
 
 _PASSES = 2  # over the graph, each node timed in both
@@ -204,7 +203,7 @@ def _fakes(trace: Trace, mode: FakeTensorMode) -> list[Any]:
         if node in trace.states:
             out.append(mode.from_tensor(trace.states[node].tensor, static_shapes=True))
         elif isinstance(value, torch.Tensor):
-            sizes = tensor_spec(node.name, value).sizes(trace.signature.example)
+            sizes = trace.spec(node).sizes(trace.signature.example)
             out.append(torch.empty(sizes, dtype=value.dtype, device=value.device))
         else:
             out.append(value)

@@ -11,7 +11,7 @@ from torch import nn
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage
 
 
@@ -32,7 +32,12 @@ class Pipelined(StageSequence):
         for stage, device in zip(stages, devices, strict=True):
             if isinstance(stage, Stage):
                 stage.to_device(device)
-        steps = [_Spread(s, self._whole() if i == 0 else ()) for i, s in enumerate(stages)]
+        steps = [_Spread(stage) for stage in stages]
+        signature = stages.signature
+        steps[0].entering = tuple(_axis(signature, spec) for spec in signature.tensors)
+        steps[-1].leaving = tuple(
+            signature.axis(spec) or 0 for spec in signature.outputs if isinstance(spec, TensorSpec)
+        )
         line = nn.Sequential(*steps).train(stages.training)
         engine = GPipe(line, [1] * len(steps), devices=devices, chunks=chunks, **rest)
         # Not registered: it holds the same stages, and the names belong to the plain model.
@@ -45,14 +50,17 @@ class Pipelined(StageSequence):
         """The model's answer, computed micro-batch by micro-batch."""
         tensors = self.signature.flatten(args, kwargs)
         self._check_lengths(tensors)
-        split = [t for s, t in zip(self.signature.tensors, tensors, strict=True) if self.signature.splits(s)]
-        given = []
-        for spec, tensor in zip(self.signature.tensors, tensors, strict=True):
-            if self.signature.splits(spec) or tensor.ndim == 0:
-                given.append(tensor)
-            else:
-                given.append(tensor.unsqueeze(0).expand(len(split[0]), *tensor.shape))
-        return self.signature.unflatten(self.engine(tuple(given)))
+        axes = [self.signature.axis(s) for s in self.signature.tensors]
+        size = next((t.shape[axis] for t, axis in zip(tensors, axes, strict=True) if axis is not None), 1)
+        given = [
+            t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)
+            for t, a in zip(tensors, axes, strict=True)
+        ]
+        made = self.engine(tuple(given))
+        specs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
+        return self.signature.unflatten(
+            [m.movedim(0, self.signature.axis(s) or 0) for m, s in zip(made, specs, strict=True)]
+        )
 
     def train(self, mode: bool = True) -> Pipelined:
         """Set the mode of the stages and of the engine."""
@@ -61,13 +69,12 @@ class Pipelined(StageSequence):
             self.engine.train(mode)
         return self
 
-    def _whole(self) -> tuple[bool, ...]:
-        """Which inputs every micro-batch gets in full, with a dimension in front that is taken off."""
-        return tuple(not self.signature.splits(s) and s.shape != () for s in self.signature.tensors)
-
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        split = [self.signature.splits(s) for s in self.signature.tensors]
-        columns = [t.chunk(self.chunks) if cut else (t,) for t, cut in zip(tensors, split, strict=True)]
+        axes = [self.signature.axis(s) for s in self.signature.tensors]
+        columns = [
+            t.chunk(self.chunks, axis) if axis is not None else (t,)
+            for t, axis in zip(tensors, axes, strict=True)
+        ]
         count = max(map(len, columns))
         return [[c[min(i, len(c) - 1)] for c in columns] for i in range(count)]
 
@@ -81,19 +88,32 @@ class Pipelined(StageSequence):
 
 
 class _Spread(nn.Module):
-    """A stage as a layer: one tuple in, one tuple out."""
+    """A stage as a layer: one tuple in, one tuple out, with the batch in front.
 
-    def __init__(self, stage: nn.Module, whole: Sequence[bool]) -> None:
+    `entering` says of each input where the stage wants the batch; a tensor that every micro-batch gets whole
+    comes with a dimension in front, which is taken off. `leaving` says where the stage's results have it.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
-        self.whole = tuple(whole)
+        self.entering: tuple[int | None, ...] = ()
+        self.leaving: tuple[int, ...] = ()
         self.training = stage.training
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """The stage's answer to the values of one micro-batch."""
-        if any(self.whole):
-            values = tuple(v[0] if w else v for v, w in zip(values, self.whole, strict=True))
-        return self.stage(*values)  # type: ignore[no-any-return]
+        if self.entering:
+            pairs = zip(values, self.entering, strict=True)
+            values = tuple(v[0] if axis is None else v.movedim(0, axis) if axis else v for v, axis in pairs)
+        answer: tuple[Any, ...] = self.stage(*values)
+        if any(self.leaving):
+            answer = tuple(v.movedim(a, 0) for v, a in zip(answer, self.leaving, strict=True))
+        return answer
+
+
+def _axis(signature: CallSignature, spec: TensorSpec) -> int | None:
+    return 0 if spec.shape == () else signature.axis(spec)
 
 
 def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> None:
@@ -103,7 +123,10 @@ def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> No
         raise PartitionError(
             "deferred_batch_norm=True needs nn.BatchNorm modules; the graph holds their operations instead"
         )
-    for spec in stages.signature.outputs if chunks > 1 else ():
+    if chunks == 1:
+        return
+    stages.signature.check_divisible()
+    for spec in stages.signature.outputs:
         if isinstance(spec, TensorSpec) and not stages.signature.splits(spec):
             raise PartitionError(
                 f"output {spec} has no batch in front and cannot be joined from micro-batches;"

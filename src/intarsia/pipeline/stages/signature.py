@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from intarsia.errors import InputError
+from intarsia.errors import InputError, PartitionError
 
 Dim = int | str  # a fixed length, or the name of a length that may change
 
@@ -59,9 +59,9 @@ class Fixed:
     value: Any
 
 
-def tensor_spec(name: str, value: torch.Tensor) -> TensorSpec:
-    """Describe a real or fake tensor."""
-    symbols = tuple(d if isinstance(d, int) else d.node.expr for d in value.shape)
+def tensor_spec(name: str, value: torch.Tensor, same: Mapping[Any, Any] | None = None) -> TensorSpec:
+    """Describe a real or fake tensor; `same` puts one symbol for another that always equals it."""
+    symbols = tuple(d if isinstance(d, int) else d.node.expr.subs(same or {}) for d in value.shape)
     # An open length that the model turned out to fix is a number by now.
     shape = tuple(int(s) if isinstance(s, int) or s.is_number else str(s) for s in symbols)
     return TensorSpec(name, shape, value.dtype, symbols if any(isinstance(d, str) for d in shape) else ())
@@ -76,9 +76,12 @@ class CallSignature:
     keywords: tuple[str, ...]  # the keyword arguments, in the order of capture
     out_spec: pytree.TreeSpec
     outputs: tuple[TensorSpec | Fixed, ...]
-    batch: Dim | None  # the length of dimension 0 that micro-batches divide
+    batch: Dim | None  # the length that micro-batches divide
     ranges: Mapping[str, tuple[int, int]]
     example: Mapping[str, int]  # the lengths at capture
+    axes: Mapping[str, int | None] = field(default_factory=dict)  # the batch axis of each input, by name
+    same: Mapping[str, str] = field(default_factory=dict)  # lengths that always equal another one
+    mixes: str = ""  # why samples cannot be computed apart, if they cannot
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -108,7 +111,7 @@ class CallSignature:
         for want, got in zip(self.tensors, tensors, strict=True):
             if want.sizes(found) != tuple(got.shape):
                 raise InputError(f"{want.name} has shape {tuple(got.shape)}; the stages were cut for {want}")
-        return found
+        return found | {alias: found[length] for alias, length in self.same.items()}
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
         """The model's answer from the tensors of the last stage."""
@@ -118,7 +121,28 @@ class CallSignature:
 
     def splits(self, spec: TensorSpec) -> bool:
         """Whether a tensor is divided among micro-batches (the others are given whole to each)."""
-        return self.batch is not None and len(spec.shape) > 0 and spec.shape[0] == self.batch
+        return self.axis(spec) is not None
+
+    def axis(self, spec: TensorSpec) -> int | None:
+        """The axis along which a tensor is divided among micro-batches, or None."""
+        if self.batch is None:
+            return None
+        if spec.name in self.axes:
+            return self.axes[spec.name]
+        found = [i for i, dim in enumerate(spec.shape) if dim == self.batch]
+        if isinstance(self.batch, int):
+            return 0 if 0 in found else None  # a number may stand elsewhere by chance
+        return found[0] if len(found) == 1 else None
+
+    def check_divisible(self, *, front: bool = False) -> None:
+        """Raise `PartitionError` where a batch cannot be computed in parts; `front` allows axis 0 alone."""
+        if self.mixes:
+            raise PartitionError(f"the batch cannot be divided into micro-batches: {self.mixes}")
+        for spec in [*self.tensors, *self.outputs]:
+            if front and isinstance(spec, TensorSpec) and self.axis(spec) not in (None, 0):
+                raise PartitionError(
+                    f"{spec} has its batch on axis {self.axis(spec)}; here it must be axis 0"
+                )
 
     def _ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         known = {name: kwargs[name] for name in self.keywords if name in kwargs}

@@ -15,7 +15,7 @@ from intarsia.graph.alias import memory_of
 from intarsia.graph.cuts import pieces_at
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
-from intarsia.pipeline.stages.signature import TensorSpec, tensor_spec
+from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.trace import State, Trace
 
 
@@ -130,8 +130,8 @@ def _form(trace: Trace, piece: Piece, takes: Sequence[fx.Node], gives: Sequence[
     held = {n for n in trace.states if n in written}
     last = list(gives) == list(trace.results)
     return StageForm(
-        takes=tuple(map(_describe, takes)),
-        gives=tuple(map(_describe, gives)),
+        takes=tuple(_describe(trace, n) for n in takes),
+        gives=tuple(_describe(trace, n) for n in gives),
         arguments=tuple(n.name for n in piece.inputs),
         results=tuple(n.name for n in piece.outputs),
         states=states,
@@ -145,9 +145,8 @@ def _name(spec: TensorSpec | str) -> str:
     return spec if isinstance(spec, str) else spec.name
 
 
-def _describe(node: fx.Node) -> TensorSpec | str:
-    value = node.meta["val"]
-    return tensor_spec(node.name, value) if isinstance(value, torch.Tensor) else node.name
+def _describe(trace: Trace, node: fx.Node) -> TensorSpec | str:
+    return trace.spec(node) if isinstance(node.meta["val"], torch.Tensor) else node.name
 
 
 def _attach(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:

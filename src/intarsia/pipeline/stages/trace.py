@@ -16,6 +16,8 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
 from intarsia.graph.line import Line, training_line
+from intarsia.graph.nodes import whereabouts
+from intarsia.pipeline.stages.batch import Axes, BatchDims, batch_axes, needs_its_batch
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 
 # Guards that hold device and dtype of the example: the signature's own check takes their place.
@@ -51,11 +53,16 @@ class Trace:
     inputs: tuple[fx.Node, ...]
     signature: CallSignature
     training: bool
+    same: Mapping[Any, Any]  # symbols of the batch, and the one that stands for all of them
 
     @cached_property
     def line(self) -> Line:
         """The graph as a line of nodes that may be cut."""
         return training_line(self.graph, {n: s.tensor.requires_grad for n, s in self.states.items()})
+
+    def spec(self, node: fx.Node) -> TensorSpec:
+        """What the tensor of a node looks like."""
+        return tensor_spec(node.name, node.meta["val"], self.same)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -71,14 +78,18 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_batch: bool = True,
+    dynamic_shapes: Any = None,
+    batch_dims: BatchDims | None = None,
 ) -> Trace:
-    """Capture `model` with the batch length left open where it can be.
+    """Capture `model` with the batch length left open where it can be, or the sizes of `dynamic_shapes`.
 
     >>> t = trace(nn.Linear(2, 3), (torch.randn(4, 2),))
     >>> [n.name for n in t.line.nodes]
     ['linear']
     """
-    program = _export(model, tuple(args), dict(kwargs or {}), dynamic_batch)
+    args, kwargs = tuple(args), dict(kwargs or {})
+    axes, told = batch_axes(model, args, kwargs, batch_dims)
+    program = _export(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
     _tidy(program.graph)
     specs = program.graph_signature.input_specs
     holders = [n for n in program.graph.nodes if n.op == "placeholder"]
@@ -102,16 +113,18 @@ def trace(
             states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
         else:
             raise CaptureError(f"the model takes {spec.target!r}, a {spec.kind.name.lower()}, into its graph")
-    signature = _signature(program, entries, args, kwargs)
-    return Trace(program.graph, program.graph_module, states, tuple(inputs), signature, model.training)
+    axes = _settled(model, args, kwargs, axes, told, entries)
+    same = _same_symbols(entries, axes)
+    signature = _signature(program, entries, args, kwargs, axes, same)
+    return Trace(program.graph, program.graph_module, states, tuple(inputs), signature, model.training, same)
 
 
 def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_batch: bool
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
 ) -> ExportedProgram:
-    shapes = _open_batch(model, args, kwargs) if dynamic_batch else None
+    shapes = _open_batch(model, args, kwargs, axes) if dynamic_shapes is None else dynamic_shapes
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
-    for dynamic in [shapes, None] if shapes else [None]:
+    for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
             return export(model, args, kwargs, dynamic_shapes=dynamic)
         except Exception as error:
@@ -120,15 +133,51 @@ def _export(
     raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
 
 
-def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim]
-    if not tensors or tensors[0].shape[0] < 2:
-        return None  # a length of one is always taken as fixed
+def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
-    for tensor in tensors:
-        if tensor.shape[0] == tensors[0].shape[0]:
-            shapes[tensor] = {0: Dim.AUTO}
-    return shapes.dynamic_shapes(model, args, kwargs)  # type: ignore[no-untyped-call]
+    found = False
+    for tensor, axis in zip(pytree.tree_leaves((args, kwargs)), axes, strict=False):
+        if axis is not None and tensor.shape[axis] > 1:  # a length of one is always taken as fixed
+            shapes[tensor] = {axis: Dim.AUTO}
+            found = True
+    return shapes.dynamic_shapes(model, args, kwargs) if found else None  # type: ignore[no-untyped-call]
+
+
+def _settled(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    axes: Axes,
+    told: Sequence[bool],
+    entries: Sequence[TensorSpec | Fixed],
+) -> Axes:
+    """The axes once more, where the graph knows better, and where it leaves open what is a sample's."""
+    found = list(axes)
+    batch: Any = None
+    for i, (entry, axis) in enumerate(zip(entries, axes, strict=True)):
+        if axis is None or not isinstance(entry, TensorSpec):
+            continue
+        length = entry.shape[axis]
+        if batch is None or length == batch:
+            batch = length
+        elif isinstance(length, int):
+            if told[i]:
+                raise CaptureError(
+                    f"batch_dims gives axis {axis} of {entry}, which the model fixes at {length}"
+                )
+            found[i] = None
+        elif not told[i] and not needs_its_batch(model, args, kwargs, axes, i):
+            found[i] = None
+    return found
+
+
+def _same_symbols(entries: Sequence[TensorSpec | Fixed], axes: Axes) -> dict[Any, Any]:
+    symbols = [
+        entry.symbols[axis]
+        for entry, axis in zip(entries, axes, strict=True)
+        if axis is not None and isinstance(entry, TensorSpec) and isinstance(entry.shape[axis], str)
+    ]
+    return {symbol: symbols[0] for symbol in symbols if symbol != symbols[0]}
 
 
 def _tidy(graph: fx.Graph) -> None:
@@ -179,9 +228,11 @@ def _state(
 
 def _signature(
     program: ExportedProgram,
-    entries: list[TensorSpec | Fixed],
+    entries: Sequence[TensorSpec | Fixed],
     args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    kwargs: Mapping[str, Any],
+    axes: Axes,
+    same: Mapping[Any, Any],
 ) -> CallSignature:
     (values,) = next(iter(reversed(program.graph.nodes))).args
     outputs: list[TensorSpec | Fixed] = []
@@ -189,28 +240,58 @@ def _signature(
         if not isinstance(value, fx.Node):
             outputs.append(Fixed(f"output {i}", value))
         elif isinstance(value.meta["val"], torch.Tensor):
-            outputs.append(tensor_spec(value.name, value.meta["val"]))
+            outputs.append(tensor_spec(value.name, value.meta["val"], same))
         else:
             raise CaptureError(f"output {i} is {value.meta['val']!r}, a number that changes with the input")
-    leaves = list(pytree.tree_leaves((tuple(args), dict(kwargs or {}))))
-    example: dict[str, int] = {}
-    for spec, leaf in zip(entries, leaves, strict=True):
-        if isinstance(spec, TensorSpec):
-            example.update({d: n for d, n in zip(spec.shape, leaf.shape, strict=True) if isinstance(d, str)})
-    first = next((e for e in entries if isinstance(e, TensorSpec) and e.shape), None)
     ranges = {
         str(symbol): (int(r.lower), int(r.upper) if r.upper.is_Integer else 2**62)
         for symbol, r in program.range_constraints.items()
     }
+    example: dict[str, int] = {}
+    inputs: list[TensorSpec | Fixed] = []
+    batch: Any = None
+    for entry, leaf, axis in zip(entries, pytree.tree_leaves((args, kwargs)), axes, strict=True):
+        if isinstance(entry, Fixed):
+            inputs.append(entry)
+            continue
+        example.update({d: n for d, n in zip(entry.shape, leaf.shape, strict=True) if isinstance(d, str)})
+        symbols = tuple(d if isinstance(d, int) else d.subs(same) for d in entry.symbols)
+        spec = TensorSpec(entry.name, tuple(map(_dim, symbols)) or entry.shape, entry.dtype, symbols)
+        inputs.append(spec)
+        if axis is not None and batch is None:
+            batch = spec.shape[axis]
+    for alias, symbol in same.items():
+        pairs = [ranges.get(str(s), (0, 2**62)) for s in (alias, symbol)]
+        ranges[str(symbol)] = (max(low for low, _ in pairs), min(high for _, high in pairs))
     in_spec, out_spec = program.call_spec.in_spec, program.call_spec.out_spec
     assert in_spec is not None and out_spec is not None
     return CallSignature(
-        inputs=tuple(entries),
+        inputs=tuple(inputs),
         in_spec=in_spec,
-        keywords=tuple(kwargs or {}),
+        keywords=tuple(kwargs),
         out_spec=out_spec,
         outputs=tuple(outputs),
-        batch=first.shape[0] if first is not None else None,
+        batch=batch,
         ranges=ranges,
         example=example,
+        axes={e.name: axis for e, axis in zip(entries, axes, strict=True) if isinstance(e, TensorSpec)},
+        same={str(alias): str(symbol) for alias, symbol in same.items()},
+        mixes=_mixing(program.graph, batch, same),
     )
+
+
+def _dim(symbol: Any) -> int | str:
+    return int(symbol) if isinstance(symbol, int) or symbol.is_number else str(symbol)
+
+
+def _mixing(graph: fx.Graph, batch: Any, same: Mapping[Any, Any]) -> str:
+    """Why samples cannot be computed apart: a tensor that holds the batch along two of its dimensions."""
+    for node in graph.nodes if isinstance(batch, str) else ():
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        spec = tensor_spec(node.name, value, same)
+        having = [s for s in spec.symbols if not isinstance(s, int) and batch in map(str, s.free_symbols)]
+        if len(having) > 1:
+            return f"{spec} ({whereabouts(node)}) sets samples against each other"
+    return ""
