@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from intarsia.graph.nodes import is_getitem, has_no_effect
+from intarsia.graph.nodes import has_no_effect, is_getitem
 
 _MAY_ALIAS = torch.Tag.maybe_aliasing_or_mutating
 

@@ -12,9 +12,9 @@ from intarsia.errors import PartitionError
 from intarsia.graph.alias import changed_values, memory_of, written_values
 from intarsia.graph.nodes import (
     compute_nodes,
+    has_no_effect,
     is_compute,
     is_creation,
-    has_no_effect,
     is_size,
     is_view,
     op_name,

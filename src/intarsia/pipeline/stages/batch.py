@@ -87,7 +87,7 @@ def _told(
     """What the user said of every leaf."""
     names = list(inspect.signature(model.forward).parameters)
     by_name = isinstance(given, Mapping)
-    known = dict(given) if isinstance(given, Mapping) else dict(enumerate(given or ()))
+    known: dict[Any, Any] = dict(given) if isinstance(given, Mapping) else dict(enumerate(given or ()))
     told: list[Any] = []
     for i, value in enumerate(args):
         key: Any = i if not by_name else names[i] if i < len(names) else None
