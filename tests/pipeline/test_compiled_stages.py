@@ -45,4 +45,16 @@ def test_another_length_than_compiled_for_is_refused():
     model.eval()
     fast = split(model, (x,), stages=2, by="memory").compile((x,), engines=["onnxruntime"])
     with pytest.raises(InputError):
-        fast(x[:2])
+        fast(x[:1])
+    fixed = split(model, (x,), stages=2, by="memory", dynamic_batch=False)
+    with pytest.raises(InputError):
+        fixed.compile((x,), engines=["onnxruntime"])(x[:2])
+
+
+def test_the_batch_stays_open():
+    model, (x,), _ = make("mlp")
+    model.eval()
+    fast = split(model, (x,), stages=2, by="memory").compile((x,), engines=["onnxruntime"])
+    for batch in (x[:2], torch.randn(7, 8)):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(batch), model(batch), rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +103,74 @@ def test_frozen_tensors_are_refused():
 def test_too_few_modules():
     with pytest.raises(PartitionError, match="needs 4 cuts"):
         split(nn.Sequential(Moody(2), Moody(2)), (torch.randn(2, 2),), stages=5)
+
+
+def test_every_option_is_obeyed():
+    model, x = Deep(), torch.randn(4, 6)
+    parts = split(model, (x,), cuts=["blocks.1", "blocks.3"], by="memory")
+    assert parts.report.way == "modules" and len(parts) == 3
+    names = [{n.split(".")[1] for n, _ in p.named_parameters() if n.startswith("blocks")} for p in parts]
+    assert names == [{"0"}, {"1", "2"}, {"3"}]
+    with pytest.raises(PartitionError, match=r"cuts names 'block.1'.*near are 'blocks.1'"):
+        split(model, (x,), cuts=["block.1"], by="memory")
+    fast = split(model, (x,), stages=2, by="memory", speeds=[9.0, 1.0], slack=0.0)
+    even = split(model, (x,), stages=2, by="memory", slack=0.0)
+    assert len(list(fast[0].parameters())) > len(list(even[0].parameters()))
+    with pytest.raises(PartitionError, match="no cut into 2 stages fits"):
+        split(model, (x,), stages=2, by="memory", memory=[10, 10])
+    with pytest.raises(PartitionError, match="agree=True needs"):
+        split(model, (x,), stages=2, by="memory", agree=True)
+    whole = split(model, (x,), stages=2, by="memory", batch_dims=(None,))
+    assert whole.signature.axes == {"x": None}
+
+
+def test_stages_and_cuts_that_disagree():
+    with pytest.raises(PartitionError, match=r"stages=7, but cuts=\[1\] make 2 stages"):
+        split(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), (torch.randn(2, 2),), stages=7, cuts=[1])
+
+
+IDS = torch.randint(0, 64, (4, 12))
+
+
+def test_opt_in_training_decides_by_chance_which_layers_run():
+    """Export cannot follow the dice; a model with a long signature is cut between its modules."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        ffn_dim=32,
+        vocab_size=64,
+        word_embed_proj_dim=16,
+        dropout=0.0,
+    )
+    model = transformers.OPTForCausalLM(config)
+    parts = split(model, (IDS,), {"use_cache": False}, stages=2, by="memory")
+    assert parts.report.way == "modules" and "Eq(u0, 1)" in parts.report.reason
+    want, got = model(IDS, use_cache=False), parts(IDS, use_cache=False)
+    assert type(got) is type(want) and torch.equal(got.logits, want.logits)
+
+
+def test_gpt2_with_its_cache():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    parts = split(model, (IDS,), stages=2, by="memory")
+    want, got = model(IDS), parts(IDS)
+    assert parts.report.way == "graph" and torch.equal(got.logits, want.logits)
+    keys = [layer.keys for layer in want.past_key_values.layers]
+    assert all(torch.equal(a.keys, b) for a, b in zip(got.past_key_values.layers, keys, strict=True))
+
+
+def test_the_first_block_of_the_document_runs_as_typed():
+    transformers = pytest.importorskip("transformers")
+    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    block = text.split("```python\n")[1].split("```")[0]
+    lines = [line for line in block.splitlines() if "torchrun" not in line]  # needs several processes
+    config = transformers.GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=64, n_positions=16)
+    known = {"model": transformers.GPT2LMHeadModel(config), "ids": torch.randint(0, 64, (16, 12))}
+    exec("\n".join(lines), known)
+    assert len(known["stages"]) == 4 and len(known["fast"]) == 2
+    plain = known["model"](known["ids"], use_cache=False).logits
+    torch.testing.assert_close(known["fast"](known["ids"], use_cache=False).logits, plain)

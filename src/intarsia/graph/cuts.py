@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 
@@ -80,3 +80,25 @@ def places_of(line: Line, plan: Plan) -> list[int]:
         places.append(min(reversed(between), key=line.crossing_bytes.__getitem__))
     line.check(places)
     return places
+
+
+def relayed(
+    pieces: Sequence[Piece],
+    inputs: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    held: Collection[fx.Node] = (),
+) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """What each piece takes and gives if values pass from one to the next only.
+
+    What any later piece needs passes through those before it; the first takes `inputs`, the last gives
+    `results`, and what a piece holds for itself is not passed.
+    """
+    place = {node: i for i, node in enumerate(inputs[0].graph.nodes)} if inputs else {}
+    wanted = list(results)
+    found: list[tuple[list[fx.Node], list[fx.Node]]] = []
+    for number in reversed(range(len(pieces))):
+        needed = {*pieces[number].inputs, *wanted} - {*pieces[number].outputs, *held}
+        takes = sorted(needed, key=place.__getitem__) if number else list(inputs)
+        found.append((takes, wanted))
+        wanted = takes
+    return found[::-1]

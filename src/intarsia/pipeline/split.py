@@ -37,7 +37,7 @@ def split(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    stages: int = 4,
+    stages: int | None = None,
     by: By = "time",
     cuts: Sequence[int | str] | Plan | None = None,
     speeds: Sequence[float] | None = None,
@@ -50,7 +50,7 @@ def split(
     agree: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
-    """Cut `model` into `stages` balanced parts, by its graph, or by its modules where it cannot be exported.
+    """Cut `model` into `stages` (4) balanced parts, by its graph, or by its modules if it cannot be exported.
 
     `args` and `kwargs` are an example call; where the model lets it, the batch length stays open. `by="time"`
     balances measured forward and backward seconds, `by="memory"` weights and what backward keeps, of
@@ -73,8 +73,27 @@ def split(
     """
     if by not in ("time", "memory"):
         raise PartitionError(f"by={by!r} is neither 'time' nor 'memory'")
-    if stages < 1:
-        raise PartitionError(f"stages={stages} must be 1 or more")
+    count = _count(stages, cuts)
+
+    def choose(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
+        if isinstance(cuts, Plan):
+            places = places_of(line, cuts)
+        elif cuts is not None:
+            places = [place_of(line, cut) for cut in cuts]
+        else:
+            footprint = [float(c.saved * in_flight + c.weights * WEIGHT_COPIES) for c in costs]
+            places = choose_cuts(
+                [c.seconds for c in costs] if by == "time" else footprint,
+                prices,
+                _enough(line, count),
+                count,
+                slack=slack,
+                speeds=speeds,
+                memory=footprint,
+                caps=memory,
+            )
+        return _rank_zero(places) if agree else places
+
     try:
         captured = trace(
             model,
@@ -85,37 +104,37 @@ def split(
             batch_dims=batch_dims,
         )
     except CaptureError as error:
-        parts = split_tree(model, args, kwargs, stages=stages, by=by, reason=str(error))
-        return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    line = captured.line
-    tensors = captured.signature.flatten(args, kwargs)
-    costs = (
-        profile(captured, tensors, progress=progress)
-        if by == "time"
-        else [
-            Cost(saved=s, weights=w)
-            for s, w in zip(saved_bytes(captured), weight_bytes(captured), strict=True)
-        ]
-    )
-    footprint = [float(c.saved * in_flight + c.weights * WEIGHT_COPIES) for c in costs]
-    if isinstance(cuts, Plan):
-        places = places_of(line, cuts)
-    elif cuts is not None:
-        places = [place_of(line, cut) for cut in cuts]
-    else:
-        places = choose_cuts(
-            [c.seconds for c in costs] if by == "time" else footprint,
-            crossing_prices(captured),
-            _enough(line, stages),
-            stages,
-            slack=slack,
-            speeds=speeds,
-            memory=footprint,
-            caps=memory,
+        parts = split_tree(
+            model,
+            args,
+            kwargs,
+            stages=count,
+            by=by,
+            reason=str(error),
+            choose=choose,
+            batch_dims=batch_dims,
         )
-    if agree:
-        places = _rank_zero(places)
+        return Stages(list(parts), parts.signature, parts.report, parts.keys)
+    if by == "time":
+        costs = profile(captured, captured.signature.flatten(args, kwargs), progress=progress)
+    else:
+        kept, held = saved_bytes(captured), weight_bytes(captured)
+        costs = [Cost(saved=s, weights=w) for s, w in zip(kept, held, strict=True)]
+    places = choose(captured.line, costs, crossing_prices(captured))
     return make_stages(model, captured, places, costs, by)
+
+
+def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:
+    """How many stages are asked for; a number and cuts that disagree are an error."""
+    if cuts is None:
+        count = 4 if stages is None else stages
+    else:
+        count = len(cuts) if isinstance(cuts, Plan) else len(cuts) + 1
+        if stages is not None and stages != count:
+            raise PartitionError(f"stages={stages}, but cuts={cuts} make {count} stages; give one of them")
+    if count < 1:
+        raise PartitionError(f"stages={count} must be 1 or more")
+    return count
 
 
 def make_stages(

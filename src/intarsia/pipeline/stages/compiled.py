@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import Dim
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
+from intarsia.pipeline.stages.stage import Stage
 
 
 class CompiledStage(nn.Module):
@@ -40,6 +43,22 @@ def compile_stages(
             raise PartitionError(f"stage {i} takes a number from an earlier stage; engines take tensors only")
         with torch.no_grad():
             following = stage(*values)
-        parts.append(CompiledStage(compile_module(stage, tuple(values), **options)))
+        shapes = _open_sizes(stage, stages.signature)
+        parts.append(CompiledStage(compile_module(stage, tuple(values), dynamic_shapes=shapes, **options)))
         values = following
     return parts
+
+
+def _open_sizes(stage: nn.Module, signature: CallSignature) -> Any:
+    """The sizes that the capture left open, as `torch.export` takes them; None where all are fixed."""
+    takes = stage.form.takes if isinstance(stage, Stage) else ()
+    dims: dict[str, Any] = {}
+    for name, (low, high) in signature.ranges.items():
+        if name.isidentifier():
+            dims[name] = Dim(name, min=low, max=high) if high < 2**31 else Dim(name, min=low)
+    shapes = [
+        {i: dims.get(str(dim), Dim.AUTO) for i, dim in enumerate(spec.shape) if isinstance(dim, str)}
+        for spec in takes
+        if isinstance(spec, TensorSpec)
+    ]
+    return (tuple(shapes),) if any(shapes) else None

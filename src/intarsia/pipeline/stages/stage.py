@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from intarsia.errors import InputError
 from intarsia.graph.alias import memory_of
-from intarsia.graph.cuts import pieces_at
+from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.signature import TensorSpec
@@ -99,7 +99,7 @@ class Stage(nn.Module):
 def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
     """Cut the traced graph at `places` and make one stage of each part."""
     pieces = pieces_at(trace.module, trace.line, places)
-    borders = _borders(trace, pieces)
+    borders = relayed(pieces, trace.inputs, trace.results, trace.states)
     forms = [_form(trace, piece, *border) for piece, border in zip(pieces, borders, strict=True)]
     homes = [[trace.states[n] for n in trace.states if n.name in form.states] for form in forms]
     used = {id(state) for home in homes for state in home}
@@ -108,20 +108,6 @@ def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
         Stage(piece.module, form, dict.fromkeys(home), trace.training)
         for piece, form, home in zip(pieces, forms, homes, strict=True)
     ]
-
-
-def _borders(trace: Trace, pieces: Sequence[Piece]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-    """What each stage takes and gives: what it or any later stage needs passes through those before."""
-    place = {node: i for i, node in enumerate(trace.graph.nodes)}
-    wanted = list(trace.results)
-    found: list[tuple[list[fx.Node], list[fx.Node]]] = []
-    for piece in reversed(pieces):
-        needed = {*piece.inputs, *wanted} - {*piece.outputs, *trace.states}
-        first = piece is pieces[0]
-        takes = list(trace.inputs) if first else sorted(needed, key=place.__getitem__)
-        found.append((takes, wanted))
-        wanted = takes
-    return found[::-1]
 
 
 def _form(trace: Trace, piece: Piece, takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> StageForm:

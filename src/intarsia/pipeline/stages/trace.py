@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -122,6 +123,8 @@ def trace(
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
 ) -> ExportedProgram:
+    if "transformers" in sys.modules:
+        _register_caches()
     shapes = _open_batch(model, args, kwargs, axes) if dynamic_shapes is None else dynamic_shapes
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
@@ -131,6 +134,19 @@ def _export(
             reason = error
     first = str(reason).strip().splitlines()
     raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
+
+
+@cache
+def _register_caches() -> None:
+    """Let export see into the key-value caches of Hugging Face models, which they return by default."""
+    try:
+        from transformers.integrations.executorch import register_dynamic_cache_export_support
+    except ImportError:
+        return  # an older version, which registers them itself or not at all
+    try:
+        register_dynamic_cache_export_support()
+    except ValueError:  # somebody else did
+        return
 
 
 def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:

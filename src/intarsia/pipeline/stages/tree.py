@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,26 +13,32 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import CaptureError, InputError
+from intarsia.graph.cuts import pieces_at, relayed
+from intarsia.graph.line import Line
+from intarsia.graph.piece import Piece
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.stages.cut import choose_cuts
+from intarsia.pipeline.stages.batch import BatchDims, batch_axes
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 from intarsia.pipeline.stages.tied import find_tied
 
 _ENOUGH = 4  # modules a stage, so that the balance has something to choose from
 
+Choose = Callable[[Line, Sequence[Cost], Sequence[float]], list[int]]
+"""Gives the places to cut a line at, by its costs and the price of each place."""
+
 
 class TreeStage(nn.Module):
     """A stage that calls the model's own modules, which keep their names."""
 
-    def __init__(
-        self, graph: fx.Graph, root: nn.Module, inputs: Sequence[str], outputs: Sequence[str]
-    ) -> None:
+    def __init__(self, piece: Piece, root: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
-        object.__setattr__(self, "graph", graph)
+        object.__setattr__(self, "graph", piece.graph)
+        self.arguments = tuple(node.name for node in piece.inputs)
+        self.results = tuple(node.name for node in piece.outputs)
         self.input_names, self.output_names = tuple(inputs), tuple(outputs)
         self.captured_training = root.training
-        for node in graph.nodes:
+        for node in piece.graph.nodes:
             if node.op == "call_module":
                 _graft(self, str(node.target), root.get_submodule(str(node.target)))
             elif node.op == "get_attr":
@@ -48,7 +53,10 @@ class TreeStage(nn.Module):
             raise InputError(
                 "this stage was cut in the other mode; split the model again after train() or eval()"
             )
-        return tuple(fx.Interpreter(self, graph=self.graph).run(*values))
+        known = dict(zip(self.input_names, values, strict=True))
+        made = fx.Interpreter(self, graph=self.graph).run(*(known[name] for name in self.arguments))
+        known.update(zip(self.results, made, strict=True))
+        return tuple(known[name] for name in self.output_names)
 
     def extra_repr(self) -> str:
         """The border values on both sides."""
@@ -63,6 +71,8 @@ def split_tree(
     stages: int,
     by: str,
     reason: str,
+    choose: Choose,
+    batch_dims: BatchDims | None = None,
 ) -> StageSequence:
     """Cut between module calls; `reason` says why the graph could not be cut.
 
@@ -71,33 +81,33 @@ def split_tree(
     the plain one on the example before it is returned.
     """
     bound = _bind(model, args, kwargs, reason)
-    graph = _trace(model, bound, stages * _ENOUGH, reason)
-    tensors = [v for v in bound.values() if isinstance(v, torch.Tensor)]
+    tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
+    graph = _trace(model, bound, tensors, stages * _ENOUGH, reason)
     recorder = _Recorder(model, graph, timed=by == "time")
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
     with torch.random.fork_rng():
-        buffers = {n: b.clone() for n, b in model.named_buffers()}
-        output = recorder.run(*tensors)
+        recorder.run(*tensors.values())
         _restore(model, buffers)
-    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output", "get_attr")]
-    last = _last_uses(graph, nodes)
-    costs = [recorder.costs.get(n, Cost()) for n in nodes]
-    weights = [c.seconds if by == "time" else float(c.weights + c.saved) for c in costs]
-    crossing = [
-        float(sum(recorder.sizes[v] for v in _crossing(nodes, last, i))) for i in range(len(nodes) + 1)
-    ]
-    cuts = choose_cuts(weights, crossing, range(1, len(nodes)), stages)
-    parts = _build(model, graph, nodes, last, cuts)
-    signature = _signature(bound, args, kwargs, output)
-    bounds = [0, *cuts, len(nodes)]
+        with torch.no_grad():
+            output = model(*args, **(kwargs or {}))
+    _restore(model, buffers)
+    line = Line(graph, (), (), lambda node: False)
+    costs = [recorder.costs.get(n, Cost()) for n in line.nodes]
+    prices = [float(size) for size in line.crossing_bytes]
+    cuts = choose(line, costs, prices)
+    parts = _build(model, graph, line, cuts)
+    bounds = [0, *cuts, len(line.nodes)]
     report = SplitReport(
         "modules",
         reason,
         by,
         tuple(sum(costs[a:b], Cost()) for a, b in itertools.pairwise(bounds)),
         tuple(tuple(p.output_names) for p in parts[:-1]),
-        tuple(int(crossing[c]) for c in cuts),
+        tuple(int(prices[c]) for c in cuts),
         find_tied(parts),
+        tuple(map(line.waist, cuts)),
     )
+    signature = _signature(model, list(bound), args, kwargs or {}, output, batch_dims)
     made = StageSequence(parts, signature, report, list(model.state_dict()))
     _verify(model, made, args, kwargs, reason)
     return made
@@ -106,21 +116,34 @@ def split_tree(
 class _Tracer(fx.Tracer):
     """Traces the root and the modules it was told to open; all others are single calls."""
 
-    def __init__(self, opened: set[str]) -> None:
+    def __init__(self, opened: set[str], fixed: Mapping[str, Any], tensors: Sequence[str]) -> None:
         super().__init__()
-        self.opened = opened
+        self.opened, self.fixed, self.tensors = opened, fixed, tensors
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module stays closed."""
         return module_qualified_name not in self.opened
 
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """A placeholder for each tensor; other arguments keep the example's value, which each call checks."""
+        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self.tensors]
 
-def _trace(model: nn.Module, bound: dict[str, Any], enough: int, reason: str) -> fx.Graph:
+        def call(*given: Any) -> Any:
+            return root_fn(self.root, **self.fixed, **dict(zip(self.tensors, given, strict=True)))
+
+        return call, proxies
+
+
+def _trace(
+    model: nn.Module, bound: dict[str, Any], tensors: Mapping[str, Any], enough: int, reason: str
+) -> fx.Graph:
     """Open modules, the largest first, until there are enough calls to choose cuts from."""
-    fixed = {k: v for k, v in bound.items() if not isinstance(v, torch.Tensor)}
+    fixed = {name: value for name, value in bound.items() if name not in tensors}
     opened: set[str] = set()
     closed: set[str] = set()
-    graph = _attempt(model, opened, fixed)
+    graph = _attempt(model, opened, fixed, list(tensors))
     if isinstance(graph, str):
         raise CaptureError(
             f"the model can be cut neither by its graph ({reason}) nor by its modules ({graph})"
@@ -131,7 +154,7 @@ def _trace(model: nn.Module, bound: dict[str, Any], enough: int, reason: str) ->
         if len(calls) >= enough or not waiting:
             return graph
         name = max(waiting, key=lambda c: sum(p.numel() for p in model.get_submodule(c).parameters()))
-        wider = _attempt(model, opened | {name}, fixed)
+        wider = _attempt(model, opened | {name}, fixed, list(tensors))
         if isinstance(wider, str):
             closed.add(name)
         else:
@@ -139,29 +162,16 @@ def _trace(model: nn.Module, bound: dict[str, Any], enough: int, reason: str) ->
             graph = wider
 
 
-def _attempt(model: nn.Module, opened: set[str], fixed: dict[str, Any]) -> fx.Graph | str:
-    tracer = _Tracer(opened)
+def _attempt(
+    model: nn.Module, opened: set[str], fixed: Mapping[str, Any], tensors: Sequence[str]
+) -> fx.Graph | str:
     try:
-        graph = tracer.trace(model, concrete_args=fixed or None)
+        graph = _Tracer(opened, fixed, tensors).trace(model)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    # Values that are no tensors are written into the graph; the signature checks them, not these asserts.
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
-        name = str(node.target).rpartition("_")[0]
-        if name in fixed and not _erase_asserts(graph, node):
-            return f"it computes with {name}={fixed[name]!r}, which is no tensor"
     if any(n.op == "get_attr" and "_tensor_constant" in str(n.target) for n in graph.nodes):
         return "it makes tensors of its own that tracing would freeze"
     return graph
-
-
-def _erase_asserts(graph: fx.Graph, node: fx.Node) -> bool:
-    if node.op != "placeholder" and node.target not in (operator.eq, torch._assert):
-        return False
-    if not all(_erase_asserts(graph, user) for user in list(node.users)):
-        return False
-    graph.erase_node(node)
-    return True
 
 
 class _Recorder(fx.Interpreter):
@@ -171,7 +181,6 @@ class _Recorder(fx.Interpreter):
         super().__init__(model, graph=graph)
         self.timed = timed
         self.costs: dict[fx.Node, Cost] = {}
-        self.sizes: dict[fx.Node, int] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
@@ -180,7 +189,7 @@ class _Recorder(fx.Interpreter):
             weights = sum(p.numel() * p.element_size() for p in module.parameters())
             seconds = _time(module, *self.fetch_args_kwargs_from_env(n)) if self.timed else (0.0, 0.0)
             self.costs[n] = Cost(seconds[0], seconds[1], saved=_bytes(value), weights=weights)
-        self.sizes[n] = _bytes(value)
+        n.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), value)
         return value
 
 
@@ -210,47 +219,13 @@ def _bytes(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _last_uses(graph: fx.Graph, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    place = {n: i for i, n in enumerate(nodes)}
-    last: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op != "get_attr":
-            uses = [len(nodes) if u.op == "output" else place[u] for u in node.users]
-            last[node] = max(uses, default=-1)
-    return last
-
-
-def _crossing(nodes: Sequence[fx.Node], last: Mapping[fx.Node, int], cut: int) -> list[fx.Node]:
-    place = {n: i for i, n in enumerate(nodes)}
-    return [v for v in last if place.get(v, -1) < cut <= last[v]]
-
-
-def _build(
-    model: nn.Module,
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-    last: Mapping[fx.Node, int],
-    cuts: Sequence[int],
-) -> list[TreeStage]:
-    bounds = [0, *cuts, len(nodes)]
-    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+def _build(model: nn.Module, graph: fx.Graph, line: Line, cuts: Sequence[int]) -> list[TreeStage]:
+    pieces = pieces_at(fx.GraphModule(model, graph), line, cuts)
+    (answer,) = next(iter(reversed(graph.nodes))).args
+    results = [v for v in pytree.tree_leaves(answer) if isinstance(v, fx.Node)]
     parts = []
-    for first, end in itertools.pairwise(bounds):
-        entering = inputs if first == 0 else _crossing(nodes, last, first)
-        piece = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {n: piece.placeholder(n.name) for n in entering}
-        for node in [n for n in graph.nodes if n.op == "get_attr"]:
-            if any(u in nodes[first:end] for u in node.users):
-                made[node] = piece.node_copy(node)
-        for node in nodes[first:end]:
-            made[node] = piece.node_copy(node, made.__getitem__)
-        if end == len(nodes):
-            (answer,) = next(iter(reversed(graph.nodes))).args
-            leaving: Any = [v for v in pytree.tree_leaves(answer) if isinstance(v, fx.Node)]
-        else:
-            leaving = _crossing(nodes, last, end)
-        piece.output(tuple(made[v] for v in leaving))
-        parts.append(TreeStage(piece, model, [n.name for n in entering], [n.name for n in leaving]))
+    for piece, (takes, gives) in zip(pieces, relayed(pieces, line.inputs, results), strict=True):
+        parts.append(TreeStage(piece, model, [n.name for n in takes], [n.name for n in gives]))
     _keep_the_rest(model, parts)
     return parts
 
@@ -292,54 +267,73 @@ def _walk(stage: nn.Module, parents: Sequence[str]) -> nn.Module:
 def _bind(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, reason: str
 ) -> dict[str, Any]:
+    """The arguments that the example gives, by name."""
+    signature = inspect.signature(model.forward)
     try:
-        bound = inspect.signature(model.forward).bind(*args, **(kwargs or {}))
+        bound = signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
         raise CaptureError(f"the example does not fit forward: {error}") from error
-    bound.apply_defaults()
-    if any(isinstance(v, tuple | list | dict) and v for v in bound.arguments.values()):
-        raise CaptureError(
-            f"the model can be cut neither by its graph ({reason}) nor by its modules (nested inputs)"
-        )
-    return {k: v for k, v in bound.arguments.items() if not isinstance(v, tuple | dict)}
+    kinds = {name: p.kind for name, p in signature.parameters.items()}
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            raise CaptureError(
+                f"the model can be cut neither by its graph ({reason}) nor by its modules (*{name} is given)"
+            )
+        else:
+            found[name] = value
+    for name, value in found.items():
+        if isinstance(value, tuple | list | dict) and value:
+            raise CaptureError(
+                f"the model can be cut neither by its graph ({reason}) nor by its modules"
+                f" (nested inputs: {name} is a {type(value).__name__})"
+            )
+    return found
 
 
 def _signature(
-    bound: dict[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None, output: Any
+    model: nn.Module,
+    names: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    batch_dims: BatchDims | None,
 ) -> CallSignature:
-    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    names = list(bound)
-    batch = next((v.shape[0] for v in leaves if isinstance(v, torch.Tensor) and v.ndim), -1)
-    inputs: list[TensorSpec | Fixed] = []
-    for i, leaf in enumerate(leaves):
-        name = names[i] if i < len(args) else list(kwargs or {})[i - len(args)]
-        inputs.append(
-            _open(tensor_spec(name, leaf), batch) if isinstance(leaf, torch.Tensor) else Fixed(name, leaf)
-        )
+    leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    axes, _ = batch_axes(model, args, kwargs, batch_dims)
+    names = [*names[: len(args)], *kwargs]
+    batch = next((v.shape[a] for v, a in zip(leaves, axes, strict=True) if a is not None), -1)
+    inputs = tuple(
+        _open(tensor_spec(name, leaf), axis) if isinstance(leaf, torch.Tensor) else Fixed(name, leaf)
+        for name, leaf, axis in zip(names, leaves, axes, strict=True)
+    )
     results, out_spec = pytree.tree_flatten(output)
     outputs = tuple(
-        _open(tensor_spec(f"output {i}", r), batch)
+        _open(tensor_spec(f"output {i}", r), 0 if r.ndim and r.shape[0] == batch else None)
         if isinstance(r, torch.Tensor)
         else Fixed(f"output {i}", r)
         for i, r in enumerate(results)
     )
     return CallSignature(
-        inputs=tuple(inputs),
+        inputs=inputs,
         in_spec=in_spec,
-        keywords=tuple(kwargs or {}),
+        keywords=tuple(kwargs),
         out_spec=out_spec,
         outputs=outputs,
         batch="batch" if batch >= 0 else None,
         ranges={},
         example={"batch": batch},
+        axes=dict(zip(names, axes, strict=True)),
     )
 
 
-def _open(spec: TensorSpec, batch: int) -> TensorSpec:
+def _open(spec: TensorSpec, axis: int | None) -> TensorSpec:
     """The modules run as they are, so the batch may have any length."""
-    if not spec.shape or spec.shape[0] != batch:
+    if axis is None:
         return spec
-    return TensorSpec(spec.name, ("batch", *spec.shape[1:]), spec.dtype)
+    return TensorSpec(spec.name, (*spec.shape[:axis], "batch", *spec.shape[axis + 1 :]), spec.dtype)
 
 
 def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
