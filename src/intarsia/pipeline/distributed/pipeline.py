@@ -72,6 +72,8 @@ class DistributedPipeline:
             raise PartitionError(f"reduction={reduction!r} is neither 'mean' nor 'sum'")
         self.signature, self.loss_fn, self.group = stages.signature, loss_fn, group
         self.n_microbatches, self.reduction = n_microbatches, reduction
+        if n_microbatches > 1:
+            self.signature.check_divisible(front=True)
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
