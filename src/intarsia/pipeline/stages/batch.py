@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError
+from intarsia.pipeline.stages.trial import trial
 
 Axes = list[int | None]
 BatchDims = Mapping[str, Any] | Sequence[Any]
@@ -65,16 +66,11 @@ def needs_its_batch(
         for i, (v, axis) in enumerate(zip(leaves, axes, strict=True))
     ]
     again, options = pytree.tree_unflatten(grown, spec)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with trial(model), torch.no_grad():
             model(*again, **options)
     except Exception:  # whatever a model says to a call of the wrong form
         return True
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
     return False
 
 

@@ -15,6 +15,7 @@ from intarsia.graph.alias import memory_of
 from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
+from intarsia.pipeline.stages.graft import graft_tensor
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.trace import State, Trace
 
@@ -49,7 +50,7 @@ class Stage(nn.Module):
         super().__init__()
         for state in states:
             for name in state.names:
-                _attach(self, name, state.tensor, state.persistent)
+                graft_tensor(self, name, state.tensor, state.persistent)
         # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "form", form)
@@ -133,20 +134,6 @@ def _name(spec: TensorSpec | str) -> str:
 
 def _describe(trace: Trace, node: fx.Node) -> TensorSpec | str:
     return trace.spec(node) if isinstance(node.meta["val"], torch.Tensor) else node.name
-
-
-def _attach(root: nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-    """Register a tensor under a dotted name, making the modules on the way."""
-    *path, leaf = name.split(".")
-    module = root
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        module.register_parameter(leaf, tensor)
-    else:
-        module.register_buffer(leaf, tensor, persistent=persistent)
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -144,7 +144,7 @@ def _register_caches() -> None:
     except ImportError:
         return  # an older version, which registers them itself or not at all
     try:
-        register_dynamic_cache_export_support()
+        register_dynamic_cache_export_support()  # type: ignore[no-untyped-call, unused-ignore]
     except ValueError:  # somebody else did
         return
 

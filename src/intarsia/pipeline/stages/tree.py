@@ -18,9 +18,11 @@ from intarsia.graph.line import Line
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.batch import BatchDims, batch_axes
+from intarsia.pipeline.stages.graft import graft_module, graft_tensor
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 from intarsia.pipeline.stages.tied import find_tied
+from intarsia.pipeline.stages.trial import trial
 
 _ENOUGH = 4  # modules a stage, so that the balance has something to choose from
 
@@ -40,9 +42,9 @@ class TreeStage(nn.Module):
         self.captured_training = root.training
         for node in piece.graph.nodes:
             if node.op == "call_module":
-                _graft(self, str(node.target), root.get_submodule(str(node.target)))
+                graft_module(self, str(node.target), root.get_submodule(str(node.target)))
             elif node.op == "get_attr":
-                _graft_tensor(self, str(node.target), root)
+                _share(self, str(node.target), root)
         self.training = root.training
 
     graph: fx.Graph
@@ -84,13 +86,8 @@ def split_tree(
     tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
     graph = _trace(model, bound, tensors, stages * _ENOUGH, reason)
     recorder = _Recorder(model, graph, timed=by == "time")
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
-    with torch.random.fork_rng():
+    with trial(model):
         recorder.run(*tensors.values())
-        _restore(model, buffers)
-        with torch.no_grad():
-            output = model(*args, **(kwargs or {}))
-    _restore(model, buffers)
     line = Line(graph, (), (), lambda node: False)
     costs = [recorder.costs.get(n, Cost()) for n in line.nodes]
     prices = [float(size) for size in line.crossing_bytes]
@@ -107,6 +104,8 @@ def split_tree(
         find_tied(parts),
         tuple(map(line.waist, cuts)),
     )
+    with trial(model), torch.no_grad():
+        output = model(*args, **(kwargs or {}))
     signature = _signature(model, list(bound), args, kwargs or {}, output, batch_dims)
     made = StageSequence(parts, signature, report, list(model.state_dict()))
     _verify(model, made, args, kwargs, reason)
@@ -235,33 +234,14 @@ def _keep_the_rest(model: nn.Module, parts: Sequence[TreeStage]) -> None:
     known = {name for part in parts for name in [*dict(part.named_parameters()), *dict(part.named_buffers())]}
     for name, _ in [*model.named_parameters(), *model.named_buffers()]:
         if name not in known:
-            _graft_tensor(parts[0], name, model)
+            _share(parts[0], name, model)
 
 
-def _graft(stage: nn.Module, path: str, module: nn.Module) -> None:
-    *parents, leaf = path.split(".")
-    _walk(stage, parents).add_module(leaf, module)
-
-
-def _graft_tensor(stage: nn.Module, path: str, root: nn.Module) -> None:
-    *parents, leaf = path.split(".")
-    owner = root.get_submodule(".".join(parents))
-    holder = _walk(stage, parents)
-    if leaf in owner._parameters:
-        holder.register_parameter(leaf, owner._parameters[leaf])
-    else:
-        persistent = leaf not in owner._non_persistent_buffers_set
-        holder.register_buffer(leaf, getattr(owner, leaf), persistent=persistent)
-
-
-def _walk(stage: nn.Module, parents: Sequence[str]) -> nn.Module:
-    for part in parents:
-        if part not in stage._modules:
-            holder = nn.Module()
-            holder.training = stage.training
-            stage.add_module(part, holder)
-        stage = stage.get_submodule(part)
-    return stage
+def _share(stage: nn.Module, name: str, model: nn.Module) -> None:
+    """Let the stage hold a tensor of the model."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    graft_tensor(stage, name, getattr(owner, leaf), leaf not in owner._non_persistent_buffers_set)
 
 
 def _bind(
@@ -336,12 +316,6 @@ def _open(spec: TensorSpec, axis: int | None) -> TensorSpec:
     return TensorSpec(spec.name, (*spec.shape[:axis], "batch", *spec.shape[axis + 1 :]), spec.dtype)
 
 
-def _restore(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in model.named_buffers():
-            value.copy_(buffers[name])
-
-
 def _verify(
     model: nn.Module,
     made: Callable[..., Any],
@@ -350,13 +324,11 @@ def _verify(
     reason: str,
 ) -> None:
     """Refuse a cut that answers differently from the model."""
-    buffers = {n: b.clone() for n, b in model.named_buffers()}
     answers = []
     for call in (model, made):
-        with torch.random.fork_rng(), torch.no_grad():
+        with trial(model), torch.no_grad():
             torch.manual_seed(0)
             answers.append(pytree.tree_leaves(call(*args, **(kwargs or {}))))
-        _restore(model, buffers)
     for a, b in zip(*answers, strict=True):
         if isinstance(a, torch.Tensor) and not torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True):
             raise CaptureError(
