@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 Decomposition = Callable[..., Any]
-Rule = TypeVar("Rule", bound=Decomposition)
+Spelling = TypeVar("Spelling", bound=Decomposition)
 COMPLEX_DECOMPOSITIONS: dict[Any, Decomposition] = {}
 
 
@@ -51,10 +51,10 @@ def cancel_views(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def spells(*overloads: Any) -> Callable[[Rule], Rule]:
+def spells(*overloads: Any) -> Callable[[Spelling], Spelling]:
     """Register a rule for calls that take a complex tensor (or make one); others stay as they are."""
 
-    def decorate(function: Rule) -> Rule:
+    def decorate(function: Spelling) -> Spelling:
         def only_complex(*args: Any, **kwargs: Any) -> Any:
             flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else (arg,))]
             if not any(is_complex(item) for item in flat):

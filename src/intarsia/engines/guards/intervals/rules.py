@@ -15,9 +15,9 @@ from intarsia.network import dtypes
 from intarsia.network.network import Layer, Network, Tensor
 
 Given = Sequence[Interval | None]
-Rule = Callable[[Layer, Given], Interval | Sequence[Interval]]
+IntervalRule = Callable[[Layer, Given], Interval | Sequence[Interval]]
 
-_RULES: dict[str, Rule] = {}
+_RULES: dict[str, IntervalRule] = {}
 _WEIGHED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # More elements than any tensor that fits a machine's memory, and the largest size along one dimension.
 MOST_ELEMENTS = 2**40
@@ -26,10 +26,10 @@ _MANY = 2**16
 SQUARES_FIT = 1e18  # the square of a larger number may be infinite
 
 
-def ranges_of(*kinds: str) -> Callable[[Rule], Rule]:
+def ranges_of(*kinds: str) -> Callable[[IntervalRule], IntervalRule]:
     """Register the rule of operators: from the intervals of a layer's inputs to those of its outputs."""
 
-    def register(rule: Rule) -> Rule:
+    def register(rule: IntervalRule) -> IntervalRule:
         _RULES.update(dict.fromkeys(kinds, rule))
         return rule
 
