@@ -12,5 +12,6 @@ from intarsia.engines import PyTorch as PyTorch
 from intarsia.lower.decompositions import register_decomposition as register_decomposition
 from intarsia.report import explain as explain
 from intarsia.runtime import Compiled as Compiled
+from intarsia.runtime import PartlyCompiled as PartlyCompiled
 
 __version__ = "0.1.0"

@@ -22,7 +22,7 @@ def intarsia_backend(module: fx.GraphModule, inputs: Sequence[Any], **options: A
     if reason is None:
         try:
             example = [_real(value) for value in inputs]
-            return compile(module, tuple(example), **options)
+            return compile(module, tuple(example), **{"fallback": "error", **options})
         except IntarsiaError as error:
             reason = str(error)
     import warnings

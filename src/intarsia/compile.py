@@ -15,14 +15,16 @@ from torch.export import ExportedProgram
 from intarsia.build.builder import Builder
 from intarsia.build.faithful import Example, Faithful, faithful_lowering, operators_of, whole_fault
 from intarsia.build.judge import Answer, Judge
+from intarsia.build.parts import CompileOne, compile_parts
 from intarsia.build.trial import Rewrite
 from intarsia.capture.device import device_kind
 from intarsia.capture.export import capture
+from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import resolve_call
 from intarsia.capture.random_state import keeps_random_state
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, resolve_engines
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import CaptureError, InputError, LoweringError, PartitionError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
@@ -35,6 +37,7 @@ from intarsia.partition.support import support_table
 from intarsia.rewrite import Patterns, apply, patterns_by_engine
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
+from intarsia.runtime.partly import PartlyCompiled
 
 # torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
 _COMPILING = threading.RLock()
@@ -54,8 +57,9 @@ def compile(
     verify: bool = True,
     cuda_graphs: bool | Literal["static"] | None = None,
     build_limit_s: float | None = 600.0,
+    fallback: Literal["parts", "eager", "error"] = "parts",
     **choices: Unpack[PartitionChoices],
-) -> Compiled:
+) -> Compiled | PartlyCompiled:
     """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
 
     The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
@@ -68,6 +72,9 @@ def compile(
     names, patterns and managers; `RewritePatternManager.instance()` holds those applied with None and True.
     On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
     off, and with "static" a call returns the graph's own memory, which the next call overwrites.
+    A model that torch.export cannot take is compiled in parts: the submodules that can be captured, largest
+    first, run compiled, the rest as it is, and `notes` say what and why; with `fallback="eager"` all of it
+    runs as it is, with "error" it is refused.
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
     `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
     `backend_support_map`), given by name or together as `options`.
@@ -78,6 +85,8 @@ def compile(
     >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
     True
     """
+    if fallback not in ("parts", "eager", "error"):
+        raise InputError(f"fallback={fallback!r}; give 'parts', 'eager' or 'error'")
     wishes = _Wishes(
         find_strategy(partition),
         partition_options(options, choices),
@@ -94,7 +103,14 @@ def compile(
                 f"cuda_graphs={cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
             )
         usable, notes = resolve_engines(engines, device)
-        return _compile(model, (args, kwargs), dynamic_shapes, usable, wishes, notes)
+        call = args, kwargs
+        try:
+            return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])
+        except (CaptureError, LoweringError) as error:
+            if fallback == "error" or _must_be_whole(model, call, dynamic_shapes, wishes):
+                raise
+            one = _part_compiler(usable, wishes) if fallback == "parts" else None
+            return compile_parts(model, call, str(error).splitlines()[0], one, notes)
 
 
 @dataclass(frozen=True)
@@ -107,6 +123,33 @@ class _Wishes:
     verify: bool
     cuda_graphs: bool | Literal["static"] | None
     build_limit_s: float | None
+    check_names: bool = True
+
+
+def _must_be_whole(model: nn.Module, call: Call, dynamic_shapes: Any, wishes: _Wishes) -> bool:
+    """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
+    if wishes.options.require_full_compilation or not isinstance(model, nn.Module):
+        return True
+    if dynamic_shapes is None:
+        return False
+    try:
+        capture(model, *call)
+    except CaptureError:
+        return False
+    return True
+
+
+def _part_compiler(usable: Sequence[Engine], wishes: _Wishes) -> CompileOne:
+    """Compiles a submodule by the ordinary flow; names that the user gave mean it as they mean the model."""
+
+    def compile_one(path: str, module: nn.Module, call: Call, dynamic_shapes: Any) -> Compiled:
+        named = wishes.options.torch_executed_modules
+        inner = tuple(n.removeprefix(f"{path}.") if isinstance(n, str) else n for n in named)
+        options = replace(wishes.options, torch_executed_modules=inner)
+        own = replace(wishes, options=options, check_names=False)
+        return _compile(module, call, dynamic_shapes, usable, own, [])
+
+    return compile_one
 
 
 def _compile(
@@ -127,7 +170,9 @@ def _compile(
         example = Example(captured, example_inputs(lowered, *captured))
         return _built(model, lowered, usable, wishes, [example], notes)
     judge = Judge(model)
-    truth = _first_answer(judge, call)
+    with watched(judge.model) as frozen:
+        truth = _first_answer(judge, call)
+    notes += frozen
     found = faithful_lowering(
         judge, lower, lambda: operators_of(capture(model, *call, dynamic_shapes).graph), call, truth, notes
     )
@@ -159,7 +204,8 @@ def _built(
     as_it_is: str | None = None,
 ) -> Compiled:
     """The pieces of a graph on engines, inlaid as one module; each tried on the examples, if asked for."""
-    check_names(lowered.module, wishes.options, [engine.name for engine in usable])
+    if wishes.check_names:
+        check_names(lowered.module, wishes.options, [engine.name for engine in usable])
     builder = Builder(
         lowered.module,
         usable,

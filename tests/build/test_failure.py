@@ -151,5 +151,5 @@ def test_a_model_that_cannot_be_exported_names_the_line() -> None:
     from intarsia.errors import CaptureError
 
     with pytest.raises(CaptureError, match=r"test_failure.py:\d+ \(in forward\)") as caught:
-        intarsia.compile(Unexportable(), (torch.randn(3),))
+        intarsia.compile(Unexportable(), (torch.randn(3),), fallback="error")
     assert 'torch.compile(model, backend="intarsia") may still work' in str(caught.value)

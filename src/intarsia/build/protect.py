@@ -21,7 +21,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Attributes that are set anew come back, and tensors that are written to; a list or another object that a
     model appends to in `forward` is beyond reach, as it is for capture.
     """
-    modules = list(model.modules())
+    # The tables of TorchScript's modules are no dictionaries.
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     attributes = [_attributes(module) for module in modules]
     written = [(tensor, tensor.detach().clone()) for tensor in _state(modules)]
     devices = [*range(torch.cuda.device_count())] if torch.cuda.is_available() else []

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.size_guards import holds, read_guards
-from intarsia.errors import CaptureError
+from intarsia.errors import CaptureError, IntarsiaError, LoweringError
 from intarsia.lower import Lowered, lower
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import at_sizes
@@ -56,8 +56,17 @@ def lower_model(
 def _lowered(
     model: nn.Module, call: Call, dynamic_shapes: Any, has_converter: HasConverter, drop_guards: bool
 ) -> Lowered:
-    with honest_sizes():
-        lowered = lower(capture(model, *call, dynamic_shapes), has_converter=has_converter)
+    program = capture(model, *call, dynamic_shapes)
+    try:
+        with honest_sizes():
+            lowered = lower(program, has_converter=has_converter)
+    except IntarsiaError:
+        raise
+    except Exception as error:  # torch could export the model, and could not take its graph apart
+        what = next(iter(str(error).splitlines()), "")
+        raise LoweringError(
+            f"{type(model).__name__} cannot be lowered: {type(error).__name__}: {what}"
+        ) from error
     if drop_guards and isinstance(model, nn.Module):
         lowered = drop_redundant_guards(lowered, model, example_inputs(lowered, *call))
     return lowered

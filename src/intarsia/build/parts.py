@@ -1,0 +1,251 @@
+"""Compiling what can be captured of a model that cannot: its submodules, largest first."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from intarsia.build.protect import undisturbed
+from intarsia.capture.example import copied_call
+from intarsia.capture.export import evaluating
+from intarsia.capture.frozen_state import attributes_of, changing_modules
+from intarsia.capture.random_state import kept_random_state
+from intarsia.compare import disagreement
+from intarsia.errors import CaptureError, IntarsiaError
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.partly import PartForward, PartlyCompiled
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+CompileOne = Callable[[str, nn.Module, Call, Any], Compiled]
+MOST_TRIES = 48  # submodules tried; each costs an export
+_MOST_CALLS = 4  # calls kept of one submodule
+
+
+def compile_parts(
+    model: nn.Module, call: Call, reason: str, compile_one: CompileOne | None, notes: Sequence[str]
+) -> PartlyCompiled:
+    """The model with its submodules compiled where they can be, and compared with the model as a whole.
+
+    `compile_one(path, module, call, dynamic_shapes)` compiles a submodule as it was called; without it
+    nothing is compiled. The model itself is left as it was.
+    """
+    notes = [*notes, f"the model is not captured as a whole: {reason}"]
+    if compile_one is None or isinstance(model, torch.jit.ScriptModule):
+        return PartlyCompiled(shared_copy(model), {}, [*notes, "all of it runs as it is, in PyTorch"], reason)
+    seen = _record(model, call)
+    parts, failures = _compile_each(model, seen, compile_one)
+    notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
+    made = _assembled(model, parts, notes, reason)
+    fault = _fault(made, call, seen.answer)
+    if fault is None:
+        return made
+    # One part may be to blame: of those that agree by themselves, all together.
+    alone = {
+        p: c
+        for p, c in parts.items()
+        if _fault(_assembled(model, {p: c}, (), reason), call, seen.answer) is None
+    }
+    notes += [
+        f"{path} runs as it is: compiled, the model answers otherwise: {fault}"
+        for path in {*parts} - {*alone}
+    ]
+    made = _assembled(model, alone, notes, reason)
+    fault = _fault(made, call, seen.answer) if alone else None
+    if fault is None:
+        return made
+    return _assembled(model, {}, [*notes, f"all of it runs as it is: compiled in parts, {fault}"], reason)
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What a run of the model showed: its answer, its submodules' calls, and which keep Python state."""
+
+    answer: list[torch.Tensor]
+    calls: dict[str, list[Call]]
+    changing: set[str]
+
+
+def _record(model: nn.Module, call: Call) -> _Seen:
+    """Run the model on a copy of the call, and note what each submodule is called with."""
+    calls: dict[str, list[Call]] = {}
+    handles = []
+
+    def noting(path: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            known = calls.setdefault(path, [])
+            if len(known) < _MOST_CALLS:
+                known.append(copied_call((args, kwargs)))
+
+        return note
+
+    for path, module in model.named_modules():
+        if path and not isinstance(module, torch.jit.ScriptModule):
+            handles.append(module.register_forward_pre_hook(noting(path), with_kwargs=True))
+    copy = shared_copy(model)  # the hooks are seen by it too; what the run changes in Python is the copy's
+    before = attributes_of(copy)
+    args, kwargs = copied_call(call)
+    try:
+        with undisturbed(copy), kept_random_state():
+            answer = copy(*args, **kwargs)
+            changing = changing_modules(before, attributes_of(copy))
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} fails on the example itself: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _Seen(_snapshot(answer), calls, changing)
+
+
+def _compile_each(
+    model: nn.Module, seen: _Seen, compile_one: CompileOne
+) -> tuple[dict[str, Compiled], dict[str, str]]:
+    """Compiled submodules by path, and why others failed; none lies within another."""
+    modules = dict(model.named_modules())
+    order = sorted(seen.calls, key=lambda path: -_elements(modules[path]))
+    parts: dict[str, Compiled] = {}
+    failures: dict[str, str] = {}
+    settled: list[str] = []
+    tries = 0
+    for path in order:
+        module = modules[path]
+        if any(path.startswith(f"{outer}.") for outer in settled) or not _elements(module):
+            continue
+        why = _not_a_part(path, module, seen)
+        if why is None and tries >= MOST_TRIES:
+            why = f"{MOST_TRIES} larger modules were tried already"
+        if why is None:
+            tries += 1
+            made = _compile_called(path, module, seen.calls[path], compile_one)
+            if isinstance(made, Compiled):
+                settled.append(path)
+                if set(made.plan.engines) - {"pytorch"}:
+                    parts[path] = made
+                    continue
+                made = "no engine takes any of it"
+            why = made
+        failures[path] = why
+    # Of a module that fails because its parts do, the parts tell why.
+    return parts, {p: w for p, w in failures.items() if not any(part.startswith(f"{p}.") for part in parts)}
+
+
+def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
+    changing = [inner for inner in seen.changing if inner == path or inner.startswith(f"{path}.")]
+    if changing:
+        return f"a run changes Python attributes of {changing[0]}"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has hooks"
+    return None
+
+
+def _compile_called(
+    path: str, module: nn.Module, calls: Sequence[Call], compile_one: CompileOne
+) -> Compiled | str:
+    """The module compiled for the calls it was seen with; or why not."""
+    reason = ""
+    for shapes in dict.fromkeys((_differing_sizes(module, calls) is not None, False)):
+        try:
+            made = compile_one(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
+        except IntarsiaError as error:
+            reason = str(error).splitlines()[0]
+            continue
+        return made
+    return reason
+
+
+def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
+    """`dynamic_shapes` that let vary what differs between the calls; None if nothing does."""
+    flats = [pytree.tree_flatten((tuple(args), dict(kwargs))) for args, kwargs in calls]
+    structure = flats[0][1]
+    if any(other != structure for _, other in flats):
+        return None
+    asked: list[Any] = []
+    for same in zip(*(leaves for leaves, _ in flats), strict=True):
+        if not all(isinstance(x, torch.Tensor) and x.dim() == same[0].dim() for x in same):
+            asked.append(None)
+            continue
+        axes = [a for a in range(same[0].dim()) if len({int(x.shape[a]) for x in same}) > 1]
+        asked.append(dict.fromkeys(axes, Dim.AUTO) or None)
+    if not any(asked):
+        return None
+    args, kwargs = pytree.tree_unflatten(asked, structure)
+    try:
+        return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+    except TypeError:
+        return None
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _assembled(
+    model: nn.Module, parts: Mapping[str, Compiled], notes: Sequence[str], reason: str
+) -> PartlyCompiled:
+    copy = shared_copy(model)
+    for path, part in parts.items():
+        module = copy.get_submodule(path)
+        # The module keeps its class, attributes and children: whoever asks for its weight or length finds it.
+        module.__dict__["forward"] = PartForward(path, part, module.forward)
+    return PartlyCompiled(copy, parts, notes, reason)
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """The tree of modules copied, in evaluation mode; weights and TorchScript's modules are shared."""
+    copies: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        if id(module) not in copies:
+            twin = copies[id(module)] = module.__class__.__new__(module.__class__)
+            twin.__dict__.update(module.__dict__)
+            for table in ("_parameters", "_buffers"):
+                twin.__dict__[table] = dict(module.__dict__[table])
+            twin.__dict__["_modules"] = {
+                name: child if child is None else copied(child) for name, child in module._modules.items()
+            }
+            twin.training = False
+            if inspect.ismethod(own := module.__dict__.get("forward")) and own.__self__ is module:
+                twin.__dict__["forward"] = own.__func__.__get__(twin)
+        return copies[id(module)]
+
+    with evaluating(model):  # a module may do more in eval() than set a flag
+        return copied(model)
+
+
+def _fault(made: PartlyCompiled, call: Call, truth: Sequence[torch.Tensor]) -> str | None:
+    args, kwargs = copied_call(call)
+    try:
+        with undisturbed(made), kept_random_state():
+            answer = _snapshot(made(*args, **kwargs))
+    except Exception as error:
+        return f"it fails: {type(error).__name__}: {error}"
+    return disagreement(answer, truth)
+
+
+def _snapshot(value: Any) -> list[torch.Tensor]:
+    """Copies of the tensors in a result: they may lie in buffers, which are put back."""
+    return [tensor.detach().clone() for tensor in _tensors(value)]
+
+
+def _tensors(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """The tensors in a result of any kind, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif depth and isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+    elif depth and hasattr(value, "__dict__"):
+        yield from _tensors(vars(value), depth - 1)

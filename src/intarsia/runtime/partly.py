@@ -1,0 +1,99 @@
+"""A model that could not be captured whole: some of its submodules are compiled, the rest runs as it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from intarsia.capture.export import evaluating
+from intarsia.errors import InputError
+from intarsia.graph.plan import Plan
+from intarsia.runtime.compiled import Compiled
+
+
+@dataclass(frozen=True)
+class PartsPlan:
+    """What runs where: the plan of each compiled submodule by path, and why there is none of the whole."""
+
+    parts: Mapping[str, Plan]
+    reason: str
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines that run something, PyTorch among them."""
+        return tuple(dict.fromkeys([*(e for plan in self.parts.values() for e in plan.engines), "pytorch"]))
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __str__(self) -> str:
+        plans = [f"{path}: {plan}" for path, plan in self.parts.items()]
+        what = f"{len(self.parts)} of its modules are compiled" if self.parts else "nothing of it is compiled"
+        return "\n".join([f"Not captured as a whole, {what}; the rest runs as it is. {self.reason}", *plans])
+
+
+class PartForward:
+    """The `forward` of a compiled submodule; calls it was not compiled for go to the module's own."""
+
+    def __init__(self, path: str, compiled: Compiled, otherwise: Callable[..., Any]) -> None:
+        self.path, self.compiled, self.otherwise = path, compiled, otherwise
+        self.refused: str | None = None  # why the first such call was not for the compiled module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.compiled(*args, **kwargs)
+        except InputError as error:
+            if self.refused is None:
+                self.refused = str(error)
+                warnings.warn(f"{self.path} runs in PyTorch for this call: {error}", stacklevel=2)
+        return self.otherwise(*args, **kwargs)
+
+
+class PartlyCompiled(nn.Module):
+    """A model in evaluation, some of whose submodules run on engines; call it like the model.
+
+    `parts` are the compiled submodules by path, `plan` their plans, and `notes` say what is not compiled and
+    why. Weights are the model's own; its Python attributes are copies.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Mapping[str, Compiled], notes: Sequence[str], reason: str
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.parts = dict(parts)
+        self.plan = PartsPlan({path: part.plan for path, part in parts.items()}, reason)
+        self._notes = tuple(notes)
+        # TorchScript's modules cannot be copied in evaluation mode.
+        self._switch_mode = any(module.training for module in model.modules())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know."""
+        return (
+            *self._notes,
+            *(f"{path}: {note}" for path, part in self.parts.items() for note in part.notes),
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            if not self._switch_mode:
+                return self.model(*args, **kwargs)
+            with evaluating(self.model):
+                return self.model(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> PartlyCompiled:
+        """A compiled module computes what the model does in evaluation; `train()` is an error."""
+        if mode:
+            raise InputError(
+                "a compiled module computes what the model does in evaluation; train the model itself"
+            )
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{len(self.parts)} modules compiled: {', '.join(self.parts)}"
