@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.fast_path import fast_paths_traced
 from intarsia.capture.input import honest_sizes
 from intarsia.errors import CaptureError
 
@@ -58,7 +59,7 @@ def capture(
 def _export(
     model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic_shapes: Any
 ) -> ExportedProgram:
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), fast_paths_traced(model), torch.no_grad():
         return torch.export.export(model, *call, dynamic_shapes=dynamic_shapes, strict=False)
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from intarsia.errors import LoweringError
 from intarsia.lower.folding import fold_constants
+from intarsia.lower.masks import simplify_masks
 from intarsia.lower.purity import is_pure, is_pure_operator
 from intarsia.lower.strides import pin_strides
 
@@ -128,6 +129,7 @@ _CASTS = frozenset(
 )
 
 lowering_pass(fold_constants)
+lowering_pass(simplify_masks)
 
 
 @lowering_pass
