@@ -21,7 +21,7 @@ from intarsia.partition.support import support_table
 from intarsia.runtime.empty import UnlessEmpty, has_empty
 from intarsia.runtime.fallback import WithFallback, makes_of
 from intarsia.runtime.inlay import Inlay
-from intarsia.runtime.ownership import Ownership
+from intarsia.runtime.ownership import Ownership, constants_of
 
 
 @dataclass
@@ -189,8 +189,7 @@ def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piec
 def _in_pytorch(module: fx.GraphModule) -> Program:
     """A piece in PyTorch in place of an engine: results lie in memory of their own, as an engine's do."""
     returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
-    held = [value for part in module.modules() for value in vars(part).values()]
-    ownership = Ownership(held, [], [False] * len(returned))
+    ownership = Ownership(constants_of(module), [], [False] * len(returned))
 
     def program(*inputs: Any) -> tuple[Any, ...]:
         return tuple(ownership.settle(run_in_pytorch(module, inputs), inputs))

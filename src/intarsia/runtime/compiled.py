@@ -20,7 +20,7 @@ from intarsia.partition import Piece, Plan
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck, check_inputs
-from intarsia.runtime.ownership import Ownership
+from intarsia.runtime.ownership import Ownership, constants_of
 from intarsia.runtime.weights import FrozenWeights
 
 Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, what it returns out, flat
@@ -64,8 +64,7 @@ class Compiled(nn.Module):
         self._lowered = lowered
         # In a tuple, lest it become a submodule: the model itself, where it runs as it is.
         self._as_it_is = (model,) if as_it_is and model is not None else ()
-        constants = [value for part in lowered.module.modules() for value in vars(part).values()]
-        held = [value for value in constants if isinstance(value, torch.Tensor)]
+        held = constants_of(lowered.module)
         self._frozen = FrozenWeights(None if as_it_is else model, held, lowered.buffers)
         self._state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
         self._call_signature = forward_signature
@@ -292,7 +291,11 @@ def _fresh(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program
         for node in piece.outputs
     }
     returned: Any = next(iter(reversed(lowered.module.graph.nodes))).args[0]
-    return [not isinstance(item, fx.Node) or item in made for item in returned]
+    # A value that is returned twice is fresh but once.
+    return [
+        not isinstance(item, fx.Node) or (item in made and item not in returned[:place])
+        for place, item in enumerate(returned)
+    ]
 
 
 def _checks(lowered: Lowered) -> tuple[Check, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from intarsia.errors import InputError
 
@@ -17,6 +18,17 @@ def storage_of(value: Any) -> Place | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
         return None
     return value.untyped_storage().data_ptr(), value.device
+
+
+def constants_of(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors a graph holds, those of its bodies included: frozen weights and folded constants."""
+    held = [
+        value
+        for part in module.modules()
+        for table in (part._parameters, part._buffers, part.__dict__)
+        for value in table.values()
+    ]
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 class Ownership:
