@@ -175,6 +175,32 @@ def test_modules_that_keep_python_state_run_as_they_are() -> None:
     torch.testing.assert_close(second, first * 2, rtol=1e-4, atol=1e-5)
 
 
+def test_modules_that_fill_a_list_run_as_they_are() -> None:
+    class Collects(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
+            found.append(self.inner(x))
+            return x + 1
+
+    class Collecting(Gated):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tail = Collects()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: list[torch.Tensor] = []
+            y = self.tail(self.body(x), found)
+            return y + found[0] if float(y.sum()) > -1e9 else y
+
+    model = Collecting()
+    fast = intarsia.compile(model, (X,), min_block_size=1)
+    assert sorted(fast.parts) == ["body", "tail.inner"]
+    assert_alike(fast, model, X)
+
+
 def test_eager_and_error() -> None:
     fast = intarsia.compile(Gated(), (X,), fallback="eager")
     assert isinstance(fast, intarsia.PartlyCompiled) and not fast.parts and "as it is" in fast.notes[-1]

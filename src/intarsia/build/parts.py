@@ -70,30 +70,42 @@ class _Seen:
     answer: list[torch.Tensor]
     calls: dict[str, list[Call]]
     changing: set[str]
+    filling: set[str]  # submodules that put something into a list, dictionary or cache they are given
 
 
 def _record(model: nn.Module, call: Call) -> _Seen:
     """Run the model on a copy of the call, and note what each submodule is called with."""
     calls: dict[str, list[Call]] = {}
+    given: dict[str, list[Any]] = {}
+    filling: set[str] = set()
     handles = []
 
     def noting(path: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             known = calls.setdefault(path, [])
+            given.setdefault(path, []).append(_shape_of_call(args, kwargs))
             if len(known) < _MOST_CALLS:
                 known.append(copied_call((args, kwargs)))
 
         return note
 
+    def comparing(path: str) -> Callable[..., None]:
+        def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+            if given[path].pop() != _shape_of_call(args, kwargs):
+                filling.add(path)
+
+        return compare
+
     for path, module in model.named_modules():
         if path and not isinstance(module, torch.jit.ScriptModule):
             handles.append(module.register_forward_pre_hook(noting(path), with_kwargs=True))
+            handles.append(module.register_forward_hook(comparing(path), with_kwargs=True))
     copy = shared_copy(model)  # the hooks are seen by it too; what the run changes in Python is the copy's
     before = attributes_of(copy)
     args, kwargs = copied_call(call)
     try:
         with undisturbed(copy), kept_random_state():
-            answer = copy(*args, **kwargs)
+            answer = _snapshot(copy(*args, **kwargs))
             changing = changing_modules(before, attributes_of(copy))
     except Exception as error:
         raise CaptureError(
@@ -102,7 +114,13 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     finally:
         for handle in handles:
             handle.remove()
-    return _Seen(_snapshot(answer), calls, changing)
+    return _Seen(answer, calls, changing, filling)
+
+
+def _shape_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[pytree.TreeSpec, list[int]]:
+    """How the arguments are nested, and which objects they are."""
+    flat, structure = pytree.tree_flatten((args, kwargs))
+    return structure, [id(value) for value in flat]
 
 
 def _compile_each(
@@ -141,6 +159,8 @@ def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
     changing = [inner for inner in seen.changing if inner == path or inner.startswith(f"{path}.")]
     if changing:
         return f"a run changes Python attributes of {changing[0]}"
+    if path in seen.filling:
+        return "it puts something into what it is given"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks"
     return None
