@@ -2,6 +2,7 @@
 
 from intarsia.capture.annotate import run_on as run_on
 from intarsia.capture.input import Input as Input
+from intarsia.choose import Measured as Measured
 from intarsia.compile import compile as compile
 from intarsia.convert import ConverterPriority as ConverterPriority
 from intarsia.convert import converter as converter

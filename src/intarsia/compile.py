@@ -1,4 +1,4 @@
-"""The whole flow: capture, lower, ask, partition, convert, rewrite, build, stitch."""
+"""The whole flow: capture, lower, ask, partition, convert, rewrite, build, choose, stitch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import resolve_call
 from intarsia.capture.random_state import keeps_random_state
+from intarsia.choose.candidate import Sample, Workshop
+from intarsia.choose.choose import choose
+from intarsia.choose.measured import Measured
+from intarsia.choose.plan import EAGER
 from intarsia.convert import registry
-from intarsia.engines import Engine, NetworkEngine, resolve_engines
+from intarsia.engines import Engine, NetworkEngine, Program, resolve_engines, with_slow_engines
 from intarsia.errors import CaptureError, InputError, LoweringError, PartitionError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
 from intarsia.lower.lowered import example_inputs
 from intarsia.network import Network
-from intarsia.partition import PartitionOptions, Strategy, SupportTable, find_strategy
+from intarsia.partition import PartitionOptions, Piece, Plan, Strategy, SupportTable, find_strategy
 from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import support_table
@@ -51,7 +55,7 @@ def compile(
     *,
     dynamic_shapes: Any = None,
     engines: Sequence[Engine | str] | Engine | str | None = None,
-    partition: str | Strategy = "dependency",
+    partition: str | Strategy | Measured = "dependency",
     options: PartitionOptions | None = None,
     rewrite: Patterns = None,
     verify: bool = True,
@@ -75,6 +79,8 @@ def compile(
     A model that torch.export cannot take is compiled in parts: the submodules that can be captured, largest
     first, run compiled, the rest as it is, and `notes` say what and why; with `fallback="eager"` all of it
     runs as it is, with "error" it is refused.
+    `partition` is the name of a strategy, one of your own, or `Measured()`: every engine alone, other options
+    and the model as it is are measured on this machine, and the best is taken (see `docs/choosing.md`).
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
     `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
     `backend_support_map`), given by name or together as `options`.
@@ -87,8 +93,10 @@ def compile(
     """
     if fallback not in ("parts", "eager", "error"):
         raise InputError(f"fallback={fallback!r}; give 'parts', 'eager' or 'error'")
+    measured = partition if isinstance(partition, Measured) else None
     wishes = _Wishes(
-        find_strategy(partition),
+        find_strategy("dependency" if isinstance(partition, Measured) else partition),
+        measured,
         partition_options(options, choices),
         rewrite,
         verify,
@@ -103,6 +111,8 @@ def compile(
                 f"cuda_graphs={cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
             )
         usable, notes = resolve_engines(engines, device)
+        if measured is not None and engines is None:
+            usable = with_slow_engines(usable, device)
         call = args, kwargs
         try:
             return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])
@@ -118,6 +128,7 @@ class _Wishes:
     """What a user asked for besides the model, its inputs and the engines."""
 
     strategy: Strategy
+    measured: Measured | None
     options: PartitionOptions
     rewrite: Patterns
     verify: bool
@@ -168,7 +179,7 @@ def _compile(
     if not wishes.verify:
         lowered, captured = lower()
         example = Example(captured, example_inputs(lowered, *captured))
-        return _built(model, lowered, usable, wishes, [example], notes)
+        return _built(model, lowered, usable, wishes, [example], notes, call)
     judge = Judge(model)
     with watched(judge.model) as frozen:
         truth = _first_answer(judge, call)
@@ -178,7 +189,7 @@ def _compile(
     )
     if found.fault is not None:
         return _as_it_is(model, found, usable, wishes, notes)
-    compiled = _built(model, found.lowered, usable, wishes, found.examples, notes)
+    compiled = _built(model, found.lowered, usable, wishes, found.examples, notes, call)
     coarsest = max(engine.coarsest for engine in usable)
     fault = whole_fault(judge, found.lowered, compiled, found.examples, coarsest)
     if fault is None:
@@ -201,9 +212,13 @@ def _built(
     wishes: _Wishes,
     examples: Sequence[Example],
     notes: Sequence[str],
+    call: Call = ((), {}),
     as_it_is: str | None = None,
 ) -> Compiled:
-    """The pieces of a graph on engines, inlaid as one module; each tried on the examples, if asked for."""
+    """The pieces of a graph on engines, inlaid as one module; each tried on the examples, if asked for.
+
+    Who runs what is measured, if that was asked for; a model that runs `as_it_is` leaves nothing to choose.
+    """
     if wishes.check_names:
         check_names(lowered.module, wishes.options, [engine.name for engine in usable])
     builder = Builder(
@@ -215,23 +230,49 @@ def _built(
         examples=[example.inputs for example in examples] if wishes.verify else (),
         build_limit_s=wishes.build_limit_s,
     )
-    plan, pieces, programs = builder.run(_table(lowered, usable, as_it_is))
+    table = _table(lowered, usable, as_it_is)
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
-    notes = [*notes, *lowered.notes, *builder.notes]
     own = model.module() if isinstance(model, ExportedProgram) else model
-    compiled = Compiled(
-        lowered, plan, pieces, programs, notes, signature, builder.body_plans, own, as_it_is is not None
-    )
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for example in examples for x in example.inputs)
-    if on_gpu and wishes.cuda_graphs is not False:
-        use_cuda_graphs(
-            compiled,
-            lowered.module.graph,
-            capturable=all(engine.capturable for engine in usable if engine.name in plan.engines),
-            results="static" if wishes.cuda_graphs == "static" else "fresh",
-            example=examples[0].inputs,
+
+    def finish(
+        plan: Plan, pieces: Sequence[Piece], programs: Sequence[Program], builder: Builder
+    ) -> Compiled:
+        told = [*notes, *lowered.notes, *builder.notes]
+        compiled = Compiled(
+            lowered, plan, pieces, programs, told, signature, builder.body_plans, own, as_it_is is not None
         )
-    return compiled
+        if on_gpu and wishes.cuda_graphs is not False:
+            use_cuda_graphs(
+                compiled,
+                lowered.module.graph,
+                capturable=all(engine.capturable for engine in usable if engine.name in plan.engines),
+                results="static" if wishes.cuda_graphs == "static" else "fresh",
+                example=examples[0].inputs,
+            )
+        return compiled
+
+    if wishes.measured is None or as_it_is is not None:
+        return finish(*builder.run(table), builder)
+
+    def eager() -> Compiled:
+        return _built(model, lowered, usable, wishes, [], notes, as_it_is=EAGER)
+
+    sample = _sample(examples, call, wishes.measured)
+    told = f"{wishes.rewrite} {wishes.verify} {wishes.cuda_graphs}"
+    return choose(wishes.measured, Workshop(builder, table, finish, eager), usable, sample, told)
+
+
+def _sample(examples: Sequence[Example], call: Call, measured: Measured) -> Sample:
+    """What is measured: the user's own call or, for throughput, the largest of the sizes that vary."""
+    own = next((example for example in examples if example.call[0] is call[0]), examples[0])
+    if measured.objective == "throughput":
+        own = max([own, *examples], key=lambda example: _elements(example.inputs))
+    return Sample(own.call, own.inputs)
+
+
+def _elements(inputs: Sequence[Any]) -> int:
+    return sum(value.numel() for value in inputs if isinstance(value, torch.Tensor))
 
 
 def _as_it_is(

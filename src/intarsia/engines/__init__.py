@@ -92,6 +92,14 @@ def resolve_engines(
     return [*usable, PyTorch()], notes
 
 
+def with_slow_engines(usable: Sequence[Engine], device: str) -> list[Engine]:
+    """The engines together with those asked only where time for building them is given, PyTorch last."""
+    known = [engine.name for engine in usable]
+    more = [kind() for name, kind in known_engines().items() if kind.slow_to_build and name not in known]
+    fit = [engine for engine in more if engine.runs_on(device) and _unavailable(engine) is None]
+    return [*usable[:-1], *fit, *usable[-1:]]
+
+
 def _unavailable(engine: Engine) -> str | None:
     try:
         return engine.unavailable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -135,6 +136,19 @@ class Plan:
                     raise PartitionError(
                         f"{whereabouts(value)} is no tensor and crosses the border of segment {number}"
                     )
+
+    def to_json(self) -> str:
+        """The plan as JSON: what runs where, in which order, and why not elsewhere."""
+        segments = [
+            {
+                "engine": segment.engine,
+                "nodes": [node.name for node in segment.nodes],
+                "stands_alone": segment.do_not_merge,
+                "reasons": {node.name: dict(why) for node, why in segment.reasons.items()},
+            }
+            for segment in self.segments
+        ]
+        return json.dumps({"strategy": self.strategy, "segments": segments}, indent=1)
 
     def __str__(self) -> str:
         return plan_text(self.segments, self.strategy)

@@ -1,0 +1,153 @@
+"""A way to run the whole model, and what building it gave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from intarsia.build.builder import Builder
+from intarsia.choose.contents import digest
+from intarsia.choose.findings import Trial
+from intarsia.choose.plan import MOVED
+from intarsia.engines import Engine, Program
+from intarsia.graph.nodes import is_control_flow
+from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
+from intarsia.partition.constrain import constrain
+from intarsia.runtime.compiled import Compiled
+
+# From what was built to the module that answers calls.
+Finish = Callable[[Plan, Sequence[Piece], Sequence[Program], Builder], Compiled]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Engines with their options, PyTorch last; for a mix, the engine of every block and of every node.
+
+    Without engines it is the model as it is.
+    """
+
+    name: str
+    engines: tuple[Engine, ...]
+    rewritten: bool = True
+    options: int = 0  # how many options are not the usual ones
+    blocks: tuple[str, ...] = ()
+    homes: Mapping[fx.Node, str] | None = None
+
+    @property
+    def is_slow_to_build(self) -> bool:
+        return any(engine.slow_to_build for engine in self.engines)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What candidates are measured with: a call of the model, and what the graph is fed for it."""
+
+    call: tuple[Sequence[Any], Mapping[str, Any]]
+    inputs: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A candidate that was built and verified."""
+
+    candidate: Candidate
+    module: Compiled
+    shape: str
+    build_s: float
+
+    def call(self, sample: Sample) -> Callable[[], object]:
+        """One call, as it is measured: of the graph, so that nothing is written back; or of the model."""
+        module = self.module
+        if self.candidate.engines:
+            return lambda: module.results(sample.inputs)
+        args, kwargs = sample.call
+        return lambda: module(*args, **kwargs)
+
+    def trial(self, seconds: tuple[float, ...], *, final: bool) -> Trial:
+        """What is told of it once it was measured."""
+        own, count = self.candidate, len(self.module.plan)
+        return Trial(own.name, count, seconds, self.build_s, self.shape, own.options, own.blocks, final)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Builds candidates: `builder` is the pattern for their builders, `table` says who can run what."""
+
+    builder: Builder
+    table: SupportTable
+    finish: Finish
+    eager: Callable[[], Compiled]  # the module that runs the model as it is
+
+    def plan(self, candidate: Candidate) -> Plan:
+        """What would be built, if nothing fails."""
+        builder = self._builder(candidate)
+        table = constrain(builder.module, self._table(candidate), builder.options)
+        return builder.strategy(builder.module, table, builder.options)
+
+    def fingerprint(self, candidate: Candidate) -> str:
+        """Equal for candidates of which the same programs would be built."""
+        if not candidate.engines:
+            return candidate.name
+        plan = self.plan(candidate)
+        inner = any(is_control_flow(node) for node in plan.nodes)  # bodies go to any of the engines
+        used = sorted(e.key() for e in candidate.engines if inner or e.name in plan.engines)
+        return digest(shape_of(plan), str(candidate.rewritten), *used)
+
+    def build(self, candidate: Candidate) -> Built:
+        """Build a candidate; every program of it is tried against PyTorch on the way."""
+        start = time.perf_counter()
+        if not candidate.engines:
+            module = self.eager()
+            return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
+        builder = self._builder(candidate)
+        plan, pieces, programs = builder.run(self._table(candidate))
+        module = self.finish(plan, pieces, programs, builder)
+        return Built(candidate, module, shape_of(plan), time.perf_counter() - start)
+
+    def _builder(self, candidate: Candidate) -> Builder:
+        pattern = self.builder
+        strategy = pattern.strategy
+        if candidate.homes is not None:
+            strategy = at_homes(strategy, candidate.homes)
+        return Builder(
+            pattern.module,
+            candidate.engines,
+            options_for(pattern.options, [engine.name for engine in candidate.engines]),
+            strategy,
+            pattern.rewrite if candidate.rewritten else None,
+            pattern.examples,
+            pattern.build_limit_s,
+        )
+
+    def _table(self, candidate: Candidate) -> SupportTable:
+        return self.table.with_engines(tuple(engine.name for engine in candidate.engines))
+
+
+def options_for(options: PartitionOptions, engines: Sequence[str]) -> PartitionOptions:
+    """The user's options where only some of the engines are there."""
+    if options.backend_priority is None:
+        return options
+    return replace(options, backend_priority=[name for name in options.backend_priority if name in engines])
+
+
+def at_homes(base: Strategy, homes: Mapping[fx.Node, str]) -> Strategy:
+    """The strategy `base`, where a node that has a home goes there or to PyTorch."""
+
+    def strategy(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> Plan:
+        refused: dict[fx.Node, dict[str, str]] = {}
+        for node, home in homes.items():
+            others = [engine for engine in table.engines if engine not in (home, PYTORCH)]
+            refused[node] = dict.fromkeys(others, f"{MOVED} {home}")
+        return base(gm, table.with_refusals(refused), options)
+
+    return strategy
+
+
+def shape_of(plan: Plan) -> str:
+    """A digest of who runs what."""
+    parts: list[Any] = [(s.engine, *(node.name for node in s.nodes)) for s in plan.segments]
+    return digest(*map(repr, parts))

@@ -1,0 +1,84 @@
+"""From a model's graph and the engines at hand to the module that measured best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from intarsia.choose.candidate import Candidate, Sample, Workshop
+from intarsia.choose.contents import contents
+from intarsia.choose.findings import Findings, Trial
+from intarsia.choose.line_ups import line_ups, variants_of
+from intarsia.choose.measured import Measured
+from intarsia.choose.memory import Memory, key_of
+from intarsia.choose.plan import measured_plan
+from intarsia.choose.progress import Progress
+from intarsia.choose.search import Search
+from intarsia.choose.verdict import winner
+from intarsia.engines import Engine
+from intarsia.errors import IntarsiaError
+from intarsia.runtime.compiled import Compiled
+
+
+def choose(
+    measured: Measured,
+    workshop: Workshop,
+    engines: Sequence[Engine],
+    sample: Sample,
+    told: str = "",
+) -> Compiled:
+    """The module that runs best here; what an earlier compile measured is not measured again.
+
+    `told` stands for whatever the programs depend on besides graph, engines and options.
+    """
+    memory = Memory()
+    key = _key(measured, workshop, engines, told)
+    known = memory.findings(key)
+    if known is not None and (known.complete or measured.budget_s <= known.budget_s):
+        module = _again(known, measured, workshop, engines)
+        if module is not None:
+            return _with_findings(module, replace(known, remembered=True))
+    with Progress(measured.budget_s) as progress:
+        search = Search(measured, workshop, engines, sample, memory, progress)
+        built, found = search.run()
+    if not search.interrupted:
+        memory.keep_findings(key, found)
+    return _with_findings(built.module, found)
+
+
+def _again(
+    known: Findings, measured: Measured, workshop: Workshop, engines: Sequence[Engine]
+) -> Compiled | None:
+    """The plan that won an earlier search, built anew; None if it does not come out as it was measured."""
+    final = [trial for trial in known.trials if trial.final] or list(known.trials)
+    if winner([trial.entry for trial in final]).name != known.chosen:
+        return None  # damaged, or decided by other rules
+    trial = known.trial(known.chosen)
+    candidate = _candidate(trial, measured, workshop, engines)
+    if candidate is None:
+        return None
+    try:
+        built = workshop.build(candidate)
+    except IntarsiaError:  # what fails with these weights is found and told by a new search
+        return None
+    return built.module if built.shape == trial.shape else None
+
+
+def _candidate(
+    trial: Trial, measured: Measured, workshop: Workshop, engines: Sequence[Engine]
+) -> Candidate | None:
+    plain = line_ups(workshop, engines, measured)
+    every = [*plain, *(other for one in plain for other in variants_of(one, workshop, measured))]
+    return next((candidate for candidate in every if candidate.name == trial.name), None)
+
+
+def _key(measured: Measured, workshop: Workshop, engines: Sequence[Engine], told: str) -> str:
+    wishes = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {told}"
+    tried = [*engines, *(measured.candidates or ())]
+    asked = "usual" if measured.candidates is None else "given"
+    return key_of(contents(workshop.builder.module), tried, wishes, asked)
+
+
+def _with_findings(module: Compiled, found: Findings) -> Compiled:
+    module.plan = measured_plan(module.plan, found)
+    return module

@@ -1,0 +1,84 @@
+"""What was measured on the way to a plan: data that can be printed, kept as JSON and decided upon again."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from intarsia.choose.verdict import Entry
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One plan, measured end to end. `blocks` names the engine of every block; a plan by one engine has none.
+
+    `options` counts the options that are not the usual ones, `shape` is a digest of the plan that
+    was built, after whatever had to leave an engine; `final` says that it ran in the last, deciding race.
+    """
+
+    name: str
+    segments: int
+    seconds: tuple[float, ...]
+    build_s: float
+    shape: str = ""
+    options: int = 0
+    blocks: tuple[str, ...] = ()
+    final: bool = False
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.name, self.segments, self.seconds, self.options)
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block: where it begins, how many nodes it has, what it takes on each engine.
+
+    Blocks of the same `contents` were measured once.
+    """
+
+    place: int
+    nodes: int
+    at: str
+    contents: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was measured, in seconds a call; of several callers at once, a call's share of them."""
+
+    objective: str
+    trials: tuple[Trial, ...] = ()
+    chosen: str = ""
+    blocks: tuple[BlockCost, ...] = ()
+    entering: Mapping[str, float] = field(default_factory=dict)  # the price of a crossing into an engine
+    left_out: tuple[str, ...] = ()  # what was not measured, and why
+    budget_s: float = 0.0
+    spent_s: float = 0.0
+    complete: bool = True  # whether all was measured that a larger budget would measure
+    remembered: bool = False  # whether this was measured by an earlier compile
+
+    def trial(self, name: str) -> Trial:
+        """The trial of that name."""
+        return next(trial for trial in self.trials if trial.name == name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists, tables, texts and numbers."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(kept: Mapping[str, Any]) -> Findings:
+        """The findings that `as_dict` told, also after a way through JSON."""
+        told = dict(kept)
+        trials = [{**t, "seconds": tuple(t["seconds"]), "blocks": tuple(t["blocks"])} for t in told["trials"]]
+        told["trials"] = tuple(Trial(**trial) for trial in trials)
+        told["blocks"] = tuple(BlockCost(**block) for block in told["blocks"])
+        told["left_out"] = tuple(told["left_out"])
+        return Findings(**told)

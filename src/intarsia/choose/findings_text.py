@@ -1,0 +1,73 @@
+"""Findings as text: every plan that was measured, every block on every engine, and what was left out."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from intarsia.choose.findings import BlockCost, Findings, Trial
+
+
+def findings_text(found: Findings) -> str:
+    """The findings in lines, the quickest plan first, times in milliseconds."""
+    lines = [*_trials(found)] if found.trials else ["nothing was measured"]
+    if found.blocks:
+        lines += _blocks(found)
+    if found.entering:
+        prices = ", ".join(f"{engine} {seconds * 1e3:.3f}" for engine, seconds in found.entering.items())
+        lines.append(f"price of a crossing into an engine, ms: {prices}")
+    lines += [f"left out: {reason}" for reason in found.left_out]
+    return "\n".join(lines)
+
+
+def _trials(found: Findings) -> Iterator[str]:
+    what = "ms a call" if found.objective == "latency" else "ms a call's share, several callers"
+    how = "remembered" if found.remembered else f"in {found.spent_s:.1f} s"
+    yield f"measured end to end ({what}; median and spread of interleaved rounds; {how}):"
+    rows = [(trial.name, trial) for trial in sorted(found.trials, key=_rank)]
+    width = max((len(name) for name, _ in rows), default=0)
+    best = found.trial(found.chosen).median
+    for name, trial in rows:
+        mark = "*" if name == found.chosen else " "
+        count = f"{trial.segments} segment{'s' * (trial.segments != 1)}"
+        ratio = f"{trial.median / best:.2f}x" if name != found.chosen else "chosen"
+        dropped = "" if trial.final else ", not in the last race"
+        yield f" {mark} {name:<{width}}  {_ms(trial.seconds)}  {ratio:>6}  {count}{dropped}"
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    return (not trial.final, trial.median)
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    middle = statistics.median(seconds) * 1e3
+    if len(seconds) < 2:
+        return f"{middle:9.3f}        "
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return f"{middle:9.3f} ±{(high - low) / 2 * 1e3:6.3f}"
+
+
+def _blocks(found: Findings) -> Iterator[str]:
+    engines = list(dict.fromkeys(engine for block in found.blocks for engine in block.seconds))
+    runs = found.trial(found.chosen).blocks if found.trials else ()
+    yield "blocks, ms (equal blocks are measured once):"
+    yield f"  {'block':<9}{'nodes':>5}  " + "  ".join(f"{engine:>11}" for engine in engines) + "  begins at"
+    for first, last, block in _runs(found.blocks, runs):
+        name = f"{first}" if first == last else f"{first}-{last}"
+        cells = []
+        for engine in engines:
+            mark = "*" if runs and runs[first] == engine else " "
+            seconds = block.seconds.get(engine)
+            cells.append(f"{'-' if seconds is None else format(seconds * 1e3, '.3f'):>10}{mark}")
+        yield f"  {name:<9}{block.nodes:>5}  {'  '.join(cells)}  {block.at}"
+
+
+def _runs(blocks: Sequence[BlockCost], runs: Sequence[str]) -> Iterator[tuple[int, int, BlockCost]]:
+    """Neighbouring blocks that are equal and run on the same engine, as one line."""
+    first = 0
+    for number in range(1, len(blocks) + 1):
+        same = number < len(blocks) and blocks[number].contents == blocks[first].contents
+        if same and (not runs or runs[number] == runs[first]):
+            continue
+        yield first, number - 1, blocks[first]
+        first = number

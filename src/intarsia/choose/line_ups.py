@@ -1,0 +1,57 @@
+"""The candidates before any block is looked at: the engines in order, each engine alone, other options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from intarsia.choose.candidate import Candidate, Workshop
+from intarsia.choose.measured import Measured
+from intarsia.choose.variants import variants
+from intarsia.engines import Engine
+from intarsia.partition import PYTORCH
+
+
+def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
+    """What nobody may lose against; first the plan that would be taken without measuring."""
+    *others, pytorch = engines
+    known = {engine.name: engine for engine in others}
+    for engine in measured.candidates or ():
+        known.setdefault(engine.name, engine)  # an engine that is only named here
+    alone = [Candidate(name, (engine, pytorch)) for name, engine in known.items()]
+    alone.sort(key=lambda candidate: candidate.is_slow_to_build)
+    found = [*alone[:1], *_in_pytorch(workshop, pytorch), *alone[1:]]
+    quick = [engine for engine in others if not engine.slow_to_build]
+    if len(quick) < 2:
+        return found
+    together = Candidate(" > ".join(engine.name for engine in quick), (*quick, pytorch))
+    used = [name for name in workshop.plan(together).engines if name != PYTORCH]
+    if len(used) < 2:  # one engine takes all that any takes, and its own plan is the same
+        return sorted(found, key=lambda candidate: candidate.name not in used)
+    return [together, *found]
+
+
+def _in_pytorch(workshop: Workshop, pytorch: Engine) -> list[Candidate]:
+    """The graph in PyTorch, and the model as it is, unless it writes to what measuring must not change."""
+    if workshop.builder.options.require_full_compilation:
+        return []
+    graph = Candidate(PYTORCH, (pytorch,))
+    if workshop.builder.module.meta.get("writes"):
+        return [graph]
+    # Of two as fast, the graph: its weights are those that were compiled.
+    return [graph, Candidate("eager", (), options=1)]
+
+
+def variants_of(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
+    """A plan with other options of its first engine, and without the patterns."""
+    if not plan.engines:
+        return []
+    first, *rest = plan.engines
+    found = [
+        replace(plan, name=f"{plan.name}, {words}", engines=(other, *rest), options=1)
+        for words, other in variants(first, measured)
+    ]
+    rewrites = measured.candidates is None and workshop.builder.rewrite is not None
+    if rewrites and first.name != PYTORCH and not plan.is_slow_to_build:
+        found.append(replace(plan, name=f"{plan.name}, no patterns", rewritten=False, options=1))
+    return found

@@ -1,0 +1,44 @@
+"""What a user asks for: `compile(model, args, partition=Measured(budget_s=20))`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from intarsia.engines import Engine
+from intarsia.errors import PartitionError
+
+Objective = Literal["latency", "throughput"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Place by measurement on this machine.
+
+    Args:
+        objective: "latency" for the time of one call; "throughput" for calls per second of several threads,
+            at the largest sizes of the ranges.
+        budget_s: seconds for building and measuring. More budget, more tries; what does not fit is left out,
+            and the plan says so. The first plan is built whatever the budget.
+        candidates: engines with other options, to be measured beside those of `engines`; None for the
+            options that this package knows to matter, an empty sequence for none.
+
+    >>> Measured(budget_s=5).objective
+    'latency'
+    """
+
+    objective: Objective = "latency"
+    budget_s: float = 20.0
+    candidates: Sequence[Engine] | None = None
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(Objective):
+            raise PartitionError(
+                f"objective={self.objective!r} is not known; known are {', '.join(get_args(Objective))}"
+            )
+        if not self.budget_s > 0:
+            raise PartitionError(f"budget_s={self.budget_s!r} must be more than 0 seconds")
+        for engine in self.candidates or ():
+            if not isinstance(engine, Engine):
+                raise PartitionError(f"candidates holds {engine!r}, which is no engine, such as OpenVINO()")

@@ -1,0 +1,64 @@
+"""Measurements remembered on disk: whole searches by model, costs by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from intarsia.cache.directory import cache_directory
+from intarsia.cache.machine import machine_key, package_version
+from intarsia.cache.store import JsonStore
+from intarsia.choose.contents import digest
+from intarsia.choose.findings import Findings
+from intarsia.engines import Engine
+
+_KEPT = 2000  # searches, and costs; the oldest go first
+
+
+class Memory:
+    """Two tables in the cache directory. A key is made of all that a measurement depends on.
+
+    >>> import tempfile
+    >>> memory = Memory(Path(tempfile.mkdtemp()))
+    >>> memory.keep_cost("a block on an engine", 0.25)
+    >>> memory.cost("a block on an engine"), memory.cost("another")
+    (0.25, None)
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        folder = cache_directory() if directory is None else directory
+        self._searches = JsonStore(folder / "choices.json")
+        self._costs = JsonStore(folder / "costs.json")
+
+    def findings(self, key: str) -> Findings | None:
+        """What an earlier search found; None if there was none, or none that can be read."""
+        kept = self._searches.read().get(key)
+        if not isinstance(kept, dict):
+            return None
+        try:
+            return Findings.from_dict(kept)
+        except (KeyError, TypeError, ValueError):  # written by another version, or damaged
+            return None
+
+    def keep_findings(self, key: str, found: Findings) -> None:
+        """Remember a search."""
+        self._searches.update({key: found.as_dict()}, keep=_KEPT)
+
+    def cost(self, key: str) -> float | None:
+        """Seconds that something took, if it was measured."""
+        kept = self._costs.read().get(key)
+        return float(kept) if isinstance(kept, int | float) and kept >= 0 else None
+
+    def keep_cost(self, key: str, seconds: float) -> None:
+        """Remember the seconds that something took."""
+        self._costs.update({key: seconds}, keep=_KEPT)
+
+
+def key_of(what: str, engines: Sequence[Engine], *more: str) -> str:
+    """The key of a measurement: what was measured, on which engines and options, on which machine."""
+    running = [f"{engine.key()} {package_version(_package(engine))}" for engine in engines]
+    return digest(what, machine_key(), package_version("torch"), *running, *more)
+
+
+def _package(engine: Engine) -> str:
+    return "torch" if engine.name in ("pytorch", "inductor", "cudnn") else engine.name

@@ -1,0 +1,144 @@
+"""The search for the best plan: every engine alone, options, mixes by block, and a last race that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
+from intarsia.choose.findings import BlockCost, Findings, Trial
+from intarsia.choose.line_ups import line_ups, variants_of
+from intarsia.choose.load import race_plans
+from intarsia.choose.measured import Measured
+from intarsia.choose.memory import Memory
+from intarsia.choose.progress import Progress
+from intarsia.choose.verdict import winner
+from intarsia.engines import Engine
+from intarsia.errors import IntarsiaError
+
+SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
+_CLOSE = 1.3  # who is further behind after the first race does not run in the last
+
+
+@dataclass
+class Search:
+    """The state of one search."""
+
+    measured: Measured
+    workshop: Workshop
+    engines: Sequence[Engine]  # PyTorch last
+    sample: Sample
+    memory: Memory
+    progress: Progress
+    built: dict[str, Built] = field(default_factory=dict)
+    trials: dict[str, Trial] = field(default_factory=dict)
+    blocks: tuple[BlockCost, ...] = ()
+    entering: dict[str, float] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    errors: list[IntarsiaError] = field(default_factory=list)
+    complete: bool = True
+    interrupted: bool = False
+    _planned: set[str] = field(default_factory=set)  # fingerprints of what was built
+
+    def run(self) -> tuple[Built, Findings]:
+        """The best plan that was built, verified and measured, and all that was found out."""
+        try:
+            self._search()
+        except KeyboardInterrupt:
+            if not self.built:
+                raise
+            self.interrupted = True
+            self._leave_out("what was not measured when the search was interrupted")
+        chosen = self._decide()
+        return self.built[chosen], self._findings(chosen)
+
+    def _search(self) -> None:
+        self._build_all(line_ups(self.workshop, self.engines, self.measured))
+        if not self.built:
+            raise self.errors[0]
+        self._race(list(self.built), final=False, rounds=5, least=1, share=0.15)
+        leaders = self._close()
+        self._drop(leaders)
+        leaders += self._build_all(
+            variants_of(self.built[leaders[0]].candidate, self.workshop, self.measured)
+        )
+        if len(leaders) > 1:
+            self._race(leaders, final=True, rounds=20, least=3, share=0.2)
+        else:
+            self.trials[leaders[0]] = replace(self.trials[leaders[0]], final=True)
+
+    def _build_all(self, candidates: Sequence[Candidate]) -> list[str]:
+        """Build those that fit the budget and are not what was built before; the names of what was built."""
+        names = []
+        for candidate in candidates:
+            if self.built and (reason := self._too_late(candidate)):
+                self._leave_out(f"{candidate.name}: {reason}")
+                continue
+            self.progress.tell(f"building {candidate.name}")
+            try:
+                planned = self.workshop.fingerprint(candidate)
+                if planned in self._planned:
+                    continue
+                self._planned.add(planned)
+                built = self.workshop.build(candidate)
+            except IntarsiaError as error:  # such as require_full_compilation, which this plan cannot fulfil
+                self.errors.append(error)
+                self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
+                continue
+            self.built[candidate.name] = built
+            names.append(candidate.name)
+        return names
+
+    def _too_late(self, candidate: Candidate) -> str | None:
+        left = self.progress.left_s
+        if candidate.is_slow_to_build and left < SLOW_BUILD_S:
+            return (
+                f"it may take {SLOW_BUILD_S:g} s to build, and of the budget of"
+                f" {self.measured.budget_s:g} s {max(left, 0):.0f} s are left"
+            )
+        if left <= 0:
+            return f"the budget of {self.measured.budget_s:g} s is spent"
+        return None
+
+    def _race(self, names: Sequence[str], *, final: bool, rounds: int, least: int, share: float) -> None:
+        """Measure plans end to end, in turns."""
+        self.progress.tell(f"measuring {', '.join(names)}")
+        calls = {name: self.built[name].call(self.sample) for name in names}
+        budget = min(self.measured.budget_s * share, max(self.progress.left_s, 0.1))
+        took = race_plans(calls, self.measured.objective, rounds=rounds, least=least, budget_s=budget)
+        for name, seconds in took.items():
+            built = self.built[name]
+            self.trials[name] = built.trial(seconds, final=final)
+        lead = min(took, key=lambda name: self.trials[name].median)
+        self.progress.best(lead, self.trials[lead].median)
+
+    def _close(self) -> list[str]:
+        """The plans that may still win, best first."""
+        ranked = sorted(self.trials.values(), key=lambda trial: trial.median)
+        return [trial.name for trial in ranked if trial.median <= ranked[0].median * _CLOSE]
+
+    def _drop(self, kept: Sequence[str]) -> None:
+        """Let go of the programs of plans that cannot win: each may hold a copy of the weights."""
+        self.built = {name: built for name, built in self.built.items() if name in kept}
+
+    def _decide(self) -> str:
+        decided = [trial for trial in self.trials.values() if trial.final]
+        measured = [trial for trial in decided or self.trials.values() if trial.name in self.built]
+        return winner([trial.entry for trial in measured]).name if measured else next(iter(self.built))
+
+    def _leave_out(self, reason: str) -> None:
+        self.left_out.append(reason)
+        self.complete = False
+
+    def _findings(self, chosen: str) -> Findings:
+        return Findings(
+            self.measured.objective,
+            tuple(self.trials.values()),
+            chosen,
+            self.blocks,
+            self.entering,
+            tuple(self.left_out),
+            self.measured.budget_s,
+            self.progress.spent_s,
+            self.complete,
+        )

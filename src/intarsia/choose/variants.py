@@ -1,0 +1,52 @@
+"""Options of engines that change speed and not results, worth measuring beside the usual ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from intarsia.choose.measured import Measured
+from intarsia.engines import Engine, OnnxRuntime, OpenVINO
+
+
+def variants(engine: Engine, measured: Measured) -> list[tuple[str, Engine]]:
+    """Other options for an engine, each with the words that tell it apart.
+
+    Options that the user gave stay: only what stands at its default is varied.
+
+    >>> [words for words, _ in variants(OnnxRuntime(), Measured())]
+    ['spinning']
+    """
+    if measured.candidates is not None:
+        return [(_words(other, engine), other) for other in measured.candidates if other.name == engine.name]
+    threads = torch.get_num_threads()
+    found: list[tuple[str, Engine]] = []
+    if isinstance(engine, OnnxRuntime) and engine.device == "cpu":
+        if measured.objective == "latency" and not engine.spinning:
+            found.append(("spinning", replace(engine, spinning=True)))
+        if measured.objective == "throughput" and engine.threads is None and threads > 1:
+            found.append(("1 thread a call", replace(engine, threads=1)))
+    if isinstance(engine, OpenVINO) and measured.objective == "throughput" and not engine.options:
+        streams = {"PERFORMANCE_HINT": "THROUGHPUT", "NUM_STREAMS": str(threads)}
+        found.append((f"{threads} streams", replace(engine, options=streams)))
+    if measured.objective == "latency" and threads > 2 and getattr(engine, "threads", 0) is None:
+        found.append((f"{threads // 2} threads", _with_threads(engine, threads // 2)))
+    return found
+
+
+def _with_threads(engine: Engine, threads: int) -> Engine:
+    assert isinstance(engine, OnnxRuntime | OpenVINO)
+    return replace(engine, threads=threads)
+
+
+def _words(other: Engine, usual: Engine) -> str:
+    """What of an engine's options differs from the usual ones."""
+    fields: Sequence[str] = list(getattr(other, "__dataclass_fields__", {}))
+    differing = [f"{name}={getattr(other, name)}" for name in fields if _differs(other, usual, name)]
+    return ", ".join(differing) or "as given"
+
+
+def _differs(one: Engine, other: Engine, name: str) -> bool:
+    return bool(getattr(one, name, None) != getattr(other, name, None))

@@ -1,0 +1,57 @@
+"""Which of several measured plans to keep: the fastest, unless a simpler one is as fast up to noise."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Seconds of one plan, round by round; round `i` of every plan was run in turn with the others'.
+
+    A plan is simpler than another if it has fewer segments or, with as many, fewer options of its own.
+    """
+
+    name: str
+    segments: int
+    seconds: tuple[float, ...]
+    options: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (self.segments, self.options)
+
+
+def winner(entries: Sequence[Entry]) -> Entry:
+    """The plan to keep, a function of the measurements alone.
+
+    It is the one of the least median, unless simpler ones are as fast up to the spread: then their simplest.
+    Whatever is kept, no plan as simple had a lower median.
+
+    >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.98, 1.11, 0.91, 0.98))]).name
+    'one'
+    >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.8, 0.9, 0.7, 0.8))]).name
+    'mix'
+    """
+    best = min(entries, key=lambda entry: (entry.median, entry.size))
+    for entry in sorted(entries, key=lambda entry: (entry.size, entry.median)):
+        beaten = any(other.size <= entry.size and other.median < entry.median for other in entries)
+        if not beaten and not is_faster(best, entry):
+            return entry
+    return best
+
+
+def is_faster(one: Entry, other: Entry) -> bool:
+    """Whether `one` beats `other` by more than the spread: in the median, and in three rounds of four.
+
+    Rounds are compared pair by pair, since what slows the machine down slows both of a round.
+    """
+    rounds = list(zip(one.seconds, other.seconds, strict=False))
+    won = sum(ours < theirs for ours, theirs in rounds)
+    return one.median < other.median and 4 * won >= 3 * len(rounds)

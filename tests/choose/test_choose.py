@@ -1,0 +1,280 @@
+"""`compile(..., partition=Measured())`: what is measured, what is kept, what is remembered and left out.
+
+Engines are real. Where a decision is checked, the times of a race are given by a table, so that the outcome
+does not hang on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.choose import load, search
+from intarsia.choose.measured import Measured
+from intarsia.engines import Inductor, OnnxRuntime
+from intarsia.errors import PartitionError
+
+Call = Callable[[], object]
+
+
+class Net(nn.Module):
+    """A stem, three equal layers with a residual, and a head."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(16, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+X = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return Net().eval()
+
+
+class Races:
+    """Stands in for the clock: every plan takes what the table says; `log` tells who raced."""
+
+    def __init__(self, table: Mapping[str, float]) -> None:
+        self.table, self.log = table, list[list[str]]()
+
+    def __call__(self, calls: Mapping[str, Call], *_: object, **__: object) -> dict[str, tuple[float, ...]]:
+        self.log.append(list(calls))
+        for call in calls.values():
+            call()
+        return {name: (self.table.get(name, 9.0),) * 4 for name in calls}
+
+
+def _timed(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, float]) -> Races:
+    races = Races(table)
+    monkeypatch.setattr(search, "race_plans", races)
+    return races
+
+
+def _compile(model: nn.Module, measured: Measured | None = None, **more: Any) -> intarsia.Compiled:
+    more.setdefault("engines", ["openvino", "onnxruntime"])
+    return intarsia.compile(
+        model, (X,), partition=measured or Measured(budget_s=60), min_block_size=1, **more
+    )
+
+
+@pytest.mark.parametrize("best", ["openvino", "onnxruntime", "pytorch", "eager"])
+def test_the_fastest_is_kept(model: nn.Module, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _timed(monkeypatch, {best: 1.0})
+    fast = _compile(model, Measured(budget_s=60, candidates=()))
+    assert fast.plan.engines == ("pytorch" if best == "eager" else best,)
+    assert fast.plan.findings.chosen == best and "not on" not in str(fast.plan)
+    torch.testing.assert_close(fast(X), model(X), rtol=1e-4, atol=1e-5)
+
+
+def test_options_are_measured_and_must_win(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _timed(monkeypatch, {"onnxruntime": 1.0, "onnxruntime, spinning": 0.5})
+    found = _compile(model).plan.findings
+    assert found.chosen == "onnxruntime, spinning"
+    assert "onnxruntime, no patterns" in races.log[-1]
+
+
+def test_a_second_compile_measures_nothing(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _timed(monkeypatch, {"onnxruntime": 1.0, "onnxruntime, no patterns": 0.4})
+    first = _compile(model)
+    count = len(races.log)
+    again = _compile(model)
+    assert len(races.log) == count
+    assert again.plan.findings.remembered and not first.plan.findings.remembered
+    assert again.plan.findings.chosen == first.plan.findings.chosen == "onnxruntime, no patterns"
+    torch.testing.assert_close(again(X), model(X), rtol=1e-4, atol=1e-5)
+
+
+def test_what_changes_is_measured_anew(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _timed(monkeypatch, {})
+    _compile(model)
+    for change in (
+        {"engines": ["onnxruntime"]},
+        {"engines": [OnnxRuntime(threads=1)]},
+        {"rewrite": False},
+        {"torch_executed_ops": ["tanh"]},
+        {"measured": Measured("throughput", budget_s=60)},
+    ):
+        count = len(races.log)
+        _compile(model, **change)
+        assert len(races.log) > count, change
+    count = len(races.log)
+    _compile(Net(width=64).eval())
+    assert len(races.log) > count
+
+
+def test_other_weights_are_not_measured_anew(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _timed(monkeypatch, {})
+    _compile(model)
+    count = len(races.log)
+    other = Net().eval()
+    nn.init.ones_(other.head.weight)
+    fast = _compile(other)
+    assert len(races.log) == count
+    torch.testing.assert_close(fast(X), other(X), rtol=1e-4, atol=1e-5)
+
+
+def test_damaged_memory_is_measured_anew(
+    model: nn.Module, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    races = _timed(monkeypatch, {})
+    _compile(model)
+    path = cache / "choices.json"
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({key: {"trials": "gone"} for key in kept}))
+    count = len(races.log)
+    _compile(model)
+    assert len(races.log) > count
+
+
+def test_slow_engines_are_left_out_of_a_small_budget(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _timed(monkeypatch, {})
+    fast = _compile(model, Measured(budget_s=5), engines=["onnxruntime", Inductor()])
+    (reason,) = [reason for reason in fast.plan.findings.left_out if reason.startswith("inductor")]
+    assert "budget of 5 s" in reason
+    assert f"left out: {reason}" in str(fast.plan)
+
+
+def test_a_spent_budget_gives_the_first_plan(model: nn.Module) -> None:
+    fast = _compile(model, Measured(budget_s=1e-6))
+    assert fast.plan.findings.chosen == "openvino"
+    assert any("is spent" in reason for reason in fast.plan.findings.left_out)
+    torch.testing.assert_close(fast(X), model(X), rtol=1e-4, atol=1e-5)
+
+
+def test_more_budget_goes_on_where_less_had_to_stop(model: nn.Module) -> None:
+    assert not _compile(model, Measured(budget_s=1e-6)).plan.findings.complete
+    assert _compile(model, Measured(budget_s=1e-6)).plan.findings.remembered
+    assert not _compile(model, Measured(budget_s=60)).plan.findings.remembered
+
+
+def test_ctrl_c_returns_what_was_verified(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _timed(monkeypatch, {"pytorch": 1.0})
+
+    def interrupted(
+        calls: Mapping[str, Call], *more: object, **named: object
+    ) -> dict[str, tuple[float, ...]]:
+        if races.log:
+            raise KeyboardInterrupt
+        return races(calls, *more, **named)
+
+    monkeypatch.setattr(search, "race_plans", interrupted)
+    fast = _compile(model, Measured(budget_s=60, candidates=(OnnxRuntime(spinning=True),)))
+    assert fast.plan.findings.chosen == "pytorch"
+    torch.testing.assert_close(fast(X), model(X))
+    races.log.clear()
+    assert not _compile(model).plan.findings.remembered  # half a search is not kept
+
+
+def test_ctrl_c_before_anything_was_measured(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> dict[str, tuple[float, ...]]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search, "race_plans", interrupted)
+    fast = _compile(model)
+    assert "nothing was measured" in str(fast.plan)
+    torch.testing.assert_close(fast(X), model(X), rtol=1e-4, atol=1e-5)
+
+
+def test_require_full_compilation_is_kept(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    _timed(monkeypatch, {"pytorch": 0.1})
+    fast = _compile(model, require_full_compilation=True)
+    assert "pytorch" not in fast.plan.engines
+    with pytest.raises(PartitionError, match="require_full_compilation"):
+        _compile(model, require_full_compilation=True, torch_executed_ops=["tanh"])
+
+
+def test_a_model_that_writes_is_not_written_to_by_measuring() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.linear(x) * self.calls
+
+    counter = Counter().eval()
+    fast = _compile(counter, Measured(budget_s=2))
+    assert counter.calls.item() == 0
+    fast(X)
+    assert counter.calls.item() == 1
+
+
+def test_measured_for_real(model: nn.Module) -> None:
+    fast = _compile(model, Measured(budget_s=5), engines=["onnxruntime"])
+    found = fast.plan.findings
+    last = [trial for trial in found.trials if trial.final]
+    assert found.trial(found.chosen) in last
+    assert {"eager", "pytorch", "onnxruntime"} <= {trial.name for trial in found.trials}
+    told = json.loads(fast.plan.to_json())
+    assert told["measured"]["chosen"] == found.chosen
+    assert [s["engine"] for s in told["segments"]] == [s.engine for s in fast.plan.segments]
+    assert "measured end to end" in str(fast.plan)
+
+
+def test_throughput_is_measured_at_the_largest_batch_by_several_threads(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    sizes: set[int] = set()
+    import threading
+
+    original = intarsia.Compiled.results
+
+    def results(self: intarsia.Compiled, inputs: Any) -> Any:
+        threads.add(threading.get_ident())
+        sizes.add(inputs[0].shape[0])
+        return original(self, inputs)
+
+    monkeypatch.setattr(intarsia.Compiled, "results", results)
+    fast = _compile(
+        model,
+        Measured("throughput", budget_s=5, candidates=()),
+        engines=["onnxruntime"],
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=128)},),
+    )
+    assert len(threads) >= load.callers()
+    assert sizes == {128}
+    for batch in (1, 5, 128):
+        x = torch.randn(batch, 16)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"objective": "speed"}, "objective='speed' is not known; known are latency, throughput"),
+        ({"budget_s": 0}, "budget_s=0 must be more than 0"),
+        ({"candidates": ["openvino"]}, "'openvino', which is no engine"),
+    ],
+)
+def test_wishes_that_cannot_be_met(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        Measured(**wrong)

@@ -1,0 +1,73 @@
+"""The plan that is kept is a function of the measurements: never beaten, simple where it makes no odds."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from intarsia.choose.verdict import Entry, is_faster, winner
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # name, segments, options, seconds
+        ([("a", 1, 0, (2, 2, 2)), ("b", 1, 0, (1, 1, 1))], "b"),
+        ([("a", 1, 0, (1, 1, 1)), ("mix", 4, 0, (0.9, 0.9, 0.9))], "mix"),
+        ([("a", 1, 0, (1, 1.2, 0.8)), ("mix", 4, 0, (0.9, 1.3, 0.7))], "a"),  # within the spread
+        ([("a", 1, 0, (1, 1, 1)), ("a, spinning", 1, 1, (0.99, 1.01, 0.98))], "a"),
+        ([("a", 1, 0, (1, 1, 1)), ("a, spinning", 1, 1, (0.8, 0.8, 0.8))], "a, spinning"),
+        # Two as simple as each other: the faster one, be it by a hair, and be it behind the mix by a hair.
+        ([("a", 1, 0, (1.05, 1, 1)), ("b", 1, 0, (1, 0.99, 1)), ("mix", 2, 0, (1.01, 0.98, 0.98))], "b"),
+        ([("only", 3, 0, (5.0,))], "only"),
+    ],
+)
+def test_table(rows: list[tuple[str, int, int, tuple[float, ...]]], expected: str) -> None:
+    entries = [Entry(name, segments, seconds, options) for name, segments, options, seconds in rows]
+    assert winner(entries).name == expected
+
+
+times = st.floats(min_value=1e-6, max_value=10.0)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> list[Entry]:
+    rounds = draw(st.integers(1, 6))
+    count = draw(st.integers(1, 6))
+    return [
+        Entry(
+            f"plan {i}",
+            draw(st.integers(1, 4)),
+            tuple(draw(st.lists(times, min_size=rounds, max_size=rounds))),
+            draw(st.integers(0, 1)),
+        )
+        for i in range(count)
+    ]
+
+
+@given(entries())
+def test_nothing_as_simple_was_faster_and_nothing_clearly_faster_was_there(plans: list[Entry]) -> None:
+    kept = winner(plans)
+    fastest = min(statistics.median(plan.seconds) for plan in plans)
+    for plan in plans:
+        assert not (plan.size <= kept.size and plan.median < kept.median)
+        assert not (plan.median == fastest and is_faster(plan, kept))
+    assert winner(plans) is kept
+
+
+@given(entries(), st.randoms(use_true_random=False))
+def test_the_order_of_the_plans_changes_no_figure(plans: list[Entry], random: object) -> None:
+    shuffled = list(plans)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, other = winner(plans), winner(shuffled)
+    assert (one.median, one.size) == (other.median, other.size)
+
+
+def test_rounds_are_compared_in_pairs() -> None:
+    """The machine slows down for both alike, which is no spread between them."""
+    drifting = (1.0, 2.0, 4.0, 8.0)
+    one = Entry("one", 2, tuple(0.95 * s for s in drifting))
+    assert is_faster(one, Entry("other", 1, drifting))
