@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.graph.shapes import size_hint
+from intarsia.graph.sizes import size_hint
 
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _SMALL = 64  # a whole-number constant of so few elements may steer a converter by its values
