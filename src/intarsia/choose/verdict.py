@@ -31,20 +31,18 @@ class Entry:
 def winner(entries: Sequence[Entry]) -> Entry:
     """The plan to keep, a function of the measurements alone.
 
-    It is the one of the least median, unless simpler ones are as fast up to the spread: then their simplest.
-    Whatever is kept, no plan as simple had a lower median.
+    It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all.
 
     >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.98, 1.11, 0.91, 0.98))]).name
     'one'
     >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.8, 0.9, 0.7, 0.8))]).name
     'mix'
     """
-    best = min(entries, key=lambda entry: (entry.median, entry.size))
     for entry in sorted(entries, key=lambda entry: (entry.size, entry.median)):
-        beaten = any(other.size <= entry.size and other.median < entry.median for other in entries)
-        if not beaten and not is_faster(best, entry):
+        as_simple = any(other.size <= entry.size and other.median < entry.median for other in entries)
+        if not as_simple and not any(is_faster(other, entry) for other in entries):
             return entry
-    return best
+    raise AssertionError("the plan of the least median is beaten by none")
 
 
 def is_faster(one: Entry, other: Entry) -> bool:
