@@ -8,9 +8,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.precision import filled, is_empty, is_float, static, wide
+from intarsia.convert.aten.demands import zero_unless
+from intarsia.convert.aten.precision import filled, is_empty, is_float, static, used, wide
 from intarsia.convert.aten.reduce import holds_somewhere
-from intarsia.convert.aten.sizes import END
+from intarsia.convert.aten.sizes import END, size, smaller
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor, dtypes
@@ -130,27 +131,63 @@ def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor
     if count == 1:
         return found
     values, indices = found
-    size = count if isinstance(count, int) else F.size(x, axis)
+    extent = count if isinstance(count, int) else F.size(x, axis)
+    runs = F.cumsum(F.cast(F.logical_not(_like_the_next(values, axis)), ir.DataType.INT64), axis)
+    first = F.mul(F.slice(indices, 0, 1, axis=axis), 0)
+    places = F.add(F.mul(F.concat([first, runs], axis), extent), indices)
+    if isinstance(count, int) and count * count > 2**31:
+        places = F.minimum(places, count * count)  # an engine without 64-bit integers must see that
+    order = F.topk(places, extent, axis, largest=False)[1]
+    return values, F.gather_elements(indices, order, axis)
+
+
+def _like_the_next(values: Tensor, axis: int) -> Tensor:
+    """Where an element of a sorted tensor equals the one behind it; all NaN are alike."""
     key = _comparable(values)
     before, after = F.slice(key, 0, -1, axis=axis), F.slice(key, 1, END, axis=axis)
     same = F.equal(before, after)
     if is_float(key):
         same = F.logical_or(same, F.logical_and(F.isnan(before), F.isnan(after)))
-    runs = F.cumsum(F.cast(F.logical_not(same), ir.DataType.INT64), axis)
-    first = F.mul(F.slice(indices, 0, 1, axis=axis), 0)
-    places = F.add(F.mul(F.concat([first, runs], axis), size), indices)
-    if isinstance(count, int) and count * count > 2**31:
-        places = F.minimum(places, count * count)  # an engine without 64-bit integers must see that
-    order = F.topk(places, size, axis, largest=False)[1]
-    return values, F.gather_elements(indices, order, axis)
+    return same
 
 
-def _ordered(ctx: ConversionContext, self: Tensor, k: Any, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
+def without_ties(x: Tensor, k: Any, axis: int, largest: bool, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The k best, but a call in which equal ones stand among them, or at the border, is left to PyTorch.
+
+    Which of equal elements come first, torch leaves to its kernels, and what is looked up by their places
+    differs. Places before `first` are of no concern.
+    """
+    count = x.shape[axis]
+    if count == 1:
+        return best(x, k, axis, largest)
+    if isinstance(count, int) and isinstance(k, int):
+        more: Any = min(k + 1, count)
+    else:
+        more = smaller(k + 1, size(x, axis))
+    values, indices = best(x, more, axis, largest)
+    tied = _like_the_next(F.slice(values, first, END, axis=axis) if first else values, axis)
+    indices = F.add(indices, zero_unless(tied))
+    if isinstance(more, int) and more == k:
+        return values, indices
+    return F.slice(values, 0, k, axis=axis), F.slice(indices, 0, k, axis=axis)
+
+
+def _tells_places(ctx: ConversionContext) -> bool:
+    """Whether the second result, where the elements stood, is read."""
+    return isinstance(ctx.value, tuple | list) and used(ctx.node, 1)
+
+
+def _ordered(
+    ctx: ConversionContext, self: Tensor, k: Any, dim: int, largest: bool, stable: bool = False
+) -> tuple[Tensor, Tensor]:
     if is_empty(self) or k == 0:
         return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
-    return best(self, k, dim % self.ndim, largest)
+    axis = dim % self.ndim
+    if stable:
+        return in_order(self, best(self, k, axis, largest), axis)
+    return (without_ties if _tells_places(ctx) else best)(self, k, axis, largest)
 
 
 @converter(aten.topk.default)
@@ -178,8 +215,7 @@ def sort(
 def sort_stable(
     ctx: ConversionContext, self: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[Tensor, Tensor]:
-    found = _ordered(ctx, self, _count(self, dim), dim, descending)
-    return in_order(self, found, dim % self.ndim) if stable and self.ndim and not is_empty(self) else found
+    return _ordered(ctx, self, _count(self, dim), dim, descending, bool(stable))
 
 
 def _argsort(ctx: ConversionContext, self: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
@@ -188,8 +224,10 @@ def _argsort(ctx: ConversionContext, self: Tensor, dim: int, descending: bool, s
     if self.ndim == 0:
         return F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
-    found = best(self, _count(self, dim), axis, descending)
-    return in_order(self, found, axis)[1] if stable else found[1]
+    count = _count(self, dim)
+    if stable:
+        return in_order(self, best(self, count, axis, descending), axis)[1]
+    return without_ties(self, count, axis, descending)[1]
 
 
 @converter(aten.argsort.default)
@@ -217,7 +255,10 @@ def _kth(ctx: ConversionContext, self: Tensor, k: int, dim: int, keepdim: bool) 
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
-    values, indices = best(self, k, axis, False)
+    if _tells_places(ctx):
+        values, indices = without_ties(self, k, axis, False, first=max(k - 2, 0))
+    else:
+        values, indices = best(self, k, axis, False)
     chosen = tuple(F.slice(x, k - 1, k, axis=axis) for x in (values, indices))
     made = chosen if keepdim else tuple(F.squeeze(x, [axis]) for x in chosen)
     return made[0], made[1]
@@ -264,7 +305,7 @@ def nanmedian_dim(
     if self.ndim == 0 or is_empty(self) or not is_float(self):
         return median_dim(ctx, self, dim, keepdim)
     axis = dim % self.ndim
-    order = best(self, _count(self, axis), axis, False)[1]
+    order = (without_ties if _tells_places(ctx) else best)(self, _count(self, axis), axis, False)[1]
     numbers = F.cast(F.logical_not(F.isnan(_comparable(self))), ir.DataType.INT64)
     count = F.reduce_sum(numbers, [axis], keepdims=True)
     # Numbers come before NaN: the middle one of them, or of none the first.
