@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from tests.convert import drivers
+from tests.convert.edges import DEVIATES
 from tests.convert.harness import REFUSED, RUNS, WRONG
 from tests.convert.measure import Key, Tally, measure_all, share
 from tests.convert.reference import CORE_REASONS, REASONS, TARGETS
@@ -138,10 +139,20 @@ def _reference() -> Iterator[str]:
 def _not_a_number() -> Iterator[str]:
     yield "## Not a number"
     yield ""
-    yield "Known to deviate on ONNX Runtime: where a weight of zero meets an infinity (resizing, transposed"
-    yield "convolution, grid_sample) one makes a NaN that the other leaves out. The sign of a NaN, which"
-    yield "signbit and copysign tell, is not kept. Variances that overflow on the way in"
-    yield "float32, and not in eager's float64, are infinite."
+    yield "Calls whose values an engine's kernels treat unlike PyTorch (NaN into pooling and recurrent layers on"
+    yield "ONNX Runtime, many more on OpenVINO) are noticed by guards and answered by PyTorch, and so are calls"
+    yield "that torch refuses or leaves open: indices below zero or beyond the end, divisors of zero, equal"
+    yield "elements of which a sort tells the places. `python -m tests.convert.edges` puts the edges of every"
+    yield "dtype (zeros of both signs, denormals, largest, infinities, NaN, 2**24, 2**31, 2**53, the limits of"
+    yield "integers) into the samples. Known to deviate:"
+    yield ""
+    yield "| operator | edge | why |"
+    yield "| --- | --- | --- |"
+    for (name, edge), reason in DEVIATES.items():
+        yield f"| {name} | {edge} | {reason} |"
+    yield ""
+    yield "The sign of a NaN, which signbit and copysign tell, is not kept. Sums and variances that overflow on"
+    yield "the way in float32, and not in eager's order or float64, are infinite or NaN."
     yield ""
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from intarsia.convert.aten.precision import filled, is_empty, static, wide
+from intarsia.convert.aten.indexing import places
+from intarsia.convert.aten.precision import filled, is_empty, wide
 from intarsia.convert.aten.reduce import largest
+from intarsia.convert.aten.sizes import arange, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
@@ -42,7 +44,8 @@ def _by_product(a: Tensor, b: Tensor) -> Tensor:
     left = F.concat([F.mul(a, -2.0), squares_a, one_a], -1)
     right = F.concat([b, one_b, squares_b], -1)
     order = [*range(b.ndim - 2), b.ndim - 1, b.ndim - 2]
-    return F.sqrt(F.maximum(F.matmul(left, F.transpose(right, order)), 0.0))
+    made = F.matmul(left, F.transpose(right, order))
+    return F.sqrt(F.where(F.less(made, 0.0), F.constant(0.0, made.dtype), made))  # NaN stays
 
 
 @converter(aten.cdist.default, aten._cdist_forward.default)
@@ -67,9 +70,13 @@ def euclidean_dist(ctx: ConversionContext, x1: Tensor, x2: Tensor) -> Tensor:
 
 @converter(aten.pdist.default, aten._pdist_forward.default)
 def pdist(ctx: ConversionContext, self: Tensor, p: float = 2.0) -> Tensor:
-    rows = static(self, 0)
-    if rows < 2 or is_empty(self):
+    rows = self.shape[0]
+    if (isinstance(rows, int) and rows < 2) or is_empty(self):
         return filled(ctx)
-    first, second = np.triu_indices(rows, 1)
+    if isinstance(rows, int):
+        first, second = (F.constant(line) for line in np.triu_indices(rows, 1))
+    else:
+        line = arange(size(self, 0))
+        first, second = places(F.less(F.unsqueeze(line, [1]), F.unsqueeze(line, [0])))
     x = wide(self, halves=True)
     return F.cast(_length(F.sub(F.gather(x, first), F.gather(x, second)), p), ctx.dtype)

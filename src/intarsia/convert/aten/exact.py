@@ -31,6 +31,11 @@ def sum_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -
     return x if keepdims else F.squeeze(x, axes)
 
 
+def summed_up(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """The sum over dimensions that go away, exact of integers."""
+    return sum_of_integers(x, axes) if x.dtype in LONG else F.reduce_sum(x, axes, keepdims=False)
+
+
 def product_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -> Tensor:
     """Halves multiplied with each other until one is left."""
     for axis in axes:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from intarsia.convert.aten.exact import summed_up
 from intarsia.convert.aten.precision import HALVES, filled, is_empty, is_float, on_cpu, whole, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -125,7 +126,7 @@ def addbmm(
         for i in range(count):  # torch adds one product after the other and rounds each time
             self = _plus(ctx, F.gather(made, i), self, beta if i == 0 else 1, alpha)
         return self
-    summed = F.reduce_sum(made, [0], keepdims=False)
+    summed = summed_up(made, [0])
     return _plus(ctx, summed, self, beta, alpha)
 
 
@@ -156,7 +157,7 @@ def bilinear(
     # (..., 1, i) @ (k, i, j) -> (..., k, 1, j), times (..., 1, 1, j) summed over j
     rows = F.unsqueeze(wide(input1), [-2, -3]) if input1.ndim else wide(input1)
     made = F.mul(F.matmul(rows, wide(weight)), F.unsqueeze(wide(input2), [-2, -3]))
-    summed = F.reduce_sum(made, [-1, -2], keepdims=False)
+    summed = summed_up(made, [made.ndim - 2, made.ndim - 1])
     return F.cast(summed if bias is None else F.add(summed, wide(bias)), ctx.dtype)
 
 
@@ -165,7 +166,7 @@ def trace(ctx: ConversionContext, self: Tensor) -> Tensor:
     x = F.cast(self, ctx.dtype)
     on_diagonal = F.op("EyeLike", wide(x))
     kept = F.where(F.cast(on_diagonal, torch.bool), wide(x), 0)
-    return F.cast(F.reduce_sum(kept, [0, 1], keepdims=False), ctx.dtype)
+    return F.cast(summed_up(kept, [0, 1]), ctx.dtype)
 
 
 @converter(aten.linalg_cross.default)

@@ -9,7 +9,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten import windows
+from intarsia.convert.aten import kernels, windows
+from intarsia.convert.aten.demands import from_the_front
+from intarsia.convert.aten.exact import summed_up
 from intarsia.convert.aten.precision import filled, is_empty, is_float, static, used, whole, wide
 from intarsia.convert.aten.reduce import holds_somewhere
 from intarsia.convert.aten.windows import per_axis, spatial_sizes
@@ -180,10 +182,11 @@ def _average(
             windows.sliding(size + p + e, k, s, 1)
             for size, p, e, k, s in zip(sizes, padded, ends, kernel, strides, strict=True)
         ]
-        summed = F.reduce_sum(windows.unfold(filled_in, places), [-1], keepdims=False)
+        unfolded = windows.unfold(filled_in, places)
+        summed = summed_up(unfolded, [unfolded.ndim - 1])
         # Towards zero; engines differ for what is negative.
         whole_part = F.div(F.abs(summed), F.constant(np.asarray(by).astype(dtypes.to_numpy(x.dtype))))
-        made = F.mul(F.sign(summed), whole_part)
+        made = F.mul(kernels.sign(summed), whole_part)
     return F.cast(_unbatched(made, self, rank), self.dtype)
 
 
@@ -276,9 +279,8 @@ def _unpool(ctx: ConversionContext, self: Tensor, indices: Tensor, rank: int, ou
     x = wide(self)
     blank = F.full([*lead, math.prod(out)], 0, x.dtype)
     rows = [*lead, math.prod(spatial_sizes(self, rank))]
-    made = F.scatter_elements(
-        blank, F.reshape(F.cast(indices, ir.DataType.INT64), rows), F.reshape(x, rows), axis=-1
-    )
+    places = from_the_front(F.reshape(indices, rows), math.prod(out))
+    made = F.scatter_elements(blank, places, F.reshape(x, rows), axis=-1)
     return F.cast(F.reshape(made, [*lead, *out]), self.dtype)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from intarsia.convert.aten.precision import HALVES, filled, is_empty, is_float, static, wide
+from intarsia.convert.aten.resize_by_places import nearest_places, resized
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -129,9 +130,13 @@ def smooth(
             )
             return F.cast(made, self.dtype)
     for i in range(rank):
-        if not isinstance(goal[i], int):
-            raise ConversionError(f"resizing to {goal[i]}, a size not known ahead, is not handled")
-        x = _by_weights(x, 2 + i, _weights(x, mode, static(self, 2 + i), goal[i], align, scales[i]))
+        if goal[i] is None:
+            raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
+        extent = self.shape[2 + i]
+        if isinstance(goal[i], int) and isinstance(extent, int):
+            x = _by_weights(x, 2 + i, _weights(x, mode, extent, goal[i], align, scales[i]))
+        else:
+            x = resized(x, 2 + i, mode, goal[i], align, scales[i])
     return F.cast(x, self.dtype)
 
 
@@ -155,9 +160,14 @@ def nearest(
         )
         return F.cast(made, self.dtype)
     for i in range(rank):
-        if not isinstance(goal[i], int):
-            raise ConversionError(f"resizing to {goal[i]}, a size not known ahead, is not handled")
-        x = F.gather(x, _places(exact, static(self, 2 + i), goal[i], scales[i]), 2 + i)
+        if goal[i] is None:
+            raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
+        extent = self.shape[2 + i]
+        if isinstance(goal[i], int) and isinstance(extent, int):
+            places: Any = _places(exact, extent, goal[i], scales[i])
+        else:
+            places = nearest_places(x, 2 + i, goal[i], exact, scales[i])
+        x = F.gather(x, places, 2 + i)
     return F.cast(x, self.dtype)
 
 

@@ -1,0 +1,206 @@
+"""Converters at the edges of their dtypes: OpInfo's samples with special values put in.
+
+python -m tests.convert.edges --dtype float32 --engine onnxruntime max_pool2d
+
+A call is *equal* to eager's, *refused* before it is built or left to PyTorch by a guard, or WRONG: another
+answer, or an answer where eager raises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from tests.convert import drivers
+from tests.convert.harness import REFUSED, RUNS, WRONG, Outcome, differs
+from tests.convert.samples import OPINFO_MISSING, Case, cases, dtypes_of, find_ops, op_infos
+from torch import fx
+
+from intarsia.convert import convert
+from intarsia.errors import EngineError, GuardError, IntarsiaError
+
+INF, NAN = math.inf, math.nan
+DTYPES = ("float32", "int64", "int32", "bool", "float16")
+# Eager itself ends the process, or asks for more memory than there is.
+KILLS_EAGER = {
+    "div.trunc_rounding": "eager divides the least integer by -1, and the processor ends the process",
+    "repeat_interleave": "eager would repeat 2**62 times",
+    "bincount": "eager would count 2**62 kinds",
+    "combinations": "its size grows with the values",
+    "nn.functional.one_hot": "the number of classes is read from the values",
+}
+# Sums of numbers so large that they overflow on the way: what comes out depends on the order of adding.
+ADDS_UP = {
+    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "cdist", "cov", "corrcoef", "dist", "einsum", "inner",
+    "linalg.norm", "linalg.vector_norm", "logsumexp", "matmul", "mm", "mv", "native_batch_norm", "native_group_norm",
+    "native_layer_norm", "nn.functional.batch_norm", "nn.functional.bilinear", "nn.functional.conv1d",
+    "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.group_norm", "nn.functional.instance_norm",
+    "nn.functional.layer_norm", "nn.functional.linear", "nn.functional.local_response_norm",
+    "nn.functional.rms_norm", "nn.functional.scaled_dot_product_attention", "norm", "std", "std_mean", "var",
+    "var_mean",
+}  # fmt: skip
+# (op, edge) that deviate, each with the reason that docs/coverage.md prints.
+_ZERO = "a weight of zero meets an infinity: torch multiplies them, which is NaN, ours leaves the element out"
+_SCALE = "an infinite weight: torch multiplies it into mean and variance first, which is NaN"
+DEVIATES = {
+    ("nn.functional.interpolate", "infinity"): _ZERO,
+    ("nn.functional.upsample_bilinear", "infinity"): _ZERO,
+    ("nn.functional.group_norm", "infinity"): _SCALE,
+    ("native_group_norm", "infinity"): _SCALE,
+    ("tensor_split", "limits"): "places of a split beyond 2**62, which eager refuses, are cut to the size",
+    ("bucketize", "limits"): "boundaries that are not sorted have no defined answer",
+    ("searchsorted", "limits"): "boundaries that are not sorted have no defined answer",
+}
+# The memory they return is not set.
+UNDEFINED = {
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Special values, put into one input of a case."""
+
+    name: str
+    values: tuple[float, ...]
+    everywhere: bool = False  # in all elements in turn, instead of a few
+
+
+def edges_of(dtype: torch.dtype) -> list[Edge]:
+    """What a dtype has at its edges."""
+    if dtype == torch.bool:
+        return [Edge("all true", (True,), True), Edge("all false", (False,), True)]
+    if dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        return [
+            Edge("NaN", (NAN,)),
+            Edge("infinity", (INF, -INF)),
+            Edge("zeros", (0.0, -0.0), True),
+            Edge("tiny", (info.tiny, -info.tiny, info.tiny / 8, -info.smallest_normal / 4), True),
+            Edge("huge", (info.max, -info.max)),
+            Edge(
+                "whole", (2.0**24, -(2.0**24) - 2, 2.0**31, 2.0**53) if dtype != torch.float16 else (2048.0,)
+            ),
+        ]
+    info_ = torch.iinfo(dtype)
+    bits = tuple(v for v in (2**24 + 1, 2**31 - 1, 2**31, 2**31 + 5, 2**32, 2**53 + 1) if v <= info_.max)
+    return [
+        Edge("zero", (0,), True),
+        Edge("negative", (-1,) if info_.min else (255,)),
+        Edge("limits", (info_.min, info_.max)),
+        Edge("bits", bits or (info_.max,)),
+    ]
+
+
+def with_edge(tensor: torch.Tensor, edge: Edge) -> torch.Tensor:
+    """A copy that holds the values: everywhere in turn, or at a few places in the middle."""
+    made = tensor.detach().clone(memory_format=torch.contiguous_format)
+    flat = made.view(-1)
+    if not flat.numel():
+        return made
+    values = torch.tensor(edge.values).to(tensor.dtype) if tensor.is_floating_point() else None
+    filler = values if values is not None else torch.tensor(list(edge.values), dtype=tensor.dtype)
+    places = torch.arange(flat.numel())
+    if not edge.everywhere:
+        places = places[flat.numel() // 2 :: 2][: len(edge.values)]
+    flat[places] = filler[torch.arange(len(places)) % len(filler)]
+    return made
+
+
+def edge_cases(case: Case) -> Iterator[tuple[str, Case | None, Case]]:
+    """(what was put where, the case with eager's answer or None where eager raises, the case)."""
+    for place, tensor in enumerate(case.inputs):
+        if tensor.dtype.is_complex:
+            continue
+        base = op_infos()[case.op].name
+        for edge in edges_of(tensor.dtype):
+            if (base, edge.name) in DEVIATES or (edge.name == "huge" and base in ADDS_UP):
+                continue
+            inputs = list(case.inputs)
+            inputs[place] = with_edge(tensor, edge)
+            named = f"{edge.name} in input {place}"
+            changed = replace(case, inputs=tuple(inputs))
+            try:
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    made = fx.Interpreter(case.module).run(*(t.clone() for t in inputs))
+            except (RuntimeError, IndexError, ValueError, ZeroDivisionError):
+                yield named, None, changed
+                continue
+            yield named, replace(changed, expected=tuple(made)), changed
+
+
+def judge_edges(case: Case, engine: str) -> Iterator[tuple[str, Outcome]]:
+    """What becomes of each edge of a case; nothing where the engine does not take the operator at all."""
+    try:
+        net = convert(case.module)
+        program = drivers.build(engine, net)
+    except (IntarsiaError, EngineError) as error:
+        yield "as it is", Outcome(case, engine, REFUSED, str(error))
+        return
+    for named, answered, changed in edge_cases(case):
+        try:
+            results = program(*(t.clone() for t in changed.inputs))
+        except GuardError as error:
+            yield named, Outcome(changed, engine, REFUSED, f"left to PyTorch: {error}")
+            continue
+        except Exception as error:  # the engine took the network, so an error now reaches the user
+            said = f"failed at run time: {drivers.told(error)}"
+            yield named, Outcome(changed, engine, RUNS if answered is None else WRONG, said)
+            continue
+        if answered is None:
+            yield named, Outcome(changed, engine, WRONG, "answers where eager raises")
+            continue
+        difference = differs(answered, results)
+        yield named, Outcome(changed, engine, WRONG if difference else RUNS, difference)
+
+
+def judged(name: str, dtype: str, engine: str, samples: int) -> Iterator[tuple[str, Outcome]]:
+    """Some samples of an op at all edges."""
+    if name in KILLS_EAGER or op_infos()[name].name in UNDEFINED:
+        return
+    for case in itertools.islice(cases(name, dtype, core=0, limit=samples), samples):
+        yield from judge_edges(case, engine)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ops", nargs="*", help="names of ops (all, if none)")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, default=[])
+    parser.add_argument("--engine", action="append", choices=drivers.ENGINES, default=[])
+    parser.add_argument("--samples", type=int, default=1, help="samples an op and dtype")
+    options = parser.parse_args()
+    if OPINFO_MISSING:
+        sys.exit(OPINFO_MISSING)
+    torch.set_num_threads(1)
+    names = [n for given in options.ops for n in find_ops(given)] if options.ops else list(op_infos())
+    total: Counter[tuple[str, str, str]] = Counter()
+    for name, dtype in itertools.product(names, options.dtype or DTYPES):
+        if dtype not in dtypes_of(op_infos()[name]):
+            continue
+        for engine in options.engine or drivers.ENGINES:
+            for named, outcome in judged(name, dtype, engine, options.samples):
+                total[dtype, engine, outcome.verdict] += 1
+                if outcome.verdict == WRONG:
+                    print(f"WRONG {outcome.case} on {engine}, {named}: {outcome.reason}", flush=True)
+    for (dtype, engine), counts in summed(total).items():
+        print(f"{dtype:8} {engine:11} {counts[RUNS]} equal, {counts[REFUSED]} left, {counts[WRONG]} WRONG")
+
+
+def summed(total: Counter[tuple[str, str, str]]) -> dict[tuple[str, str], Counter[str]]:
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for (dtype, engine, verdict), number in total.items():
+        found.setdefault((dtype, engine), Counter())[verdict] += number
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Every converter at the edges of its dtypes: equal to eager, eager's error, or left to PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.convert import drivers
+from tests.convert.edges import DEVIATES, DTYPES, Edge, edges_of, judged, with_edge
+from tests.convert.harness import RUNS, WRONG
+from tests.convert.samples import LIMIT, OPINFO_MISSING, dtypes_of, op_infos
+
+pytestmark = pytest.mark.skipif(bool(OPINFO_MISSING), reason=OPINFO_MISSING)
+PAIRS = [(name, dtype) for name, op in op_infos().items() for dtype in DTYPES if dtype in dtypes_of(op)]
+# Every eighth op always: by a number made of its name, so that a new op moves no other.
+SHARE = [name for name in op_infos() if zlib.crc32(name.encode()) % 8 == 0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_and_quiet() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(threads)
+
+
+def wrong(name: str, dtype: str, engine: str, samples: int) -> list[str]:
+    found = list(judged(name, dtype, engine, samples))
+    return [f"{o.case} on {engine}, {what}: {o.reason}" for what, o in found if o.verdict == WRONG]
+
+
+@pytest.mark.parametrize("name", SHARE)
+def test_some_ops_at_their_edges(name: str) -> None:
+    for dtype in ("float32", "int64"):
+        if dtype in dtypes_of(op_infos()[name]):
+            assert not (found := wrong(name, dtype, "onnxruntime", 1)), "\n".join(found)
+
+
+def test_edges_are_mostly_answered_by_the_engine() -> None:
+    """That nothing is wrong must not come of everything being left."""
+    counts: Counter[str] = Counter()
+    for name in SHARE[::3]:
+        if "float32" in dtypes_of(op_infos()[name]):
+            counts.update(outcome.verdict for _, outcome in judged(name, "float32", "onnxruntime", 1))
+    assert counts.total() > 100 and counts[RUNS] > 0.85 * counts.total(), counts
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_all_ops_at_their_edges(name: str, dtype: str, engine: str) -> None:
+    assert not (found := wrong(name, dtype, engine, LIMIT)), "\n".join(found)
+
+
+def test_values_are_put_in() -> None:
+    x = torch.ones(2, 3)
+    assert with_edge(x, Edge("NaN", (float("nan"),))).isnan().sum() == 1
+    assert torch.equal(with_edge(x, Edge("zeros", (0.0, -0.0), True)), torch.zeros(2, 3))
+    assert torch.equal(x, torch.ones(2, 3))
+    largest = torch.iinfo(torch.int64).max
+    limits = next(edge for edge in edges_of(torch.int64) if edge.name == "limits")
+    assert largest in with_edge(torch.ones(8, dtype=torch.int64), limits)
+
+
+def test_what_deviates_is_an_op() -> None:
+    assert {op for op, _ in DEVIATES} <= {info.name for info in op_infos().values()}
