@@ -139,20 +139,20 @@ def _reference() -> Iterator[str]:
 def _not_a_number() -> Iterator[str]:
     yield "## Not a number"
     yield ""
-    yield "Calls whose values an engine's kernels treat unlike PyTorch (NaN into pooling and recurrent layers on"
-    yield "ONNX Runtime, many more on OpenVINO) are noticed by guards and answered by PyTorch, and so are calls"
-    yield "that torch refuses or leaves open: indices below zero or beyond the end, divisors of zero, equal"
-    yield "elements of which a sort tells the places. `python -m tests.convert.edges` puts the edges of every"
-    yield "dtype (zeros of both signs, denormals, largest, infinities, NaN, 2**24, 2**31, 2**53, the limits of"
-    yield "integers) into the samples. Known to deviate:"
+    yield "Calls whose values an engine's kernels treat unlike PyTorch (NaN into pooling and recurrent"
+    yield "layers on ONNX Runtime, many more on OpenVINO) are noticed by guards and answered by PyTorch, and"
+    yield "so are calls that torch refuses or leaves open: indices below zero or beyond the end, divisors of"
+    yield "zero, equal elements of which a sort tells the places. `python -m tests.convert.edges` puts the"
+    yield "edges of every dtype (zeros of both signs, denormals, largest, infinities, NaN, 2**24, 2**31, 2**53,"
+    yield "the limits of integers) into the samples. Known to deviate:"
     yield ""
     yield "| operator | edge | why |"
     yield "| --- | --- | --- |"
     for (name, edge), reason in DEVIATES.items():
         yield f"| {name} | {edge} | {reason} |"
     yield ""
-    yield "The sign of a NaN, which signbit and copysign tell, is not kept. Sums and variances that overflow on"
-    yield "the way in float32, and not in eager's order or float64, are infinite or NaN."
+    yield "The sign of a NaN, which signbit and copysign tell, is not kept. Sums and variances that overflow"
+    yield "on the way in float32, and not in eager's order or float64, are infinite or NaN."
     yield ""
 
 

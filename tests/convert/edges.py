@@ -39,8 +39,8 @@ KILLS_EAGER = {
 # Sums of numbers so large that they overflow on the way: what comes out depends on the order of adding.
 ADDS_UP = {
     "addbmm", "addmm", "addmv", "baddbmm", "bmm", "cdist", "cov", "corrcoef", "dist", "einsum", "inner",
-    "linalg.norm", "linalg.vector_norm", "logsumexp", "matmul", "mm", "mv", "native_batch_norm", "native_group_norm",
-    "native_layer_norm", "nn.functional.batch_norm", "nn.functional.bilinear", "nn.functional.conv1d",
+    "linalg.norm", "linalg.vector_norm", "logsumexp", "matmul", "mm", "mv", "native_batch_norm",
+    "native_group_norm", "native_layer_norm", "nn.functional.batch_norm", "nn.functional.bilinear", "nn.functional.conv1d",
     "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.group_norm", "nn.functional.instance_norm",
     "nn.functional.layer_norm", "nn.functional.linear", "nn.functional.local_response_norm",
     "nn.functional.rms_norm", "nn.functional.scaled_dot_product_attention", "norm", "std", "std_mean", "var",
