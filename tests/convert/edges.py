@@ -40,11 +40,11 @@ KILLS_EAGER = {
 ADDS_UP = {
     "addbmm", "addmm", "addmv", "baddbmm", "bmm", "cdist", "cov", "corrcoef", "dist", "einsum", "inner",
     "linalg.norm", "linalg.vector_norm", "logsumexp", "matmul", "mm", "mv", "native_batch_norm",
-    "native_group_norm", "native_layer_norm", "nn.functional.batch_norm", "nn.functional.bilinear", "nn.functional.conv1d",
-    "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.group_norm", "nn.functional.instance_norm",
-    "nn.functional.layer_norm", "nn.functional.linear", "nn.functional.local_response_norm",
-    "nn.functional.rms_norm", "nn.functional.scaled_dot_product_attention", "norm", "std", "std_mean", "var",
-    "var_mean",
+    "native_group_norm", "native_layer_norm", "nn.functional.batch_norm", "nn.functional.bilinear",
+    "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.group_norm",
+    "nn.functional.instance_norm", "nn.functional.layer_norm", "nn.functional.linear",
+    "nn.functional.local_response_norm", "nn.functional.rms_norm",
+    "nn.functional.scaled_dot_product_attention", "norm", "std", "std_mean", "var", "var_mean",
 }  # fmt: skip
 # (op, edge) that deviate, each with the reason that docs/coverage.md prints.
 _ZERO = "a weight of zero meets an infinity: torch multiplies them, which is NaN, ours leaves the element out"
