@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intarsia.rewrite.term import Call
+from intarsia.rewrite.term import OpTerm
 
 
 class Bindings:
@@ -16,7 +16,7 @@ class Bindings:
 
     def __init__(self, *roots: ir.Value) -> None:
         self.variables: dict[str, ir.Value | None] = {}
-        self.nodes: dict[Call, ir.Node] = {}
+        self.nodes: dict[OpTerm, ir.Node] = {}
         self.layers: dict[ir.Node, bool] = {}  # whether others may read it
         self.roots = list(roots)
 

@@ -79,6 +79,7 @@ class Driver:
         self._strict = strict
         self._log = RewriteLog()
         self._history: dict[ir.Node, _Replaced] = {}  # of layers that rewrites made
+        self._hubs: dict[ir.Value, int] = {}
         self._banned: set[tuple[str, ir.Node]] = set()
 
     def run(self) -> RewriteLog:
@@ -171,7 +172,8 @@ class Driver:
         for new in change.made:
             before = self._history.get(node)
             self._history[new] = _Replaced(label, node.op_type, inputs, node.attributes, before)
-        for near, patterns in self._index.affected(self.net.graph, changed_layers(change)).items():
+        seeds = changed_layers(change, self._hubs)
+        for near, patterns in self._index.affected(self.net.graph, seeds).items():
             self._push(near, patterns)
         return True
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from intarsia.network import Tensor
 from intarsia.network.schema import schema_of
-from intarsia.rewrite.term import TRANSPARENT, Any_, Call
+from intarsia.rewrite.term import TRANSPARENT, AnyValue, OpTerm
 
 
 def holds(value: ir.Value, number: float) -> bool:
@@ -58,7 +58,7 @@ def _defaults(domain: str, op_type: str) -> dict[str, Any]:
     return {} if schema is None else schema.defaults
 
 
-def odd_attribute(term: Call, node: ir.Node) -> tuple[Any, ...] | None:
+def odd_attribute(term: OpTerm, node: ir.Node) -> tuple[Any, ...] | None:
     """The first attribute that is not what the pattern asks for: a message and its parts, or None."""
     wanted, attributes = term.attributes, node.attributes
     if not wanted and not attributes:
@@ -80,7 +80,7 @@ def odd_attribute(term: Call, node: ir.Node) -> tuple[Any, ...] | None:
 
 
 def _agrees(name: str, wanted: Any, has: Any, rank: int) -> bool:
-    if isinstance(wanted, Any_):
+    if isinstance(wanted, AnyValue):
         return True
     has = plain(has)
     if callable(wanted):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -93,31 +94,39 @@ def bits(patterns: int) -> Iterator[int]:
         patterns ^= lowest
 
 
-def changed_layers(change: Change) -> list[ir.Node]:
-    """The layers that are new, read something else, or make what other layers read than before."""
+def changed_layers(change: Change, hubs: dict[ir.Value, int]) -> list[ir.Node]:
+    """The layers that are new, read something else, or make what other layers read than before.
+
+    `hubs`, kept from rewrite to rewrite, says of values with many readers how many they can lose before it is
+    worth counting them again: `onnx_ir` lists all readers to count them.
+    """
     found: dict[ir.Node, None] = dict.fromkeys(change.made)
-    recounted: dict[ir.Value | None, None] = {}  # values that gained or lost readers
+    recounted: Counter[ir.Value | None] = Counter()  # values that gained or lost readers, and how many
     for node in change.made:
-        recounted.update(dict.fromkeys(node.inputs))
+        recounted.update(node.inputs)
     for edit in change.edits:
         match edit:
             case UsesReplaced(new=new, uses=uses):
                 found.update(dict.fromkeys(reader for reader, _ in uses))
-                recounted[new] = None
+                recounted[new] += 1
             case InputReplaced(node=node, old=old, new=new):
                 found[node] = None
-                recounted.update({old: None, new: None})
+                recounted.update((old, new))
             case LayerRemoved(inputs=inputs, released=released):
-                recounted.update(dict.fromkeys((*inputs, *(use.value for use in released))))
+                recounted.update((*inputs, *(use.value for use in released)))
             case TypeChanged(value=value):
-                recounted[value] = None
+                recounted[value] += 1
                 found.update(dict.fromkeys(value.consumers()))
-    for read in recounted:
+    for read, times in recounted.items():
         if read is None or read.const_value is not None:
             continue
-        readers = read.consumers()
-        if len(readers) > _READERS:
+        if (spare := hubs.get(read, 0) - times) > 0:
+            hubs[read] = spare
             continue
+        if (count := len(read.uses())) > _READERS:
+            hubs[read] = count - _READERS
+            continue
+        readers = read.consumers()
         if (maker := read.producer()) is not None:
             found[maker] = None
         found.update(dict.fromkeys(readers))

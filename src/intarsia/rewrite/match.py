@@ -12,16 +12,16 @@ from intarsia.rewrite.bindings import Bindings, outside_read
 from intarsia.rewrite.equality import holds, is_transparent, odd_attribute, see_through
 from intarsia.rewrite.term import (
     COMMUTATIVE,
-    Call,
     Either,
     Maybe,
     Number,
+    OpTerm,
     Output,
     Root,
     Term,
     Var,
     kinds,
-    symmetric_calls,
+    symmetric_operators,
 )
 
 _SOLUTIONS = 16  # ways to match one layer that are tried before giving up
@@ -39,7 +39,7 @@ class Matcher:
     def __init__(self, roots: Sequence[Root], *, explain: bool = False) -> None:
         self._roots = roots
         self._explain = explain
-        self._symmetric = symmetric_calls(roots)
+        self._symmetric = symmetric_operators(roots)
         self._all = True
         self.miss: tuple[int, str] = (-1, "")
 
@@ -93,7 +93,7 @@ class Matcher:
     ) -> bool:
         if type(term) is Var:
             return self._bind(term, value, state)
-        if type(term) is Call:
+        if type(term) is OpTerm:
             return self._call(term, 0, value, state, goals, choices)
         if type(term) is Output:
             return self._call(term.call, term.index, value, state, goals, choices)
@@ -126,7 +126,7 @@ class Matcher:
 
     def _call(
         self,
-        term: Call,
+        term: OpTerm,
         index: int,
         value: ir.Value | None,
         state: Bindings,
@@ -156,13 +156,13 @@ class Matcher:
             return False
         return self._inputs(term, node, state, goals, choices)
 
-    def _attributes(self, term: Call, node: ir.Node, state: Bindings) -> bool:
+    def _attributes(self, term: OpTerm, node: ir.Node, state: Bindings) -> bool:
         odd = odd_attribute(term, node)
         return odd is None or self._fail(state, *odd)
 
     def _inputs(
         self,
-        term: Call,
+        term: OpTerm,
         node: ir.Node,
         state: Bindings,
         goals: list[Goal],
@@ -214,7 +214,7 @@ class Matcher:
         if isinstance(term, Either):
             for other in term.terms:
                 yield from self._candidates(other, state)
-        if not isinstance(term, Call | Output):
+        if not isinstance(term, OpTerm | Output):
             return
         call, index = (term.call, term.index) if isinstance(term, Output) else (term, 0)
         if call in state.nodes:

@@ -14,7 +14,7 @@ from intarsia.network.edit.redirect import replace_value
 from intarsia.rewrite.bindings import Bindings
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.term import Call, build, depth, feeders, kinds, parts
+from intarsia.rewrite.term import OpTerm, build, depth, feeders, kinds, parts
 
 Function = Callable[..., Any]
 _AS_IT_IS = Refusal("what it gives stands there already")
@@ -32,12 +32,11 @@ class Rule(PatternRewriter):
         self.variables = variables
         # What a further output of the pattern looks like is decided beside the root, not above it.
         self.reach = depth(self.roots[0]) if len(self.roots) == 1 else None
-        self.inner_kinds = frozenset(t.kind for t in parts(self.roots) if isinstance(t, Call))
+        operators = [term for term in parts(self.roots) if isinstance(term, OpTerm)]
+        self.inner_kinds = frozenset(term.kind for term in operators)
         self.fed_by = feeders(self.roots[0])
         self._matcher = Matcher(self.roots)
-        self._named = {
-            term.name: term for term in parts(self.roots) if isinstance(term, Call) and term.name is not None
-        }
+        self._named = {term.name: term for term in operators if term.name is not None}
         self._wanted = list(inspect.signature(function).parameters)[1:]
         known = {*variables, *self._named}
         if unknown := [wanted for wanted in self._wanted if wanted not in known]:

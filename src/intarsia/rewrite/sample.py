@@ -12,7 +12,7 @@ from intarsia.errors import NetworkError
 from intarsia.network import Network, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
 from intarsia.network.schema import schema_of
-from intarsia.rewrite.term import Any_, Call, Either, Maybe, Number, Output, Root, Term, Var
+from intarsia.rewrite.term import AnyValue, Either, Maybe, Number, OpTerm, Output, Root, Term, Var
 
 _DTYPES = (
     ir.DataType.FLOAT,
@@ -42,7 +42,7 @@ class _Maker:
         # In some networks one size is not a number: inputs that have it call it by one symbol.
         self.symbol = int(rng.choice(self.base)) if rank and rng.random() < 0.3 else None
         self.variables: dict[str, Tensor] = {}
-        self.calls: dict[Call, tuple[Tensor, ...]] = {}
+        self.calls: dict[OpTerm, tuple[Tensor, ...]] = {}
 
     def make(self, term: Term) -> Tensor:
         if isinstance(term, Var):
@@ -57,7 +57,7 @@ class _Maker:
             return self.make(term.term)
         if isinstance(term, Output):
             return self.call(term.call, 1 + term.index)[term.index]
-        assert isinstance(term, Call)
+        assert isinstance(term, OpTerm)
         return self.call(term, 1)[0]
 
     def variable(self, var: Var) -> Tensor:
@@ -84,7 +84,7 @@ class _Maker:
             return tuple(1 if self.rng.random() < 0.4 else d for d in shape)
         return tuple(int(d) for d in self.rng.choice([1, 2, 3], size=int(self.rng.integers(0, 4))))
 
-    def call(self, call: Call, outputs: int) -> tuple[Tensor, ...]:
+    def call(self, call: OpTerm, outputs: int) -> tuple[Tensor, ...]:
         if call in self.calls:
             return self.calls[call]
         inputs: list[Tensor | None] = []
@@ -99,15 +99,15 @@ class _Maker:
         self.calls[call] = F.ops(op_type, *inputs, outputs=outputs, domain=domain, **attributes)
         return self.calls[call]
 
-    def attributes(self, call: Call, op_type: str, first: Tensor | None) -> dict[str, Any]:
+    def attributes(self, call: OpTerm, op_type: str, first: Tensor | None) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, wanted in call.attributes.items():
-            if not isinstance(wanted, Any_) and not callable(wanted):
+            if not isinstance(wanted, AnyValue) and not callable(wanted):
                 made[name] = wanted
                 continue
             for _ in range(40):
                 value = self.attribute(name, op_type, first)
-                if isinstance(wanted, Any_) or wanted(value):
+                if isinstance(wanted, AnyValue) or wanted(value):
                     made[name] = value
                     break
             else:

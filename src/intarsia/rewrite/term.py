@@ -51,7 +51,7 @@ class Either(Term):
 
 
 @dataclass(frozen=True, eq=False)
-class Call(Term):
+class OpTerm(Term):
     """What an operator makes of these inputs.
 
     Attributes not mentioned must hold their default. `shared` lets layers outside the match read it.
@@ -76,18 +76,18 @@ class Call(Term):
 class Output(Term):
     """One of several things a layer makes."""
 
-    call: Call
+    call: OpTerm
     index: int
 
 
-class Any_:
+class AnyValue:
     """Stands for any value of an attribute: `op.Softmax(x, axis=op.any)`."""
 
     def __repr__(self) -> str:
         return "any"
 
 
-class Builder:
+class OpBuilder:
     """`op` in a pattern: `op.Add(a, b)` is the term of an Add of two terms.
 
     Keywords are attributes, to be equal to a value, to satisfy a function, or `op.any`. A leading
@@ -96,14 +96,14 @@ class Builder:
     allows other readers of this interior value.
     """
 
-    any = Any_()
+    any = AnyValue()
 
     def __init__(self, domain: str = "") -> None:
         self._domain = domain
 
-    def domain(self, name: str) -> Builder:
+    def domain(self, name: str) -> OpBuilder:
         """Operators of another domain: `op.domain("com.microsoft").BiasGelu(x, b)`."""
-        return Builder(name)
+        return OpBuilder(name)
 
     def constant(self, var: Any) -> Term:
         """This variable, where it is a constant."""
@@ -117,18 +117,18 @@ class Builder:
     def either(self, *terms: Any) -> Term:
         return Either(tuple(_term(term) for term in terms))
 
-    def __getattr__(self, op_type: str) -> Callable[..., Call]:
+    def __getattr__(self, op_type: str) -> Callable[..., OpTerm]:
         if op_type.startswith("_"):
             raise AttributeError(op_type)
         kind = f"{self._domain}::{op_type}" if self._domain else op_type
 
-        def call(*inputs: Any, **keywords: Any) -> Call:
+        def call(*inputs: Any, **keywords: Any) -> OpTerm:
             options = {name: keywords.pop(name) for name in list(keywords) if name.startswith("_")}
             known = {"_name", "_any_attributes", "_any_inputs", "_shared"}
             if unknown := set(options) - known:
                 raise RewriteError(f"{op_type} has no option {sorted(unknown)}; there are {sorted(known)}")
             given = {name.removeprefix("_"): value for name, value in options.items()}
-            return Call(kind, tuple(None if x is None else _term(x) for x in inputs), keywords, **given)
+            return OpTerm(kind, tuple(None if x is None else _term(x) for x in inputs), keywords, **given)
 
         return call
 
@@ -141,17 +141,17 @@ def _term(value: Any) -> Term:
     raise RewriteError(f"{value!r} cannot stand in a pattern")
 
 
-Root = Call | Output | Either  # alternatives of a root are calls
+Root = OpTerm | Output | Either  # alternatives of a root are calls
 
 
 def build(pattern: Callable[..., Any]) -> tuple[tuple[Root, ...], list[str]]:
     """The roots of a pattern written as a function, and the names of its variables."""
     names = list(inspect.signature(pattern).parameters)[1:]
-    made = pattern(Builder(), *(Var(name) for name in names))
+    made = pattern(OpBuilder(), *(Var(name) for name in names))
     roots = made if isinstance(made, tuple) else (made,)
     for root in roots:
         alternatives = root.terms if isinstance(root, Either) else (root,)
-        if not all(isinstance(term, Call | Output) for term in alternatives):
+        if not all(isinstance(term, OpTerm | Output) for term in alternatives):
             raise RewriteError(f"a pattern is what operators make, not {root!r}")
     return roots, names
 
@@ -159,13 +159,13 @@ def build(pattern: Callable[..., Any]) -> tuple[tuple[Root, ...], list[str]]:
 def kinds(root: Root) -> list[str]:
     """The operators a root may be made by."""
     if isinstance(root, Either):
-        return [kind for term in root.terms if isinstance(term, Call | Output) for kind in kinds(term)]
+        return [kind for term in root.terms if isinstance(term, OpTerm | Output) for kind in kinds(term)]
     return [(root.call if isinstance(root, Output) else root).kind]
 
 
 def depth(term: Term | None) -> int:
     """The number of layers on the longest way down a term."""
-    if isinstance(term, Call):
+    if isinstance(term, OpTerm):
         return 1 + max((depth(item) for item in term.inputs), default=0)
     if isinstance(term, Output):
         return depth(term.call)
@@ -179,13 +179,13 @@ def depth(term: Term | None) -> int:
 def parts(terms: Sequence[Term]) -> list[Term]:
     """Every term of these, each once as often as it is written; a shared operator once."""
     found: list[Term] = []
-    seen: set[Call] = set()
+    seen: set[OpTerm] = set()
 
     def visit(term: Term | None) -> None:
         if term is None or term in seen:
             return
         found.append(term)
-        if isinstance(term, Call):
+        if isinstance(term, OpTerm):
             seen.add(term)
             for item in term.inputs:
                 visit(item)
@@ -202,14 +202,14 @@ def parts(terms: Sequence[Term]) -> list[Term]:
     return found
 
 
-def symmetric_calls(roots: Sequence[Root]) -> frozenset[Call]:
+def symmetric_operators(roots: Sequence[Root]) -> frozenset[OpTerm]:
     """The commutative operators of two variables that stand nowhere else in the pattern."""
     terms = parts(roots)
     seen = Counter(term.name for term in terms if isinstance(term, Var))
     return frozenset(
         term
         for term in terms
-        if isinstance(term, Call)
+        if isinstance(term, OpTerm)
         and term.kind in COMMUTATIVE
         and all(isinstance(item, Var) and not item.constant and seen[item.name] == 1 for item in term.inputs)
     )
@@ -221,7 +221,7 @@ def feeders(root: Root) -> dict[str, tuple[frozenset[str], ...]]:
     found: dict[str, tuple[frozenset[str], ...]] = {}
     for term in calls:
         call = term.call if isinstance(term, Output) else term
-        assert isinstance(call, Call)
+        assert isinstance(call, OpTerm)
         groups = tuple(group | TRANSPARENT for item in call.inputs if (group := _makers(item)))
         found[call.kind] = () if call.kind in found else groups
     return found
@@ -229,7 +229,7 @@ def feeders(root: Root) -> dict[str, tuple[frozenset[str], ...]]:
 
 def _makers(term: Term | None) -> frozenset[str]:
     """The operators that may make what a term matches; empty if others may."""
-    if isinstance(term, Call):
+    if isinstance(term, OpTerm):
         return frozenset({term.kind.rpartition("::")[2]})
     if isinstance(term, Output):
         return _makers(term.call)

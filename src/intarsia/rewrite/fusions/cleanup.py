@@ -94,13 +94,13 @@ class EqualWork(PatternRewriter):
         if any(value.is_graph_output() for value in node.outputs):
             return refuse(f"{node.name} makes an output of the network")
         first = next((v for v in node.inputs if v is not None and v.const_value is None), None)
-        readers = () if first is None else first.consumers()
-        if first is None or len(readers) < 2:
+        count = 0 if first is None else len(first.uses())
+        if first is None or count < 2:
             return refuse("nothing else reads its input")
-        if len(readers) > _READERS:
-            return refuse(f"{first.name} has {len(readers)} readers")
+        if count > _READERS:
+            return refuse(f"{first.name} has {count} readers")
         order = layer.network.order
-        for other in readers:
+        for other in first.consumers():
             if (
                 other is not node
                 and other.op_type == node.op_type
