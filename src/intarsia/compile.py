@@ -21,7 +21,7 @@ from intarsia.capture.device import device_kind
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import resolve_call
-from intarsia.capture.random_state import keeps_random_state
+from intarsia.capture.random_state import kept_random_state
 from intarsia.choose.candidate import Sample, Workshop
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
@@ -47,7 +47,6 @@ from intarsia.runtime.partly import PartlyCompiled
 _COMPILING = threading.RLock()
 
 
-@keeps_random_state
 def compile(
     model: nn.Module,
     args: Sequence[Any] = (),
@@ -103,7 +102,7 @@ def compile(
         cuda_graphs,
         build_limit_s,
     )
-    with _COMPILING:
+    with _COMPILING, kept_random_state():
         args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
         device = device_kind(model, args, kwargs)
         if cuda_graphs is not None and cuda_graphs is not False and device != "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
@@ -130,3 +131,13 @@ def test_wrong_wishes_are_told_in_a_sentence() -> None:
         intarsia.compile(nn.ReLU(), (x,), min_block_size="3")  # type: ignore[arg-type]
     with pytest.raises(intarsia.errors.InputError, match="args must be a tuple"):
         intarsia.compile(nn.ReLU(), x)  # type: ignore[arg-type]
+
+
+def test_compiling_in_several_threads_moves_no_generator() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(4)
+    torch.manual_seed(0)
+    with ThreadPoolExecutor(3) as pool:
+        for made in [pool.submit(intarsia.compile, Draws(), (torch.ones(3),)) for _ in range(3)]:
+            made.result()
+    assert torch.equal(torch.rand(4), expected)
