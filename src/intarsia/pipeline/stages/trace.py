@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import CaptureError
-from intarsia.graph.alias import memory_of
 from intarsia.graph.line import Line, training_line
 from intarsia.graph.nodes import whereabouts
 from intarsia.pipeline.stages.batch import Axes, BatchDims, batch_axes, needs_its_batch
+from intarsia.pipeline.stages.export import export_model
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
-
-# Guards that hold device and dtype of the example: the signature's own check takes their place.
-_GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,7 @@ def trace(
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     axes, told = batch_axes(model, args, kwargs, batch_dims)
-    program = _export(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
-    _tidy(program.graph)
+    program = export_model(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
     specs = program.graph_signature.input_specs
     holders = [n for n in program.graph.nodes if n.op == "placeholder"]
     states: dict[fx.Node, State] = {}
@@ -118,45 +113,6 @@ def trace(
     same = _same_symbols(entries, axes)
     signature = _signature(program, entries, args, kwargs, axes, same)
     return Trace(program.graph, program.graph_module, states, tuple(inputs), signature, model.training, same)
-
-
-def _export(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
-) -> ExportedProgram:
-    if "transformers" in sys.modules:
-        _register_caches()
-    shapes = _open_batch(model, args, kwargs, axes) if dynamic_shapes is None else dynamic_shapes
-    # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
-    for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
-        try:
-            return export(model, args, kwargs, dynamic_shapes=dynamic)
-        except Exception as error:
-            reason = error
-    first = str(reason).strip().splitlines()
-    raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
-
-
-@cache
-def _register_caches() -> None:
-    """Let export see into the key-value caches of Hugging Face models, which they return by default."""
-    try:
-        from transformers.integrations.executorch import register_dynamic_cache_export_support
-    except ImportError:
-        return  # an older version, which registers them itself or not at all
-    try:
-        register_dynamic_cache_export_support()  # type: ignore[no-untyped-call, unused-ignore]
-    except ValueError:  # somebody else did
-        return
-
-
-def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:
-    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
-    found = False
-    for tensor, axis in zip(pytree.tree_leaves((args, kwargs)), axes, strict=False):
-        if axis is not None and tensor.shape[axis] > 1:  # a length of one is always taken as fixed
-            shapes[tensor] = {axis: Dim.AUTO}
-            found = True
-    return shapes.dynamic_shapes(model, args, kwargs) if found else None  # type: ignore[no-untyped-call]
 
 
 def _settled(
@@ -194,27 +150,6 @@ def _same_symbols(entries: Sequence[TensorSpec | Fixed], axes: Axes) -> dict[Any
         if axis is not None and isinstance(entry, TensorSpec) and isinstance(entry.shape[axis], str)
     ]
     return {symbol: symbols[0] for symbol in symbols if symbol != symbols[0]}
-
-
-def _tidy(graph: fx.Graph) -> None:
-    """Drop guards, and let a buffer be written as early as it can be.
-
-    Export writes a buffer that the model assigned at the very end, with `copy_`; every cut before would
-    separate it from the nodes that read it.
-    """
-    for node in list(graph.nodes):
-        if node.target in _GUARDS:
-            graph.erase_node(node)
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.copy_.default or node.users:
-            continue
-        buffer, value = node.args[:2]
-        if memory_of(value) == {buffer} and value.meta["val"].shape == buffer.meta["val"].shape:
-            graph.erase_node(node)  # `self.n += 1` has written it already
-        elif buffer.op == "placeholder":
-            others = [user for user in buffer.users if user is not node]
-            max([value, *others], key=place.__getitem__).append(node)
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:
