@@ -47,15 +47,22 @@ def assert_pipelined_equals(model, args, kwargs, chunks=2, **options):
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Electra", "Llama"])
+CAUSAL = {"Llama", "Mistral", "Qwen2", "GPTNeoX"}
+MASKED = ["Bert", "Electra", "Llama"]
+MASKED_TOO = ["Albert", "Mistral", "MPNet", "Qwen2", "GPTNeoX", "Roberta"]
+
+
+@pytest.mark.parametrize("kind", [*MASKED, *(pytest.param(k, marks=pytest.mark.full) for k in MASKED_TOO)])
 def test_padding_masks_are_divided(kind):
     """The graph does not tie a mask that is only indexed by sample to the tokens."""
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SMALL)
+    more = {"Albert": {"embedding_size": 16}, "Roberta": {"max_position_embeddings": 40}}
+    more |= {"Mistral": {"num_key_value_heads": 1}, "Qwen2": {"num_key_value_heads": 1}}
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **more.get(kind, {}))
     made = getattr(transformers, f"{kind}Model")(config)
-    kwargs = {"attention_mask": MASK} | ({"use_cache": False} if kind == "Llama" else {})
+    kwargs = {"attention_mask": MASK} | ({"use_cache": False} if kind in CAUSAL else {})
     assert_pipelined_equals(calm(made), (IDS,), kwargs)
 
 
