@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from intarsia.choose.blocks import blocks_at
 from intarsia.choose.candidate import Candidate, Sample, Workshop
 from intarsia.choose.contents import contents
-from intarsia.choose.findings import Findings, Trial
+from intarsia.choose.findings import Findings
 from intarsia.choose.line_ups import line_ups, variants_of
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory, key_of
+from intarsia.choose.mixes import mix
 from intarsia.choose.plan import measured_plan
 from intarsia.choose.progress import Progress
 from intarsia.choose.search import Search
@@ -32,6 +34,7 @@ def choose(
     `told` stands for whatever the programs depend on besides graph, engines and options.
     """
     memory = Memory()
+    told = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {told}"
     key = _key(measured, workshop, engines, told)
     known = memory.findings(key)
     if known is not None and (known.complete or measured.budget_s <= known.budget_s):
@@ -39,7 +42,7 @@ def choose(
         if module is not None:
             return _with_findings(module, replace(known, remembered=True))
     with Progress(measured.budget_s) as progress:
-        search = Search(measured, workshop, engines, sample, memory, progress)
+        search = Search(measured, workshop, engines, sample, memory, progress, told)
         built, found = search.run()
     if not search.interrupted:
         memory.keep_findings(key, found)
@@ -54,10 +57,10 @@ def _again(
     if winner([trial.entry for trial in final]).name != known.chosen:
         return None  # damaged, or decided by other rules
     trial = known.trial(known.chosen)
-    candidate = _candidate(trial, measured, workshop, engines)
-    if candidate is None:
-        return None
     try:
+        candidate = _candidate(known, measured, workshop, engines)
+        if candidate is None:
+            return None
         built = workshop.build(candidate)
     except IntarsiaError:  # what fails with these weights is found and told by a new search
         return None
@@ -65,18 +68,22 @@ def _again(
 
 
 def _candidate(
-    trial: Trial, measured: Measured, workshop: Workshop, engines: Sequence[Engine]
+    known: Findings, measured: Measured, workshop: Workshop, engines: Sequence[Engine]
 ) -> Candidate | None:
+    trial = known.trial(known.chosen)
+    if trial.blocks:
+        quick = [engine for engine in engines if not engine.slow_to_build]
+        blocks = blocks_at(workshop.builder.module, [block.place for block in known.blocks[1:]])
+        return mix(blocks, quick, trial.blocks)
     plain = line_ups(workshop, engines, measured)
     every = [*plain, *(other for one in plain for other in variants_of(one, workshop, measured))]
     return next((candidate for candidate in every if candidate.name == trial.name), None)
 
 
 def _key(measured: Measured, workshop: Workshop, engines: Sequence[Engine], told: str) -> str:
-    wishes = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {told}"
     tried = [*engines, *(measured.candidates or ())]
     asked = "usual" if measured.candidates is None else "given"
-    return key_of(contents(workshop.builder.module), tried, wishes, asked)
+    return key_of(contents(workshop.builder.module), tried, told, asked)
 
 
 def _with_findings(module: Compiled, found: Findings) -> Compiled:

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from intarsia.choose.block_costs import Costing
+from intarsia.choose.blocks import Blocks, find_blocks
 from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
 from intarsia.choose.findings import BlockCost, Findings, Trial
 from intarsia.choose.line_ups import line_ups, variants_of
 from intarsia.choose.load import race_plans
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
+from intarsia.choose.mixes import mix, promising_mixes
 from intarsia.choose.progress import Progress
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 
 SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
+_BLOCKS = (12, 6, 3)  # the most blocks that a graph is cut into; fewer where time is short
+_RESERVE = 0.3  # the part of the budget that is kept for building mixes and for the last race
+_RACE_S = 0.1  # of one block on one engine
+_MIXES = 3  # how many are built
 _CLOSE = 1.3  # who is further behind after the first race does not run in the last
 
 
@@ -30,6 +37,8 @@ class Search:
     sample: Sample
     memory: Memory
     progress: Progress
+    told: str = ""  # what the programs depend on besides graph, engines and options
+    build_s: dict[str, float] = field(default_factory=dict)
     built: dict[str, Built] = field(default_factory=dict)
     trials: dict[str, Trial] = field(default_factory=dict)
     blocks: tuple[BlockCost, ...] = ()
@@ -62,10 +71,52 @@ class Search:
         leaders += self._build_all(
             variants_of(self.built[leaders[0]].candidate, self.workshop, self.measured)
         )
+        leaders += self._build_all(self._mixes())
         if len(leaders) > 1:
             self._race(leaders, final=True, rounds=20, least=3, share=0.2)
         else:
             self.trials[leaders[0]] = replace(self.trials[leaders[0]], final=True)
+
+    def _mixes(self) -> list[Candidate]:
+        """Mixes that the costs of blocks promise to be faster than any plan so far."""
+        quick = [engine for engine in self.engines if not engine.slow_to_build]
+        blocks = self._affordable_blocks(len(quick))
+        if len(quick) < 2 or blocks is None:
+            return []
+        costing = Costing(self.workshop, quick, self.measured.objective, self.memory, self.told)
+        self.progress.tell("measuring crossings")
+        self.entering = costing.entering()
+        found = costing.costs(blocks, self.sample.inputs, self._enough)
+        if found is None:
+            self._leave_out(f"mixes: blocks took more than their part of the budget of {self._budget}")
+            return []
+        self.blocks = found
+        alone = {e.name: self.trials[e.name].median for e in quick if e.name in self.trials}
+        best = min(trial.median for trial in self.trials.values())
+        ways = promising_mixes(found, self.entering, alone, best, _MIXES)
+        return [mix(blocks, quick, way) for way in ways]
+
+    def _affordable_blocks(self, engines: int) -> Blocks | None:
+        """Blocks as small as the time that is left allows; None for a graph without waists, or without time."""
+        builder = self.workshop.builder
+        left = self.progress.left_s - _RESERVE * self.measured.budget_s
+        whole = sum(self.build_s.values())
+        for most in _BLOCKS:
+            blocks = find_blocks(builder.module, builder.options.atomic, most)
+            if blocks is None:
+                return None
+            if whole * blocks.share + len(set(blocks.digests)) * engines * _RACE_S < left:
+                return blocks
+        self._leave_out(f"mixes: measuring blocks does not fit into what is left of {self._budget}")
+        return None
+
+    def _enough(self, what: str) -> bool:
+        self.progress.tell(f"measuring {what}")
+        return self.progress.left_s < _RESERVE * self.measured.budget_s
+
+    @property
+    def _budget(self) -> str:
+        return f"{self.measured.budget_s:g} s"
 
     def _build_all(self, candidates: Sequence[Candidate]) -> list[str]:
         """Build those that fit the budget and are not what was built before; the names of what was built."""
@@ -86,6 +137,7 @@ class Search:
                 self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
                 continue
             self.built[candidate.name] = built
+            self.build_s[candidate.name] = built.build_s
             names.append(candidate.name)
         return names
 

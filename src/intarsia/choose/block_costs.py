@@ -1,0 +1,135 @@
+"""What every block takes on every engine, and what it costs to enter an engine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.build.builder import Builder
+from intarsia.choose.blocks import Blocks
+from intarsia.choose.candidate import Workshop, options_for
+from intarsia.choose.findings import BlockCost
+from intarsia.choose.load import race_plans
+from intarsia.choose.measured import Objective
+from intarsia.choose.memory import Memory, key_of
+from intarsia.engines import Engine, PyTorch
+from intarsia.partition import PYTORCH, PartitionOptions
+from intarsia.partition.support import support_table
+from intarsia.runtime.inlay import Inlay
+
+Run = Callable[[], object]
+_TURNS = 30  # of every engine, when crossings are timed
+
+
+@dataclass(frozen=True)
+class Costing:
+    """Measures blocks and crossings, unless they are remembered; `told` is what else programs depend on."""
+
+    workshop: Workshop
+    engines: Sequence[Engine]  # PyTorch last
+    objective: Objective
+    memory: Memory
+    told: str = ""
+
+    def costs(
+        self, blocks: Blocks, inputs: Sequence[Any], enough: Callable[[str], bool]
+    ) -> tuple[BlockCost, ...] | None:
+        """Seconds of every block on every engine that takes it; None if `enough` ended it before the last.
+
+        Equal blocks are measured once. `enough` is told what comes next, and says whether to stop.
+        """
+        known: dict[str, dict[str, float]] = {}
+        fed = blocks.values(inputs)
+        for number, (piece, digest) in enumerate(zip(blocks.pieces, blocks.digests, strict=True)):
+            if digest in known:
+                continue
+            if enough(f"block {number} of {len(blocks)}"):
+                return None
+            known[digest] = self._block(piece.module, digest, fed[number])
+        bounds = [0, *blocks.places]
+        return tuple(
+            BlockCost(
+                bounds[number], len(segment.nodes), blocks.begins_at(number), digest, dict(known[digest])
+            )
+            for number, (segment, digest) in enumerate(zip(blocks.plan.segments, blocks.digests, strict=True))
+        )
+
+    def entering(self) -> dict[str, float]:
+        """Seconds of a call that does next to nothing, made in turn with the other engines'."""
+        key = key_of("crossing", self.engines, *self._names)
+        kept = {name: self.memory.cost(f"{key} {name}") for name in self._names}
+        if all(seconds is not None for seconds in kept.values()):
+            return {name: seconds for name, seconds in kept.items() if seconds is not None}
+        x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        runs = {e.name: self._run(_relu(x), e, [x], PartitionOptions(min_block_size=1)) for e in self.engines}
+        found = _turns({name: run for name, run in runs.items() if run is not None})
+        for name, seconds in found.items():
+            self.memory.keep_cost(f"{key} {name}", seconds)
+        return found
+
+    @property
+    def _names(self) -> list[str]:
+        return [engine.name for engine in self.engines]
+
+    def _block(self, module: fx.GraphModule, digest: str, inputs: list[Any]) -> dict[str, float]:
+        keys = {e.name: key_of(digest, [e], self.objective, self.told) for e in self.engines}
+        found: dict[str, float] = {}
+        runs: dict[str, Run] = {}
+        for engine in self.engines:
+            kept = self.memory.cost(keys[engine.name])
+            if kept is not None:
+                found[engine.name] = kept
+            elif (run := self._run(module, engine, inputs, self.workshop.builder.options)) is not None:
+                runs[engine.name] = run
+        if runs:
+            for name, took in race_plans(runs, self.objective, rounds=7, least=2, budget_s=0.4).items():
+                found[name] = statistics.median(took)
+                self.memory.keep_cost(keys[name], found[name])
+        return {name: found[name] for name in self._names if name in found}
+
+    def _run(
+        self, module: fx.GraphModule, engine: Engine, inputs: list[Any], options: PartitionOptions
+    ) -> Run | None:
+        """A block on one engine, with PyTorch for what it refuses; None where it takes nothing of it."""
+        pattern = self.workshop.builder
+        engines = [engine] if engine.name == PYTORCH else [engine, PyTorch()]
+        builder = Builder(
+            module,
+            engines,
+            options_for(options, [one.name for one in engines]),
+            pattern.strategy,
+            pattern.rewrite,
+            [inputs] if pattern.examples else (),
+            pattern.build_limit_s,
+        )
+        plan, pieces, programs = builder.run(support_table(module, engines))
+        if engine.name not in plan.engines:
+            return None
+        inlay = Inlay(module.graph, pieces, programs)
+        return lambda: inlay.results(inputs)
+
+
+def _turns(runs: dict[str, Run]) -> dict[str, float]:
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.no_grad():
+        for _ in range(_TURNS):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                took[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in took.items()}
+
+
+def _relu(x: torch.Tensor) -> fx.GraphModule:
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.relu.default, (given,))
+    given.meta["val"] = made.meta["val"] = x
+    graph.output((made,))
+    return fx.GraphModule(torch.nn.Module(), graph)
