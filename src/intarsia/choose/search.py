@@ -97,7 +97,7 @@ class Search:
         return [mix(blocks, quick, way) for way in ways]
 
     def _affordable_blocks(self, engines: int) -> Blocks | None:
-        """Blocks as small as the time that is left allows; None for a graph without waists, or without time."""
+        """Blocks as small as the time that is left allows; None without waists, or without time."""
         builder = self.workshop.builder
         left = self.progress.left_s - _RESERVE * self.measured.budget_s
         whole = sum(self.build_s.values())
