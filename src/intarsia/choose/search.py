@@ -18,6 +18,7 @@ from intarsia.choose.progress import Progress
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
+from intarsia.partition import PYTORCH
 
 SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
 _BLOCKS = (12, 6, 3)  # the most blocks that a graph is cut into; fewer where time is short
@@ -83,7 +84,9 @@ class Search:
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
             return []
-        costing = Costing(self.workshop, quick, self.measured.objective, self.memory, self.told)
+        full = self.workshop.builder.options.require_full_compilation
+        able = [engine for engine in quick if not (full and engine.name == PYTORCH)]
+        costing = Costing(self.workshop, able, self.measured.objective, self.memory, self.told)
         self.progress.tell("measuring crossings")
         self.entering = costing.entering()
         found = costing.costs(blocks, self.sample.inputs, self._enough)
