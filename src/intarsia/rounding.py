@@ -71,14 +71,17 @@ class _Nudged(fx.Interpreter):
         if n.op not in ("placeholder", "call_function") or _moves(n.target):
             return value
         terms = self._terms(n, value) if n.op == "call_function" else 1.0
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nudge(tensor, terms), value)
+        least = _tensor_float_rounding(_name(n)) if n.op == "call_function" else 0.0
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nudge(tensor, terms, least), value)
 
-    def _nudge(self, value: torch.Tensor, terms: float) -> torch.Tensor:
+    def _nudge(self, value: torch.Tensor, terms: float, on_cuda: float) -> torch.Tensor:
         if value.is_complex():
-            return torch.view_as_complex(self._nudge(torch.view_as_real(value.resolve_conj()), terms))
+            parts = torch.view_as_real(value.resolve_conj())
+            return torch.view_as_complex(self._nudge(parts, terms, on_cuda))
         if not value.is_floating_point() or not value.numel():
             return value
-        step = max(torch.finfo(value.dtype).eps, self._coarsest) * math.sqrt(terms)
+        shorter = on_cuda if value.is_cuda and value.dtype is torch.float32 else 0.0
+        step = max(torch.finfo(value.dtype).eps, self._coarsest, shorter) * math.sqrt(terms)
         wide = value.double() if value.element_size() < 4 else value
         noise = torch.empty(value.shape, dtype=wide.dtype).uniform_(-step, step, generator=self._generator)
         moved = wide + wide * noise.to(value.device)
@@ -92,12 +95,25 @@ class _Nudged(fx.Interpreter):
         if not given or not isinstance(first, torch.Tensor) or not first.numel():
             return 1.0
         terms = max(x.numel() for x in given) / first.numel()
-        name = str(getattr(node.target, "overloadpacket", node.target)).rsplit(".", 1)[-1]
+        name = _name(node)
         if "conv" in name and len(given) > 1:
             terms = max(terms, given[1].numel() / max(1, given[1].shape[0]))
         elif name in _PRODUCTS:
             terms = max(terms, *(x.shape[-1] for x in given if x.ndim > 1))
         return min(max(terms, 1.0), _LONGEST)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "overloadpacket", node.target)).rsplit(".", 1)[-1]
+
+
+def _tensor_float_rounding(name: str) -> float:
+    """The rounding of float32 products on a GPU, where torch lets them be computed in TF32; else 0."""
+    if "conv" in name:
+        allowed = torch.backends.cudnn.allow_tf32
+    else:
+        allowed = name in _PRODUCTS and torch.get_float32_matmul_precision() != "highest"
+    return 2.0**-11 if allowed else 0.0
 
 
 def _moves(target: Any) -> bool:

@@ -25,6 +25,7 @@ from intarsia.runtime.compiled import Compiled, Run
 Results = Literal["fresh", "static"]
 
 SHAPES = 8  # graphs a module may have, one for each set of input shapes; each keeps its memory
+_REMEMBERED = 1000  # sets of shapes that came once
 _WARMUPS = 2  # runs before recording: libraries set themselves up and choose their kernels
 
 
@@ -65,7 +66,7 @@ def use_cuda_graphs(
     graphs = CudaGraphs(compiled.inlay.results, graph, results)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told by the notes
-        graphs(example)
+        graphs.record(example)
     compiled.note(*graphs.notes)
     compiled.run_by(graphs)
 
@@ -83,9 +84,9 @@ class _Recorded:
 class CudaGraphs:
     """Calls `run` through a CUDA graph for each set of shapes; what cannot be recorded runs as before.
 
-    Calls from several threads take turns, since they share the graph's memory; a call on another stream
-    waits for the one before. With `results="static"` a call returns the graph's own memory, which the next
-    call overwrites.
+    A set of shapes is recorded at its second call: one that comes once is not worth the memory. Calls from
+    several threads take turns, since they share the graph's memory; a call on another stream waits for the
+    one before. With `results="static"` a call returns the graph's own memory, which the next call overwrites.
     """
 
     def __init__(self, run: Run, graph: fx.Graph, results: Results = "fresh") -> None:
@@ -93,13 +94,14 @@ class CudaGraphs:
         self._static = results == "static"
         self._random = any(node.op == "call_function" and is_ordered(node) for node in graph.nodes)
         self._recorded: dict[Any, _Recorded | None] = {}
+        self._seen_once: dict[Any, None] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # where the last launch went
         self._lock = threading.Lock()
         self.notes: list[str] = []
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        key = tuple([(x.shape, x.stride()) if isinstance(x, torch.Tensor) else (type(x), x) for x in inputs])
+        key = _key(inputs)
         recorded = self._recorded.get(key)
         if recorded is None:
             recorded = self._first_call(key, inputs)
@@ -109,8 +111,18 @@ class CudaGraphs:
         with self._lock, torch.no_grad(), torch.cuda.device(recorded.device):
             return self._launch(recorded, inputs)
 
+    def record(self, inputs: Sequence[Any]) -> None:
+        """Record a graph for the shapes of these inputs now, if it can be."""
+        self._seen_once[_key(inputs)] = None
+        self._first_call(_key(inputs), inputs)
+
     def _first_call(self, key: Any, inputs: Sequence[Any]) -> _Recorded | None:
         if key in self._recorded or torch.cuda.is_current_stream_capturing():
+            return None
+        if key not in self._seen_once:
+            if len(self._seen_once) > _REMEMBERED:
+                self._seen_once.clear()
+            self._seen_once[key] = None
             return None
         with self._lock:
             if key in self._recorded:
@@ -181,6 +193,10 @@ class CudaGraphs:
             own.update(zip(map(id, made), fresh, strict=True))
         # An input that is returned is the caller's tensor, not the graph's copy of it.
         return [own.get(id(x), x) for x in recorded.results]
+
+
+def _key(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([(x.shape, x.stride()) if isinstance(x, torch.Tensor) else (type(x), x) for x in inputs])
 
 
 def _is_tensor(value: Any) -> bool:
