@@ -222,16 +222,16 @@ def killed():
     os._exit(0)
 
 
-def main():
+def run_cases(cases):
     """Each argument is a case, `name` or `name:argument:argument`; one process group serves them all."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     for case in sys.argv[1:]:
         name, *rest = case.split(":")
-        globals()[name](*rest)
+        cases[name](*rest)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(globals())

@@ -19,7 +19,7 @@ WORKER = Path(__file__).with_name("rank_worker.py")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
-def launch(*case: str, world: int = 2, limit: float = 250.0) -> list[tuple[int, str]]:
+def launch(*case: str, world: int = 2, limit: float = 250.0, worker: Path = WORKER) -> list[tuple[int, str]]:
     """Run one case on `world` ranks; each rank's exit status and output. No process outlives the limit."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ def launch(*case: str, world: int = 2, limit: float = 250.0) -> list[tuple[int, 
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), *case],
+            [sys.executable, str(worker), *case],
             env=common | {"RANK": str(r), "LOCAL_RANK": str(r)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

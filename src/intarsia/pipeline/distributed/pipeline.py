@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
 from intarsia.errors import InputError, PartitionError, PipelineError
+from intarsia.pipeline.distributed.batch import bare, divide, divide_target, join
+from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction, mean_inside
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
     connect,
     default_device,
-    is_folded,
     placed,
     schedule_class,
     stage_ranks,
 )
-from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
+from intarsia.pipeline.distributed.precision import (
+    Borders,
+    Precision,
+    borders_under_autocast,
+    current_precision,
+    uncached_autocast,
+)
+from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, ScheduleRun, build_run
+from intarsia.pipeline.distributed.wire import wire_spec
+from intarsia.pipeline.schedule.schedules import refusal
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.tied import TiedGradients
-
-Loss = Callable[..., torch.Tensor]
 
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|pair is not connected|NCCL", re.IGNORECASE
 )
+_PRECISIONS: tuple[Precision, ...] = (None, torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What one step gave: on the rank of the last stage, the loss and the outputs; elsewhere None."""
 
-    loss: torch.Tensor | None
+    loss: Tensor | None
     output: Any
 
 
@@ -50,7 +56,22 @@ class DistributedPipeline:
     Made by `Stages.distributed` on every rank, inside an initialised process group. The gradients after
     `step` are the plain model's: of the mean loss over the batch (`reduction="mean"`) or of the sum.
     Parameters held by several ranks begin equal and get the sum of their gradients. A batch of another
-    length makes new buffers; one that micro-batches do not divide is refused on every rank before it runs.
+    length, or another autocast, makes new buffers; one that micro-batches do not divide is refused on every
+    rank before it runs. An exception in one stage is raised on every rank at the end of the step.
+
+    Args:
+        stages: what `split` gave, on every rank the same cuts.
+        schedule: a name of torch's schedules: GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...
+        n_microbatches: how many equal parts a batch is cut into.
+        loss_fn: called with the model's answer and the target of a micro-batch.
+        loss_weight: from the target of a micro-batch, how much its loss averages over (tokens, say), or
+            "equal"; see `MicrobatchLoss` for what is recognised without it.
+        reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
+        check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
+        checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
+            (True), none, or some by number.
+        device: where this rank's stages live.
+        group: the process group of the pipeline's ranks.
     """
 
     def __init__(
@@ -60,7 +81,10 @@ class DistributedPipeline:
         n_microbatches: int = 8,
         *,
         loss_fn: Loss | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
+        loss_weight: LossWeight | None = None,
+        reduction: Reduction = "mean",
+        check_loss: bool = True,
+        checkpoint: bool | Collection[int] = False,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -68,27 +92,30 @@ class DistributedPipeline:
             raise PartitionError(
                 "no process group: run under torchrun and call torch.distributed.init_process_group first"
             )
-        if reduction not in ("mean", "sum"):
-            raise PartitionError(f"reduction={reduction!r} is neither 'mean' nor 'sum'")
-        self.signature, self.loss_fn, self.group = stages.signature, loss_fn, group
-        self.n_microbatches, self.reduction = n_microbatches, reduction
+        if n_microbatches < 1:
+            raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
+        self.signature, self.group, self.n_microbatches = stages.signature, group, n_microbatches
         if n_microbatches > 1:
             self.signature.check_divisible(front=True)
+        self.loss = None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
+        self.checkpoint = _numbers(checkpoint, len(stages))
+        if self.loss is not None and loss_weight is None and n_microbatches > 1:
+            _refuse_mean_inside(stages)
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
         self.stage_ranks = stage_ranks(len(stages), self.world, self.schedule_class)
+        reason = refusal(schedule, self.world, n_microbatches)
+        if reason is not None:
+            raise PartitionError(reason)
         check_agreement(stages, group, self.device)
         connect(self.stage_ranks, group, self.device)
-        self._borders = [_border_specs(s) for s in stages]
-        self._indices = [i for i, rank in enumerate(self.stage_ranks) if rank == self.rank]
-        self._parts = [placed(stages[i], self.device) for i in self._indices]
-        self._count = len(stages)
-        self._tied = TiedGradients(
-            stages.tied, self.stage_ranks, dict(zip(self._indices, self._parts, strict=True)), group
-        )
-        self._built: dict[tuple[bool, tuple[tuple[str, int], ...]], Any] = {}
-        self._targets: list[Any] = []
+        self._stages = list(stages)
+        self._borders: Borders = [_border_specs(s) for s in stages]
+        held = [i for i, rank in enumerate(self.stage_ranks) if rank == self.rank]
+        self._parts = {i: placed(stages[i], self.device) for i in held}
+        self._tied = TiedGradients(stages.tied, self.stage_ranks, self._parts, group)
+        self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
         # Every border is checked now, so that nothing is refused in the middle of a step.
         for takes, _ in self._borders[1:]:
             for spec in takes:
@@ -97,60 +124,67 @@ class DistributedPipeline:
     @property
     def modules(self) -> nn.ModuleList:
         """This rank's stages; their `state_dict`s have the plain model's keys."""
-        return nn.ModuleList(self._parts)
+        return nn.ModuleList(self._parts.values())
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters, each once: what its optimizer takes."""
-        return list(dict.fromkeys(p for part in self._parts for p in part.parameters()))
+        return list(dict.fromkeys(p for part in self._parts.values() for p in part.parameters()))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the plain model's `state_dict`."""
         found: dict[str, Any] = {}
-        for part in self._parts:
+        for part in self._parts.values():
             found.update(part.state_dict())
         return found
 
     @property
     def held(self) -> list[int]:
         """The numbers of this rank's stages."""
-        return list(self._indices)
+        return list(self._parts)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank takes the inputs."""
-        return 0 in self._indices
+        return 0 in self._parts
 
     @property
     def is_last(self) -> bool:
         """Whether this rank takes the target and gives the loss and the outputs."""
-        return self._count - 1 in self._indices
+        return len(self._stages) - 1 in self._parts
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Forward and backward over one batch.
 
-        Every rank calls it. The first rank must give the model's inputs and the last the target (a tensor, or
-        any structure of tensors with the batch in front); other ranks may give them or not.
+        Every rank calls it, all under the same autocast. The first rank must give the model's inputs and the
+        last the target (a tensor, or any structure of tensors with the batch in front); other ranks may give
+        them or not.
         """
-        if self.loss_fn is None:
+        if self.loss is None:
             raise PartitionError("step needs loss_fn; without one call infer")
-        return self._run(args, kwargs, target, learn=True)
+        return self._run(args, kwargs, target, self.loss)
 
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """Forward alone over one batch; the outputs, on the rank of the last stage."""
         with torch.no_grad():
-            return self._run(args, kwargs, None, learn=False).output
+            return self._run(args, kwargs, None, None).output
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, learn: bool) -> StepResult:
+    def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
+    ) -> StepResult:
         tensors, lengths = self._agree(args, kwargs, target)
-        losses: list[torch.Tensor] = []
+        borders, run = self._schedule(loss, lengths)
+        losses: list[Tensor] = []
+        options: dict[str, Any] = {}
         try:
-            run, last = self._schedule(learn, lengths)
-            options: dict[str, Any] = {}
-            if self.is_last and learn:
-                self._targets = _chunks(target, self.n_microbatches)
+            if self.is_last and loss is not None:
+                loss.begin(divide_target(target, self.n_microbatches))
                 options = {"target": torch.arange(self.n_microbatches), "losses": losses}
-            with self._tied.collecting() if learn else torch.no_grad(), _dense_gradients(self.parameters()):
-                run.step(*(tensors if self.is_first else ()), **options)
+            with (
+                uncached_autocast(self.device),
+                nullcontext() if loss is None else self._tied.collecting(),
+                _dense_gradients(self.parameters()),
+            ):
+                chunks = run.step(tensors if self.is_first else (), options)
         except RuntimeError as error:
             if _LOST.search(str(error)):
                 raise PipelineError(
@@ -158,202 +192,145 @@ class DistributedPipeline:
                 ) from error
             raise
         finally:
-            self._targets = []
-        if last is None:
-            return StepResult(None, None)
-        loss = torch.stack([x.detach() for x in losses]).sum() if losses else None
-        output = self._join(last.take())
-        return StepResult(loss, output)
+            if loss is not None:
+                loss.end()
+        result = StepResult(None, None)
+        if self.is_last and run.failure.error is None:
+            try:
+                result = self._result(borders, chunks, losses, target, loss)
+            except Exception as error:
+                run.failure.note(error, "the loss of the whole batch")
+        self._raise_together(run.failure)
+        return result
+
+    def _result(
+        self,
+        borders: Borders,
+        chunks: Sequence[Sequence[Tensor]],
+        losses: Sequence[Tensor],
+        target: Any,
+        loss: MicrobatchLoss | None,
+    ) -> StepResult:
+        specs: Any = borders[-1][1]
+        output = join(self.signature, specs, chunks)
+        total = torch.stack([x.detach() for x in losses]).sum() if losses else None
+        if loss is not None and total is not None and all(map(self.signature.splits, specs)):
+            with uncached_autocast(self.device):
+                loss.compare(output, target, total)
+        return StepResult(total, output)
+
+    def _raise_together(self, failure: Failure) -> None:
+        """Raise on every rank what any rank failed with."""
+        mine = torch.tensor([int(failure.error is not None)], device=self.device)
+        flags = self._gather(mine)
+        failed = [r for r, flag in enumerate(flags) if int(flag)]
+        if not failed:
+            return
+        words = [f"{type(failure.error).__name__} in {failure.where}: {failure.error}"]
+        shared: list[Any] = [None] * self.world
+        dist.all_gather_object(shared, words, group=self.group)
+        if failure.error is not None:
+            raise failure.error
+        raise PipelineError(f"rank {failed[0]} failed with {shared[failed[0]][0]}")
 
     def _agree(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+    ) -> tuple[list[Tensor], dict[str, int]]:
         """Let every rank know the lengths of this batch, or that some rank refused it."""
         names = sorted(self.signature.example)
-        tensors: list[torch.Tensor] = []
+        tensors: list[Tensor] = []
         lengths: dict[str, int] = {}
         refusal = ""
         try:
             if self.is_first:
-                tensors, lengths = self._divide(args, kwargs)
+                given = self.signature.flatten(args, kwargs)
+                tensors, lengths = divide(self.signature, given, self.n_microbatches, self.device)
             if self.is_last and target is not None:
-                _chunks(target, self.n_microbatches)
+                divide_target(target, self.n_microbatches)
         except InputError as error:
             refusal = str(error)
-        mine = torch.tensor([int(bool(refusal)), *(lengths.get(n, -1) for n in names)], device=self.device)
-        gathered = [torch.empty_like(mine) for _ in range(self.world)]
-        try:
-            dist.all_gather(gathered, mine, group=self.group)
-        except RuntimeError as error:
-            raise PipelineError(f"rank {self.rank} lost another rank before a step: {error}") from error
+        precision = _PRECISIONS.index(current_precision(self.device))
+        message = [int(bool(refusal)), precision, *(lengths.get(n, -1) for n in names)]
+        gathered = self._gather(torch.tensor(message, device=self.device))
         refused = [r for r, t in enumerate(gathered) if int(t[0])]
         if refusal:
             raise InputError(refusal)
         if refused:
             raise InputError(f"rank {refused[0]} refused this batch; its own error says why")
+        for rank, numbers in enumerate(gathered):
+            if int(numbers[1]) != precision:
+                mine, other = (_autocast(_PRECISIONS[p]) for p in (precision, int(numbers[1])))
+                raise InputError(f"rank {self.rank} steps {mine}, but rank {rank} {other}")
         first = gathered[self.stage_ranks[0]]
-        return tensors, {n: int(v) for n, v in zip(names, first[1:], strict=True)}
+        return tensors, {n: int(v) for n, v in zip(names, first[2:], strict=True)}
 
-    def _divide(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[torch.Tensor], dict[str, int]]:
-        """This batch's tensors, ready to be cut in equal parts, and the lengths of one part."""
-        tensors = self.signature.flatten(args, kwargs)
-        m = self.n_microbatches
-        parts, wires = [], []
-        for spec, tensor in zip(self.signature.tensors, tensors, strict=True):
-            if not self.signature.splits(spec):
-                parts.append(tensor)
-                wires.append(tensor.to(self.device).unsqueeze(0).expand(m, *tensor.shape).contiguous())
-                continue
-            if tensor.shape[0] % m:
-                raise InputError(
-                    f"{spec.name} holds {tensor.shape[0]} samples, which n_microbatches={m} does not divide;"
-                    " drop or pad the rest of the last batch"
-                )
-            parts.append(tensor[: tensor.shape[0] // m])
-            wires.append(tensor.to(self.device).contiguous())
-        return wires, self.signature.lengths(parts)
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(mine) for _ in range(self.world)]
+        try:
+            dist.all_gather(gathered, mine, group=self.group)
+        except RuntimeError as error:
+            raise PipelineError(f"rank {self.rank} lost another rank between steps: {error}") from error
+        return gathered
 
-    def _schedule(self, learn: bool, lengths: Mapping[str, int]) -> tuple[Any, _OutputRecorder | None]:
-        """torch's schedule for batches of these lengths; made once for each."""
-        key = (learn, tuple(sorted(lengths.items())))
+    def _schedule(
+        self, loss: MicrobatchLoss | None, lengths: Mapping[str, int]
+    ) -> tuple[Borders, ScheduleRun]:
+        """The borders and torch's schedule for such batches; made once for each kind."""
+        key = (loss is not None, current_precision(self.device), tuple(sorted(lengths.items())))
         if key not in self._built:
             self._built.clear()  # the buffers of another length are not kept
-            self._built[key] = self._build(learn, lengths)
-        return self._built[key]  # type: ignore[no-any-return]
-
-    def _build(self, learn: bool, lengths: Mapping[str, int]) -> tuple[Any, _OutputRecorder | None]:
-        made: list[PipelineStage] = []
-        keep: _OutputRecorder | None = None
-        for i, part in zip(self._indices, self._parts, strict=True):
-            takes, gives = self._borders[i]
-            first, last = i == 0, i == self._count - 1
-            whole = [not self.signature.splits(s) for s in takes] if first else [False] * len(takes)
-            module: nn.Module = WiredStage(part, takes, whole, first, last)
-            if last:
-                module = keep = _OutputRecorder(module)
-            inputs = [
-                _plain(s, lengths, w) if first else wire_spec(s, lengths)
-                for s, w in zip(takes, whole, strict=True)
-            ]
-            outputs = [_plain(s, lengths, s.shape == ()) if last else wire_spec(s, lengths) for s in gives]
-            made.append(
-                PipelineStage(
-                    module,
-                    i,
-                    self._count,
-                    self.device,
-                    input_args=tuple(inputs),
-                    output_args=tuple(outputs),
-                    group=self.group,
-                    dw_builder=None if SPLITS_BACKWARD else _nothing_left,
-                )
+            borders = borders_under_autocast(self._stages, self._borders, lengths, self.device)
+            plan = RunPlan(
+                self.schedule_class,
+                self._parts,
+                borders,
+                self.signature.splits,
+                self.n_microbatches,
+                self.checkpoint,
+                self.device,
+                self.group,
             )
-        if is_folded(self.schedule_class):
-            # Before 2.13 torch begins by letting neighbours greet each other, and on a fold a rank greets
-            # itself, which gloo refuses. The connections are open already.
-            for stage in made:
-                if hasattr(stage, "_get_init_p2p_neighbors_ops"):
-                    stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
-        single = issubclass(self.schedule_class, schedules.PipelineScheduleSingle)
-        run = self.schedule_class(
-            made[0] if single else made,
-            n_microbatches=self.n_microbatches,
-            loss_fn=self._loss if learn else None,
-            # torch divides a parameter's gradient once for each of its stages, and what was there before
-            # too; we scale the loss.
-            scale_grads=False,
+            specs: Any = borders[-1][1]
+
+            def scaled(outputs: Sequence[Tensor], index: int) -> Tensor:
+                assert loss is not None
+                return loss(self.signature.unflatten(bare(outputs, specs)), index)
+
+            self._built[key] = borders, build_run(plan, lengths, None if loss is None else scaled)
+        return self._built[key]
+
+
+def _numbers(checkpoint: bool | Collection[int], count: int) -> frozenset[int]:
+    chosen = range(count) if checkpoint is True else () if checkpoint is False else checkpoint
+    wrong = [i for i in chosen if i not in range(count)]
+    if wrong:
+        raise PartitionError(f"checkpoint names stage {wrong[0]}; there are {count}")
+    return frozenset(chosen)
+
+
+def _refuse_mean_inside(stages: StageSequence) -> None:
+    node = next((n for n in map(mean_inside, stages) if n is not None), None)
+    if node is not None:
+        raise PartitionError(
+            f"the model computes a mean over tokens itself ({node}), and micro-batches may average over"
+            " different numbers of them: give loss_weight=, a function of a micro-batch's target (with"
+            " target=labels, say lambda labels: (labels != -100).sum()), or loss_weight='equal'"
         )
-        return run, keep
-
-    def _loss(self, outputs: Sequence[torch.Tensor], index: torch.Tensor) -> torch.Tensor:
-        """The user's loss of one micro-batch, scaled so that the sum over all is the batch's."""
-        assert self.loss_fn is not None
-        answer = self.signature.unflatten(_bare(outputs, self._borders[-1][1]))
-        target = self._targets[int(index)]
-        loss = self.loss_fn(answer, target) if target is not _NONE else self.loss_fn(answer)
-        return loss / self.n_microbatches if self.reduction == "mean" else loss * 1
-
-    def _join(self, chunks: Sequence[Sequence[torch.Tensor]]) -> Any:
-        """The outputs of all micro-batches as the model gives them; those without a batch are stacked."""
-        joined = []
-        specs = self._borders[-1][1]
-        for spec, column in zip(specs, zip(*(_bare(c, specs) for c in chunks), strict=True), strict=True):
-            joined.append(torch.cat(column) if self.signature.splits(spec) else torch.stack(column))
-        return self.signature.unflatten(joined)
 
 
-class _OutputRecorder(nn.Module):
-    """Keeps what the last stage gives, micro-batch by micro-batch."""
-
-    def __init__(self, border: nn.Module) -> None:
-        super().__init__()
-        self.border = border
-        self.kept: list[tuple[torch.Tensor, ...]] = []
-
-    def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The outputs, noted in passing."""
-        outputs = self.border(*wires)
-        self.kept.append(tuple(o.detach() for o in outputs))
-        return outputs  # type: ignore[no-any-return]
-
-    def take(self) -> list[tuple[torch.Tensor, ...]]:
-        """What was kept, once; numbers without the dimension they were given."""
-        kept, self.kept = self.kept, []
-        return kept
-
-
-_NONE = object()
-
-# Before 2.13 torch's separate pass for the weights adds up the gradients of a node's several outputs as if
-# they were one, so there the whole backward pass runs where the inputs' would.
-SPLITS_BACKWARD = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
-def _nothing_left() -> Callable[..., None]:
-    return lambda: None
-
-
-def _contiguous(grad: torch.Tensor) -> torch.Tensor:
-    return grad.contiguous()
+def _autocast(precision: Precision) -> str:
+    return "without autocast" if precision is None else f"under autocast to {precision}"
 
 
 @contextmanager
 def _dense_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Gradients with memory of their own: torch's split backward adds in place to expanded views."""
-    hooks = [p.register_hook(_contiguous) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
+    hooks = [p.register_hook(Tensor.contiguous) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _bare(outputs: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    return [o.reshape(()) if s.shape == () else o for o, s in zip(outputs, specs, strict=True)]
-
-
-def _plain(spec: TensorSpec, lengths: Mapping[str, int], front: bool) -> torch.Tensor:
-    shape = spec.sizes(lengths)
-    return torch.empty((1, *shape) if front else shape, dtype=spec.dtype, device="meta")
-
-
-def _chunks(target: Any, count: int) -> list[Any]:
-    """A target cut in equal parts along the batch, whatever its structure."""
-    if target is None:
-        return [_NONE] * count
-    leaves, spec = pytree.tree_flatten(target)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0 or leaf.shape[0] % count:
-            found = (
-                f"a {type(leaf).__name__}"
-                if not isinstance(leaf, torch.Tensor)
-                else f"shape {tuple(leaf.shape)}"
-            )
-            raise InputError(f"the target has {found}, which n_microbatches={count} does not divide")
-    columns = [leaf.chunk(count) for leaf in leaves]
-    return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
 
 
 def _border_specs(stage: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

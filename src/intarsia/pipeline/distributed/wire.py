@@ -9,12 +9,15 @@ are kept: whole numbers cross as floats of the same width, and no arithmetic tou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, PipelineError
+from intarsia.pipeline.gpipe.checkpoint import enable_recomputing
 from intarsia.pipeline.stages.signature import TensorSpec
 
 # Whole numbers, by the float of the same width that carries their bits.
@@ -109,18 +112,31 @@ class _Exit(torch.autograd.Function):
 
 
 class WiredStage(nn.Module):
-    """A stage between wires: the first takes plain tensors, the last gives them."""
+    """A stage between wires: the first takes plain tensors, the last gives them.
+
+    What the stage gives is compared with what the ranks agreed on, so nothing is ever read as what it is not.
+    With `recompute` only the input of a micro-batch is kept, and the stage runs again in its backward pass.
+    """
 
     def __init__(
-        self, stage: nn.Module, takes: Sequence[TensorSpec], whole: Sequence[bool], first: bool, last: bool
+        self,
+        stage: nn.Module,
+        takes: Sequence[TensorSpec],
+        gives: Sequence[TensorSpec],
+        whole: Sequence[bool],
+        lengths: Mapping[str, int],
+        *,
+        first: bool,
+        last: bool,
+        recompute: bool,
     ) -> None:
         super().__init__()
         self.stage = stage
         self.dtypes = tuple(t.dtype for t in takes)
-        self.whole = tuple(
-            whole
-        )  # inputs every micro-batch gets in full: they come with a dimension in front
-        self.first, self.last = first, last
+        self.gives = tuple((spec, spec.sizes(lengths)) for spec in gives)
+        # Inputs that every micro-batch gets in full come with a dimension in front.
+        self.whole = tuple(whole)
+        self.first, self.last, self.recompute = first, last, recompute
 
     def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The next border's wires from this one's."""
@@ -128,12 +144,51 @@ class WiredStage(nn.Module):
             values = tuple(w[0] if full else w for w, full in zip(wires, self.whole, strict=True))
         else:
             values = _Enter.apply(self.dtypes, *wires)  # type: ignore[no-untyped-call]
-        outputs = self.stage(*values)
+        outputs = self._run(values)
+        for (spec, shape), output in zip(self.gives, outputs, strict=True):
+            if output.dtype != spec.dtype or tuple(output.shape) != shape:
+                raise PipelineError(
+                    f"{spec.name} is {output.dtype} of shape {tuple(output.shape)}, but the ranks agreed on"
+                    f" {spec.dtype} of shape {shape}"
+                )
         if self.last:
             # Fresh aliases: the runtime detaches the outputs in place, and one of them may be an input.
             return tuple(_Alias.apply(o) for o in outputs)  # type: ignore[no-untyped-call]
         anchor = torch.zeros((), device=outputs[0].device, requires_grad=torch.is_grad_enabled())
         return tuple(_Exit.apply(anchor, *outputs))  # type: ignore[no-untyped-call]
+
+    def empty_outputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Zeros in the form of the outputs, for a step that failed here and must still run to its end."""
+        zeros = [torch.zeros(shape, dtype=spec.dtype, device=device) for spec, shape in self.gives]
+        if self.last:
+            ones = [z.reshape(1) if z.ndim == 0 else z for z in zeros]
+            return tuple(z.requires_grad_(z.is_floating_point() and torch.is_grad_enabled()) for z in ones)
+        anchor = torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
+        return tuple(_Exit.apply(anchor, *zeros))  # type: ignore[no-untyped-call]
+
+    def _run(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if not (self.recompute and torch.is_grad_enabled()):
+            return tuple(self.stage(*values))
+        before = [v._version for v in values]
+        outputs = checkpoint(self.stage, *values, use_reentrant=False, context_fn=_contexts)
+        if [v._version for v in values] != before:
+            raise PipelineError("the stage changes its input in place, so it cannot be computed again")
+        return tuple(outputs)
+
+
+class _Recomputing(AbstractContextManager[None]):
+    """Around every further run: the stage leaves its buffers alone. A split backward pass enters it twice."""
+
+    def __enter__(self) -> None:
+        self.mode = enable_recomputing()
+        self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _Recomputing()
 
 
 class _Alias(torch.autograd.Function):

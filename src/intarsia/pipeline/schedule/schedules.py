@@ -167,8 +167,9 @@ def refusal(name: str, ranks: int, microbatches: int) -> str | None:
     >>> refusal("1F1B", 4, 2)
     '1F1B needs a micro-batch a stage: microbatches=2 is less than 4 stages'
     """
-    if name == "1F1B" and microbatches < ranks:
-        return f"1F1B needs a micro-batch a stage: microbatches={microbatches} is less than {ranks} stages"
+    stages = {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(name, 0)
+    if microbatches < stages:
+        return f"{name} needs a micro-batch a stage: microbatches={microbatches} is less than {stages} stages"
     rounds = max(1, microbatches // ranks)
     if name in ("Interleaved1F1B", "ZeroBubble") and microbatches % rounds:
         return (

@@ -1,0 +1,146 @@
+"""The loss of a batch from the losses of its micro-batches, each weighed by what it averaged over."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import PartitionError, PipelineError
+
+Loss = Callable[..., Tensor]
+LossWeight = Callable[[Any], Tensor | float] | Literal["equal"]
+Reduction = Literal["mean", "sum"]
+
+NO_TARGET = object()
+
+# Losses that average over the samples, or tokens, whose target is not `ignore_index`.
+_TOKEN_MEANS = {F.cross_entropy, F.nll_loss}
+_MEAN = 1  # how aten writes reduction="mean"
+
+
+class MicrobatchLoss:
+    """The user's loss, scaled so that the gradients of all micro-batches add up to the whole batch's.
+
+    A mean over the batch is the mean over micro-batches only where each averaged over as much. `weight` says
+    over how much, from the target of a micro-batch; `"equal"` says that they are alike. Without it cross
+    entropy and negative log likelihood are recognised (targets of `ignore_index` do not count), and any other
+    loss is taken as equal and compared, after the step, with the loss of the whole batch.
+    """
+
+    def __init__(self, loss_fn: Loss, weight: LossWeight | None, reduction: Reduction, check: bool) -> None:
+        if reduction not in ("mean", "sum"):
+            raise PartitionError(f"reduction={reduction!r} is neither 'mean' nor 'sum'")
+        if weight is not None and weight != "equal" and not callable(weight):
+            raise PartitionError(f"loss_weight={weight!r} is neither a function of the target nor 'equal'")
+        if weight is not None and reduction == "sum":
+            raise PartitionError("loss_weight has no meaning with reduction='sum': sums simply add up")
+        self.loss_fn, self.weight, self.reduction, self.check = loss_fn, weight, reduction, check
+        self._targets: list[Any] = []
+        self._shares: list[float] = []
+
+    def begin(self, targets: Sequence[Any]) -> None:
+        """Start a batch whose micro-batches have these targets."""
+        self._targets = list(targets)
+        if self.reduction == "sum":
+            self._shares = [1.0] * len(targets)
+            return
+        weights = [self._weigh(t) for t in targets]
+        total = sum(weights)
+        # Nothing to average over: the plain loss is 0/0 too, and says so.
+        self._shares = [w / total if total else 1 / len(targets) for w in weights]
+
+    def end(self) -> None:
+        """Forget the targets."""
+        self._targets, self._shares = [], []
+
+    def __call__(self, output: Any, index: int) -> Tensor:
+        """The share of one micro-batch in the loss of the batch."""
+        share = self._shares[index]
+        if share == 0.0:
+            return _zero(output)  # a mean over nothing is NaN, and counts for nothing
+        return call_loss(self.loss_fn, output, self._targets[index]) * share
+
+    def compare(self, output: Any, target: Any, loss: Tensor) -> None:
+        """Refuse a loss of micro-batches that is not the loss of the batch."""
+        if not self.check:
+            return
+        with torch.no_grad():
+            whole = call_loss(self.loss_fn, output, target)
+        if not isinstance(whole, Tensor) or whole.ndim:
+            return
+        tolerance = 2e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
+        if not torch.allclose(
+            whole.to(loss.dtype), loss, rtol=tolerance, atol=tolerance / 10, equal_nan=True
+        ):
+            raise PipelineError(
+                f"the loss of the whole batch is {whole.item():.6g}, but its micro-batches give"
+                f" {loss.item():.6g}: they do not average over equally much. Give loss_weight=, a function of"
+                " a micro-batch's target (say lambda target: (target != -100).sum()), or reduction='sum' for"
+                " a sum; check_loss=False for a loss that is random"
+            )
+
+    def _weigh(self, target: Any) -> float:
+        if callable(self.weight):
+            return float(self.weight(None if target is NO_TARGET else target))
+        counted = None if self.weight == "equal" else token_count(self.loss_fn, target)
+        return 1.0 if counted is None else counted
+
+
+def call_loss(loss_fn: Loss, output: Any, target: Any) -> Tensor:
+    """The loss with a target, or without where there is none."""
+    return loss_fn(output) if target is NO_TARGET else loss_fn(output, target)
+
+
+def token_count(loss_fn: Loss, target: Any) -> float | None:
+    """How much a known loss averages over, from its target; None for a loss that is not known.
+
+    >>> token_count(nn.CrossEntropyLoss(), torch.tensor([1, -100, 2]))
+    2.0
+    """
+    options: dict[str, Any] = {}
+    known: Any = loss_fn
+    if isinstance(known, functools.partial) and not known.args:
+        known, options = known.func, dict(known.keywords)
+    if isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss):
+        options = {n: getattr(known, n) for n in ("weight", "ignore_index", "reduction")}
+    elif known not in _TOKEN_MEANS:
+        return None
+    if (
+        options.get("reduction", "mean") != "mean"
+        or not isinstance(target, Tensor)
+        or target.is_floating_point()
+    ):
+        return None
+    counted = target != options.get("ignore_index", -100)
+    if (weight := options.get("weight")) is not None:
+        return float(weight[target[counted]].sum())
+    return float(counted.sum())
+
+
+def mean_inside(stage: nn.Module) -> str | None:
+    """The node of a stage that computes a mean over tokens itself, if there is one."""
+    piece = getattr(getattr(stage, "piece", None), "run", None)
+    if not isinstance(piece, fx.GraphModule):
+        return None
+    aten = torch.ops.aten
+    means = {aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd, aten.nll_loss2d, aten.nll_loss_forward}
+    for node in piece.graph.nodes:
+        if getattr(node.target, "overloadpacket", None) in means:
+            given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
+            if (given | dict(node.kwargs)).get("reduction", _MEAN) == _MEAN:
+                return str(node.name)
+    return None
+
+
+def _zero(output: Any) -> Tensor:
+    """Zero, with a gradient of zero for every output, whatever it holds."""
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    return torch.stack(
+        [t.masked_fill(torch.ones_like(t, dtype=torch.bool), 0).sum().float() for t in tensors]
+    ).sum()

@@ -1,0 +1,208 @@
+"""torch's schedule over this rank's stages, for batches of one size and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from intarsia.pipeline.distributed.placement import is_folded
+from intarsia.pipeline.distributed.precision import Borders
+from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
+from intarsia.pipeline.stages.signature import TensorSpec
+
+# Before 2.13 torch's separate pass for the weights adds up the gradients of a node's several outputs as if
+# they were one, so there the whole backward pass runs where the inputs' would.
+SPLITS_BACKWARD = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+@dataclass
+class Failure:
+    """The first exception of a step on this rank, and where it was raised."""
+
+    error: Exception | None = None
+    where: str = ""
+
+    def note(self, error: Exception, where: str) -> None:
+        """Remember an exception, unless an earlier one is the cause of it all."""
+        if self.error is not None:
+            return
+        # torch wraps what a backward pass raises; the user's own exception is the cause.
+        cause = error.__cause__ if str(error).lstrip().startswith("Failed to run stage") else None
+        self.error, self.where = cause if isinstance(cause, Exception) else error, where
+        self.error.add_note(f"in {where}")
+
+
+@dataclass
+class ScheduleRun:
+    """A schedule that is ready to step, and what its last step gave."""
+
+    schedule: Any
+    failure: Failure
+    outputs: list[tuple[Tensor, ...]] = field(default_factory=list)  # of the last stage, by micro-batch
+
+    def step(self, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
+        """Run every micro-batch; what the last stage gave for each. A failure is kept, not raised."""
+        self.failure.error = None
+        self.outputs.clear()
+        self.schedule.step(*inputs, **options)
+        return list(self.outputs)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a schedule is built from: stages by number, borders, and how they are to run."""
+
+    schedule_class: Any
+    parts: Mapping[int, nn.Module]  # this rank's stages
+    borders: Borders
+    splits: Callable[[TensorSpec], bool]
+    n_microbatches: int
+    recompute: frozenset[int]
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+
+def build_run(
+    plan: RunPlan, lengths: Mapping[str, int], loss: Callable[[Sequence[Tensor], int], Tensor] | None
+) -> ScheduleRun:
+    """torch's schedule for micro-batches of these lengths; with `loss` its step trains."""
+    failure = Failure()
+    run = ScheduleRun(None, failure)
+    stages = [_pipeline_stage(plan, i, lengths, run) for i in plan.parts]
+    if is_folded(plan.schedule_class):
+        # Before 2.13 torch begins by letting neighbours greet each other, and on a fold a rank greets itself,
+        # which gloo refuses. The connections are open already.
+        for stage in stages:
+            if hasattr(stage, "_get_init_p2p_neighbors_ops"):
+                stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+    single = issubclass(plan.schedule_class, schedules.PipelineScheduleSingle)
+    run.schedule = plan.schedule_class(
+        stages[0] if single else stages,
+        n_microbatches=plan.n_microbatches,
+        loss_fn=None if loss is None else _guarded_loss(loss, failure),
+        # torch divides a parameter's gradient once for each of its stages, and what was there before too; the
+        # loss is scaled instead.
+        scale_grads=False,
+    )
+    return run
+
+
+def _pipeline_stage(plan: RunPlan, i: int, lengths: Mapping[str, int], run: ScheduleRun) -> PipelineStage:
+    takes, gives = plan.borders[i]
+    count = len(plan.borders)
+    first, last = i == 0, i == count - 1
+    whole = [first and not plan.splits(s) for s in takes]  # type: ignore[arg-type]
+    wired = WiredStage(
+        plan.parts[i],
+        takes,  # type: ignore[arg-type]
+        gives,  # type: ignore[arg-type]
+        whole,
+        lengths,
+        first=first,
+        last=last,
+        recompute=i in plan.recompute,
+    )
+    inputs = [
+        _plain(s, lengths, w) if first else wire_spec(s, lengths) for s, w in zip(takes, whole, strict=True)
+    ]
+    outputs = [_plain(s, lengths, not s.shape) if last else wire_spec(s, lengths) for s in gives]  # type: ignore[union-attr]
+    return _GuardedStage(
+        _Guarded(wired, i, plan.device, run, last),
+        i,
+        count,
+        plan.device,
+        input_args=tuple(inputs),
+        output_args=tuple(outputs),
+        group=plan.group,
+        dw_builder=None if SPLITS_BACKWARD else _nothing_left,
+    )
+
+
+class _Guarded(nn.Module):
+    """A stage whose exception leaves no rank waiting: zeros go on, and the step fails at its end."""
+
+    def __init__(
+        self, wired: WiredStage, index: int, device: torch.device, run: ScheduleRun, last: bool
+    ) -> None:
+        super().__init__()
+        self.wired, self.index, self.device, self.run, self.last = wired, index, device, run, last
+
+    def forward(self, *wires: Tensor) -> tuple[Tensor, ...]:
+        """The wires of the next border."""
+        outputs: tuple[Tensor, ...] | None = None
+        if self.run.failure.error is None:
+            try:
+                outputs = self.wired(*wires)
+            except Exception as error:
+                self.run.failure.note(error, f"the forward pass of stage {self.index}")
+        if outputs is None:
+            outputs = self.wired.empty_outputs(self.device)
+        if self.last:
+            self.run.outputs.append(tuple(o.detach() for o in outputs))
+        return outputs
+
+
+class _GuardedStage(PipelineStage):
+    """torch's stage, whose backward pass also goes on with zeros after an exception."""
+
+    submod: _Guarded
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The backward pass of a micro-batch, or of its inputs alone."""
+        if not self.has_backward:
+            return
+        inputs = self.fwd_cache[bwd_chunk_id][1]
+        failure = self.submod.run.failure
+        if failure.error is None:
+            try:
+                super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+                return
+            except Exception as error:
+                failure.note(error, f"the backward pass of stage {self.stage_index}")
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        zeros = [torch.zeros_like(x) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs]
+        self.bwd_cache[bwd_chunk_id] = tuple(zeros)
+        self.dw_runner[bwd_chunk_id] = _nothing_left()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """The gradients of the weights."""
+        failure = self.submod.run.failure
+        if failure.error is None:
+            try:
+                super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+                return
+            except Exception as error:
+                failure.note(error, f"the backward pass of the weights of stage {self.stage_index}")
+        self.dw_runner.pop(bwd_chunk_id, None)
+        self.backward_state.pop(bwd_chunk_id, None)
+
+
+def _guarded_loss(
+    loss: Callable[[Sequence[Tensor], int], Tensor], failure: Failure
+) -> Callable[[Any, Tensor], Tensor]:
+    def guarded(outputs: Any, index: Tensor) -> Tensor:
+        given = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        if failure.error is None:
+            try:
+                return loss(given, int(index))
+            except Exception as error:
+                failure.note(error, f"the loss of micro-batch {int(index)}")
+        return torch.stack([o.float().sum() * 0 for o in given if o.requires_grad]).sum()
+
+    return guarded
+
+
+def _plain(spec: TensorSpec | str, lengths: Mapping[str, int], front: bool) -> Tensor:
+    assert isinstance(spec, TensorSpec)
+    shape = spec.sizes(lengths)
+    return torch.empty((1, *shape) if front else shape, dtype=spec.dtype, device="meta")
+
+
+def _nothing_left() -> Callable[..., None]:
+    return lambda: None
