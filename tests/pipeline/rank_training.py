@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError, PipelineError
+from intarsia.pipeline.planner import plan_pipeline
+from intarsia.pipeline.schedule.schedules import SCHEDULES as PLANNED
 from intarsia.pipeline.split import split
 
 
@@ -245,6 +247,50 @@ def bad_loss():
     with pytest.raises(error):
         pipe.step(x, target=torch.arange(4))
     print("bad_loss ok", flush=True)
+
+
+def plans():
+    """Every plan of a grid runs, and gives the plain model's gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
+    x, target = torch.rand(16, 6), torch.arange(16)
+    plain = copy.deepcopy(model)
+    loss_of(plain(x), target).backward()
+    ran = 0
+    for schedule in PLANNED:
+        for microbatches in (1, 2, 3, 4, 6, 8):
+            for memory in (None, 3000):
+                given = [None]
+                try:
+                    given[0] = plan_pipeline(
+                        model,
+                        (x,),
+                        devices=2,
+                        schedules=[schedule],
+                        microbatches=[microbatches],
+                        memory=memory,
+                    )
+                except PartitionError as error:
+                    given[0] = str(error)
+                dist.broadcast_object_list(given := [_summary(given[0])], src=0)
+                if isinstance(given[0], str):
+                    continue
+                name, count, checkpoint, cuts = given[0]
+                model.zero_grad()
+                parts = split(model, (x,), stages=len(cuts) + 1, cuts=cuts)
+                pipe = parts.distributed(name, count, checkpoint=checkpoint, loss_fn=loss_of)
+                pipe.step(x, target=target)
+                check_gradients(pipe, gradients(plain), f"plan {name} {count} {checkpoint}")
+                ran += 1
+    assert ran >= 12, ran
+    print(f"plans ok: {ran} ran", flush=True)
+
+
+def _summary(plan):
+    if isinstance(plan, str):
+        return plan
+    choice = plan.choice
+    return choice.schedule, choice.microbatches, choice.checkpoint, list(choice.cuts)
 
 
 if __name__ == "__main__":

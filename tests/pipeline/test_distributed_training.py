@@ -24,3 +24,7 @@ def test_recomputation():
 
 def test_an_exception_in_one_stage_reaches_every_rank():
     assert_passed(launch("raises", "bad_loss", worker=WORKER), "raises DualPipeV ok", "bad_loss ok")
+
+
+def test_every_plan_of_a_grid_runs():
+    assert_passed(launch("plans", worker=WORKER), "plans ok")

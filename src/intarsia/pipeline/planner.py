@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,13 +15,16 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
-from intarsia.pipeline.schedule.schedules import SCHEDULES, schedule
+from intarsia.pipeline.schedule.schedules import SCHEDULES, refusal, schedule
 from intarsia.pipeline.schedule.simulate import Simulation, simulate
 from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
 from intarsia.pipeline.stages.cost import profile
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.signature import tensor_spec
 from intarsia.pipeline.stages.trace import Trace, trace
+
+if TYPE_CHECKING:
+    from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,20 @@ class PipelinePlan:
     refused: int  # how many of them do not fit the memory
     stages: Stages
     measured: float | None = None  # seconds of a real step, where one was run
+
+    def distributed(self, **options: Any) -> DistributedPipeline:
+        """This rank's part of the plan; `options` are those of `Stages.distributed` (`loss_fn`, ...)."""
+        choice = self.choice
+        return self.stages.distributed(
+            choice.schedule, choice.microbatches, checkpoint=choice.checkpoint, **options
+        )
+
+    def gpipe(self, **options: Any) -> nn.Module:
+        """The plan in one process, a worker a stage; only GPipe's schedule runs there."""
+        if self.choice.schedule != "GPipe":
+            raise PartitionError(f"schedule={self.choice.schedule!r} needs several processes; GPipe does not")
+        checkpoint = "always" if self.choice.checkpoint else "never"
+        return self.stages.gpipe(chunks=self.choice.microbatches, checkpoint=checkpoint, **options)
 
     def __str__(self) -> str:
         lines = [f"chosen   {self.choice}"]
@@ -129,11 +146,7 @@ def measure(
         raise PartitionError(
             f"schedule={plan.choice.schedule!r} cannot be measured in one process; GPipe can"
         )
-    pipe = plan.stages.gpipe(
-        chunks=plan.choice.microbatches,
-        checkpoint="always" if plan.choice.checkpoint else "never",
-        concurrent_backward=True,
-    )
+    pipe = plan.gpipe(concurrent_backward=True)
     seconds = []
     for _ in range(repeats + 1):
         pipe.zero_grad()
@@ -184,6 +197,8 @@ def _candidates(
     slack: float,
 ) -> Iterator[Candidate]:
     per_rank = 2 if name == "Interleaved1F1B" else 1
+    if refusal(name, devices, microbatches) is not None:
+        return  # torch's runtime would not run it
     if name == "Interleaved1F1B" and (microbatches % devices or devices == 1):
         return
     stages = devices * per_rank

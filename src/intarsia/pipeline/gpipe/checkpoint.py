@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -153,6 +153,7 @@ class Checkpointing:
         replay: Replay | None = None,
         backward_task: BackwardTask | None = None,
         phony: Tensor | None = None,
+        parameters: Iterable[Tensor] = (),
     ) -> None:
         self.batch = batch
         structure = batch.copy()
@@ -161,6 +162,7 @@ class Checkpointing:
         self.shared = _Shared(function, structure, replay, ThreadState.capture(), backward_task)
         # The input may need no gradient while the parameters do, so a phony that needs one comes along.
         self.phony = get_phony(batch[0].device, requires_grad=True) if phony is None else phony
+        self.tie = tie_parameters(parameters, batch[0].device)
 
     def checkpoint(self) -> Batch:
         """Run the function under checkpointing."""
@@ -171,7 +173,7 @@ class Checkpointing:
         return self._apply(Keep)
 
     def _apply(self, node: type[torch.autograd.Function]) -> Batch:
-        tensors = node.apply(self.phony, self.shared, *self.batch)  # type: ignore[no-untyped-call]
+        tensors = node.apply(self.phony, self.tie, self.shared, *self.batch)  # type: ignore[no-untyped-call]
         output = self.shared.output
         assert output is not None
         self.shared.output = None  # the node must not keep its own output alive
@@ -190,18 +192,26 @@ class Checkpointing:
         batch[position] = join(batch[position], phony)
 
 
-def _differentiate(graph: tuple[Batch, Batch], grads: Gradients, *, retain: bool = False) -> Gradients:
-    """Send gradients through a graph; those of the parameters are accumulated, the input's returned."""
+def _differentiate(
+    graph: tuple[Batch, Batch], grads: Gradients, *, accumulate: bool, retain: bool = False
+) -> Gradients:
+    """Send gradients through a graph; the input's are returned, those of parameters accumulated if asked."""
     inputs, output = graph
     pairs = [(y, g) for y, g in zip(output, grads, strict=True) if y.requires_grad and g is not None]
-    if pairs:
-        outputs, gradients = zip(*pairs, strict=True)
-        with torch.enable_grad():
-            torch.autograd.backward(outputs, gradients, retain_graph=retain)
-    found = tuple(x.grad for x in inputs)
+    if not pairs:
+        return tuple(None for _ in inputs)
+    outputs, gradients = zip(*pairs, strict=True)
+    wanted = [x for x in inputs if x.requires_grad]
+    with torch.enable_grad():
+        if not accumulate:
+            asked = {"retain_graph": retain, "allow_unused": True}
+            found = iter(torch.autograd.grad(outputs, wanted, gradients, **asked) if wanted else ())
+            return tuple(next(found) if x.requires_grad else None for x in inputs)
+        torch.autograd.backward(outputs, gradients, retain_graph=retain)
+    accumulated = tuple(x.grad for x in inputs)
     for x in inputs:
         x.grad = None  # a retained graph may be walked again
-    return found
+    return accumulated
 
 
 def _refuse_second_order() -> None:
@@ -209,11 +219,60 @@ def _refuse_second_order() -> None:
         raise RuntimeError("gradients of gradients need checkpoint='never'; a checkpoint has no second order")
 
 
+class TieParameters(torch.autograd.Function):
+    """An edge from a stage's node to its parameters, so that a pass that asks for them finds the stage.
+
+    The stage gives them their gradients itself, in a backward pass of its own; that is right for a plain
+    `backward()` alone, so a pass that asks for some of them is refused.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, phony: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        ctx.set_materialize_grads(False)
+        return phony.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if not accumulates_everywhere():
+            raise RuntimeError(
+                "torch.autograd.grad and backward(inputs=...) of parameters need checkpoint='never' and"
+                " concurrent_backward=False"
+            )
+        return None, *(None for _ in range(ctx.count))
+
+
+def tie_parameters(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A phony that leads to the parameters."""
+    trained = [p for p in parameters if p.requires_grad]
+    tied: Tensor = TieParameters.apply(get_phony(device, requires_grad=False), *trained)  # type: ignore[no-untyped-call]
+    return tied
+
+
+def accumulates_everywhere() -> bool:
+    """Whether the backward pass that runs now is a plain `backward()`, not `grad()` and without `inputs`."""
+    # torch tells only its own; a release without this would accumulate where it should not.
+    ask = getattr(torch.autograd, "_is_checkpoint_valid", None)
+    return True if ask is None else bool(ask())
+
+
+def refuse_parameter_hooks(parameters: Iterable[Tensor]) -> None:
+    """Refuse hooks that would see the gradient of each micro-batch instead of the mini-batch's."""
+    for parameter in parameters:
+        # torch has no public way to ask.
+        hooks = (getattr(parameter, n, None) for n in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+        if any(hooks):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} has a hook, which would be called for every"
+                " micro-batch: hooks on parameters need checkpoint='never' and concurrent_backward=False"
+            )
+
+
 class Checkpoint(torch.autograd.Function):
     """Forward without a graph; backward through the recomputed one."""
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, phony: Tensor, tie: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -228,16 +287,17 @@ class Checkpoint(torch.autograd.Function):
         _refuse_second_order()
         shared: _Shared = ctx.shared
         saved = ctx.saved_tensors
+        accumulate = accumulates_everywhere()
 
         def backward(arrived: Gradients) -> Gradients:
             if not shared.graphs:  # the loss left out the output that Recompute hangs on
                 shared.run_again(saved)
-            return _differentiate(shared.graphs.pop(), arrived)
+            return _differentiate(shared.graphs.pop(), arrived, accumulate=accumulate)
 
         if shared.backward_task is None:
-            return None, None, *backward(grads)
+            return None, None, None, *backward(grads)
         shared.backward_task.submit_backward(grads, backward)
-        return None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
+        return None, None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
 
 
 class Recompute(torch.autograd.Function):
@@ -265,7 +325,7 @@ class Keep(torch.autograd.Function):
     """Forward with a graph of its own, kept; backward through it, on the stage's thread."""
 
     @staticmethod
-    def forward(ctx: Any, phony: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, phony: Tensor, tie: Tensor, shared: _Shared, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.shared = shared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -283,10 +343,11 @@ class Keep(torch.autograd.Function):
         assert shared.backward_task is not None
         retain = graph_is_kept()
         graph = shared.graphs[0] if retain else shared.graphs.pop()
+        accumulate = accumulates_everywhere()
         shared.backward_task.submit_backward(
-            grads, lambda arrived: _differentiate(graph, arrived, retain=retain)
+            grads, lambda arrived: _differentiate(graph, arrived, accumulate=accumulate, retain=retain)
         )
-        return None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
+        return None, None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
 
 
 def graph_is_kept() -> bool:

@@ -88,7 +88,7 @@ class GPipe(nn.Module):
     Args:
         module: the sequential module; its layers are moved, not copied.
         balance: how many layers each stage takes (`balance_by_time` finds a good one).
-        devices: where the stages live; all CUDA devices by default.
+        devices: where the stages live; by default all CUDA devices, or the CPU where there are none.
         chunks: how many micro-batches a mini-batch is cut into.
         checkpoint: which micro-batches are computed again for the gradient instead of kept:
             "always", "except_last" or "never".
@@ -96,8 +96,9 @@ class GPipe(nn.Module):
         concurrent_backward: whether stages on the CPU also go backward at the same time; by default they
             do where micro-batches are checkpointed. (Stages on distinct GPUs always do.)
 
-    Checkpointing and concurrent backward passes give parameters their gradients by `backward()` alone.
-    With neither, `torch.autograd.grad` and gradients of gradients work as for any module.
+    Checkpointing and concurrent backward passes give parameters their gradients in a plain `backward()`; with
+    either, `torch.autograd.grad` and `backward(inputs=...)` of parameters, gradients of gradients and hooks
+    on parameters are refused. With neither (checkpoint="never") all of it works as for any module.
     """
 
     #: How many layers each stage has.
@@ -132,8 +133,11 @@ class GPipe(nn.Module):
         verify_skippables(module)
         if deferred_batch_norm:
             module = cast(nn.Sequential, DeferredBatchNorm.convert_deferred_batch_norm(module, chunks))
+        balance = list(balance)
         if devices is None:
-            devices = range(torch.cuda.device_count())
+            devices = (
+                range(torch.cuda.device_count()) if torch.cuda.is_available() else ["cpu"] * len(balance)
+            )
         try:
             cut = split_module(module, balance, [_device(device) for device in devices])
         except BalanceError as error:

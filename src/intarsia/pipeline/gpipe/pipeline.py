@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThreads, insert_barrier
-from intarsia.pipeline.gpipe.checkpoint import Checkpointing
+from intarsia.pipeline.gpipe.checkpoint import Checkpointing, refuse_parameter_hooks
 from intarsia.pipeline.gpipe.copy import Copy, Wait
 from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.dependency import fork, join
@@ -116,6 +116,8 @@ class Pipeline:
         """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
         m, n = len(self.batches), len(self.partitions)
         self._state = ThreadState.capture()
+        if self._state.grad and (self.checkpoint_stop or self._concurrent()):
+            refuse_parameter_hooks(p for stage in self.partitions for p in stage.parameters())
         self._streams = [current_stream(device) for device in self.devices]
         self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
         self._shared = shared_generators(self.devices)
@@ -128,6 +130,12 @@ class Pipeline:
         else:
             self._run_workers()
 
+    def _concurrent(self) -> bool:
+        """Whether stages go backward on threads of their own."""
+        several = len(self.batches) > 1 and len(self.partitions) > 1
+        possible = several and self._state.grad and all(d.type == "cpu" for d in self.devices)
+        return self.concurrent_backward and possible
+
     def _run_alone(self) -> None:
         """Everything on the calling thread, tick by tick."""
         m, n = len(self.batches), len(self.partitions)
@@ -139,7 +147,7 @@ class Pipeline:
         """One thread a stage; tasks are handed out as they become possible."""
         m, n = len(self.batches), len(self.partitions)
         seeds = Seeds()
-        if self.concurrent_backward and self._state.grad and all(d.type == "cpu" for d in self.devices):
+        if self._concurrent():
             self._backward_threads = BackwardThreads(n)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
         progress = Progress(m, n)

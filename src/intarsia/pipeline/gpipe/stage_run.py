@@ -53,11 +53,12 @@ class StageRun:
         phony: Tensor | None = None,
     ) -> tuple[Batch, Checkpointing | None]:
         """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
+        parameters = self.stage.parameters()
         if checkpointed:
-            checkpoint = Checkpointing(self, batch, self, backward_task, phony)
+            checkpoint = Checkpointing(self, batch, self, backward_task, phony, parameters)
             return _checked(checkpoint.checkpoint()), checkpoint
         if backward_task is not None:
-            return _checked(Checkpointing(self, batch, self, backward_task, phony).keep()), None
+            return _checked(Checkpointing(self, batch, self, backward_task, phony, parameters).keep()), None
         with self.record(again=False):
             return _checked(batch.call(self)), None
 
