@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, PartitionError, PipelineError
+from intarsia.pipeline.distributed.saved import read_checkpoint
 from intarsia.pipeline.planner import plan_pipeline
 from intarsia.pipeline.schedule.schedules import SCHEDULES as PLANNED
 from intarsia.pipeline.split import split
@@ -284,6 +285,70 @@ def plans():
                 ran += 1
     assert ran >= 12, ran
     print(f"plans ok: {ran} ran", flush=True)
+
+
+def clipping(name="gpt2"):
+    """The norm over all ranks is the plain model's, tied weights counted once."""
+    model, args, kwargs = make(name)
+    model.eval()
+    target = torch.arange(args[0].shape[0])
+    pipe = split(model, args, kwargs, stages=2, by="memory").distributed("1F1B", 2, loss_fn=loss_of)
+    for norm_type in (2.0, 1.0, float("inf")):
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        loss_of(plain(*args, **kwargs), target).backward()
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type)
+        pipe.zero_grad()
+        pipe.step(*args, target=target, **kwargs)
+        got = pipe.clip_grad_norm_(1e-3, norm_type)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+        for n, p in pipe.named_parameters().items():
+            wanted = dict(plain.named_parameters(remove_duplicate=False))[n].grad
+            if wanted is not None:
+                torch.testing.assert_close(p.grad, wanted, rtol=1e-3, atol=1e-8)
+    print("clipping ok", flush=True)
+
+
+def checkpoints(folder):
+    """A checkpoint of one cut resumes in another cut and schedule, and in the plain model, with equal loss."""
+    torch.manual_seed(0)
+    first = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
+    x, target = torch.rand(8, 6), torch.arange(8)
+
+    def train(pipe, optimizer, steps):
+        losses = []
+        for _ in range(steps):
+            pipe.zero_grad()
+            result = pipe.step(x, target=target)
+            optimizer.step()
+            losses.append(None if result.loss is None else result.loss.item())
+        return losses
+
+    pipe = split(first, (x,), stages=2, cuts=[2]).distributed("1F1B", 4, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    train(pipe, optimizer, 3)
+    pipe.save(folder, optimizer)
+    want = train(pipe, optimizer, 3)
+
+    other = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
+    again = split(other, (x,), stages=4, cuts=[1, 2, 4]).distributed("Interleaved1F1B", 4, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(again.parameters(), lr=1.0)
+    again.load(folder, optimizer)
+    got = train(again, optimizer, 3)
+    if again.is_last:
+        torch.testing.assert_close(got, want)
+    plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
+    plain.load_state_dict(read_checkpoint(folder))
+    if again.is_last:
+        torch.testing.assert_close(loss_of(plain(x), target).item(), got[0])
+    again.load_state_dict(plain.state_dict())
+    for n, p in again.named_parameters().items():
+        assert torch.equal(p, dict(plain.named_parameters())[n])
+    with pytest.raises(InputError, match="unexpected"):
+        again.load_state_dict(plain.state_dict() | {"more": x})
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        again.load(folder + "/nothing")
+    print("checkpoints ok", flush=True)
 
 
 def _summary(plan):

@@ -213,10 +213,11 @@ def killed():
             os._exit(9)
         return loss_of(output, target)
 
-    pipe = parts.distributed("1F1B", n_microbatches=4, loss_fn=loss_fn)
+    # Comparing the loss with the whole batch's would call it, and count, once more.
+    pipe = parts.distributed("1F1B", n_microbatches=4, loss_fn=loss_fn, check_loss=False)
     pipe.step(x, target=torch.arange(8))
     begin = time.monotonic()
-    with pytest.raises(PipelineError, match="lost another rank in the middle of a step"):
+    with pytest.raises(PipelineError, match="lost rank 1 in the middle of a step"):
         pipe.step(x, target=torch.arange(8))
     print(f"killed ok after {time.monotonic() - begin:.1f} s", flush=True)
     os._exit(0)

@@ -28,3 +28,8 @@ def test_an_exception_in_one_stage_reaches_every_rank():
 
 def test_every_plan_of_a_grid_runs():
     assert_passed(launch("plans", worker=WORKER), "plans ok")
+
+
+def test_clipping_and_checkpoints(tmp_path):
+    cases = ["clipping", f"checkpoints:{tmp_path / 'saved'}"]
+    assert_passed(launch(*cases, worker=WORKER), "clipping ok", "checkpoints ok")
