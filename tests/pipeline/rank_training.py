@@ -310,7 +310,7 @@ def clipping(name="gpt2"):
 
 
 def checkpoints(folder):
-    """A checkpoint of one cut resumes in another cut and schedule, and in the plain model, with equal loss."""
+    """A checkpoint of one cut resumes in another cut and schedule, and in the plain model, equally."""
     torch.manual_seed(0)
     first = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
     x, target = torch.rand(8, 6), torch.arange(8)

@@ -11,11 +11,11 @@ from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError
 from intarsia.pipeline.distributed.loss import NO_TARGET
-from intarsia.pipeline.stages.signature import Signature, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 
 
 def divide(
-    signature: Signature, tensors: Sequence[Tensor], count: int, device: torch.device
+    signature: CallSignature, tensors: Sequence[Tensor], count: int, device: torch.device
 ) -> tuple[list[Tensor], dict[str, int]]:
     """The tensors of a batch, ready to be cut in equal parts, and the lengths of one part."""
     parts, ready = [], []
@@ -52,7 +52,7 @@ def divide_target(target: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)]
 
 
-def join(signature: Signature, specs: Sequence[TensorSpec], chunks: Sequence[Sequence[Tensor]]) -> Any:
+def join(signature: CallSignature, specs: Sequence[TensorSpec], chunks: Sequence[Sequence[Tensor]]) -> Any:
     """The outputs of all micro-batches as the model gives them; those without a batch are stacked."""
     joined = []
     for spec, column in zip(specs, zip(*(bare(c, specs) for c in chunks), strict=True), strict=True):

@@ -125,12 +125,12 @@ def token_count(loss_fn: Loss, target: Any) -> float | None:
 
 def mean_inside(stage: nn.Module) -> str | None:
     """The node of a stage that computes a mean over tokens itself, if there is one."""
-    piece = getattr(getattr(stage, "piece", None), "run", None)
-    if not isinstance(piece, fx.GraphModule):
+    program = getattr(stage, "program", None)
+    if not isinstance(program, fx.GraphModule):
         return None
     aten = torch.ops.aten
     means = {aten.cross_entropy_loss, aten.nll_loss, aten.nll_loss_nd, aten.nll_loss2d, aten.nll_loss_forward}
-    for node in piece.graph.nodes:
+    for node in program.graph.nodes:
         if getattr(node.target, "overloadpacket", None) in means:
             given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))
             if (given | dict(node.kwargs)).get("reduction", _MEAN) == _MEAN:

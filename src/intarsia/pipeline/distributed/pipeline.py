@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.distributed.batch import bare, divide, divide_target, join
-from intarsia.pipeline.distributed.clip import clip_by_global_norm
 from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction, mean_inside
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
@@ -32,7 +30,7 @@ from intarsia.pipeline.distributed.precision import (
     current_precision,
     uncached_autocast,
 )
-from intarsia.pipeline.distributed.saved import load_checkpoint, save_checkpoint
+from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.schedule.schedules import refusal
@@ -53,7 +51,7 @@ class StepResult:
     output: Any
 
 
-class DistributedPipeline:
+class DistributedPipeline(RankStages):
     """One rank's part of a pipeline: its stages, and `step`.
 
     Made by `Stages.distributed` on every rank, inside an initialised process group. The gradients after
@@ -114,11 +112,11 @@ class DistributedPipeline:
         check_agreement(stages, group, self.device)
         connect(self.stage_ranks, group, self.device)
         self._stages = list(stages)
-        self._keys, self._ties = frozenset(stages.keys), stages.tied
         self._borders: Borders = [_border_specs(s) for s in stages]
         held = [i for i, rank in enumerate(self.stage_ranks) if rank == self.rank]
-        self._parts = {i: placed(stages[i], self.device) for i in held}
-        self._tied = TiedGradients(stages.tied, self.stage_ranks, self._parts, group)
+        parts = {i: placed(stages[i], self.device) for i in held}
+        super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, group, self.device)
+        self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, group)
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
         # Every border is checked now, so that nothing is refused in the middle of a step.
         for takes, _ in self._borders[1:]:
@@ -126,87 +124,14 @@ class DistributedPipeline:
                 wire_spec(spec, self.signature.example)
 
     @property
-    def modules(self) -> nn.ModuleList:
-        """This rank's stages; their `state_dict`s have the plain model's keys."""
-        return nn.ModuleList(self._parts.values())
-
-    def parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters, each once: what its optimizer takes."""
-        return list(dict.fromkeys(p for part in self._parts.values() for p in part.parameters()))
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, each once, by the plain model's names."""
-        found: dict[str, nn.Parameter] = {}
-        for part in self._parts.values():
-            for name, parameter in part.named_parameters():
-                if not any(parameter is p for p in found.values()):
-                    found[name] = parameter
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's share of the plain model's `state_dict`."""
-        found: dict[str, Any] = {}
-        for part in self._parts.values():
-            found.update(part.state_dict())
-        return found
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's share from the plain model's `state_dict`, or from that of any cut of it."""
-        unknown = [key for key in state_dict if key not in self._keys]
-        missing = [key for key in self.state_dict() if key not in state_dict]
-        if strict and (unknown or missing):
-            raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unknown}")
-        for part in self._parts.values():
-            keys = set(part.state_dict())
-            part.load_state_dict({k: v for k, v in state_dict.items() if k in keys}, strict=False)
-
-    def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint of the model, and of the optimizer, that any other cut can load. All ranks call it."""
-        save_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.group)
-
-    def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Read this rank's share of a checkpoint, whatever cut wrote it. All ranks call it."""
-        load_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this rank's parameters."""
-        for part in self._parts.values():
-            part.zero_grad(set_to_none)
-
-    def train(self, mode: bool = True) -> DistributedPipeline:
-        """Set the mode of this rank's stages; they run in the mode they were cut in alone, and refuse another."""
-        for part in self._parts.values():
-            part.train(mode)
-        return self
-
-    def eval(self) -> DistributedPipeline:
-        """Set evaluation mode."""
-        return self.train(False)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients by their norm over all ranks, which is the plain model's; returns it."""
-        counted = [p for n, p in self.named_parameters().items() if self._counts(n)]
-        return clip_by_global_norm(self.parameters(), counted, max_norm, norm_type, self.group, self.device)
-
-    def _counts(self, name: str) -> bool:
-        """Whether this rank is the first that holds a parameter."""
-        holders = (min(self.stage_ranks[s] for s in tie.stages) for tie in self._ties if tie.name == name)
-        return next(holders, self.rank) == self.rank
-
-    @property
-    def held(self) -> list[int]:
-        """The numbers of this rank's stages."""
-        return list(self._parts)
-
-    @property
     def is_first(self) -> bool:
         """Whether this rank takes the inputs."""
-        return 0 in self._parts
+        return 0 in self.parts
 
     @property
     def is_last(self) -> bool:
         """Whether this rank takes the target and gives the loss and the outputs."""
-        return len(self._stages) - 1 in self._parts
+        return len(self._stages) - 1 in self.parts
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Forward and backward over one batch.
@@ -332,7 +257,7 @@ class DistributedPipeline:
     def _neighbours(self) -> str:
         """The ranks this one exchanges values with; a connection that closed leads to one of them."""
         near = {
-            self.stage_ranks[s] for i in self._parts for s in (i - 1, i + 1) if s in range(len(self._stages))
+            self.stage_ranks[s] for i in self.parts for s in (i - 1, i + 1) if s in range(len(self._stages))
         }
         return " or ".join(f"rank {r}" for r in sorted(near - {self.rank})) or "another rank"
 
@@ -346,7 +271,7 @@ class DistributedPipeline:
             borders = borders_under_autocast(self._stages, self._borders, lengths, self.device)
             plan = RunPlan(
                 self.schedule_class,
-                self._parts,
+                self.parts,
                 borders,
                 self.signature.splits,
                 self.n_microbatches,

@@ -1,4 +1,4 @@
-"""Checkpoints by torch.distributed.checkpoint under the plain model's names, so that any cut can load them."""
+"""Checkpoints by torch.distributed.checkpoint under the plain model's names, that any cut can load."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def load_checkpoint(
     stored = _stored(path)
     missing = [key for key in state if _MODEL + key not in stored]
     if missing:
-        raise InputError(
-            f"the checkpoint {path} lacks {missing[0]}" + f" and {len(missing) - 1} more" * (len(missing) > 1)
-        )
+        raise InputError(f"the checkpoint {path} lacks {', '.join(missing)}")
     flat: dict[str, Any] = {_MODEL + key: value for key, value in state.items()}
     slots: dict[str, tuple[str, str]] = {}
     if optimizer is not None:

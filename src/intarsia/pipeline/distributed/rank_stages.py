@@ -1,0 +1,106 @@
+"""The stages one rank holds, with the parts of an `nn.Module` that training loops use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from intarsia.errors import InputError
+from intarsia.pipeline.distributed.clip import clip_by_global_norm
+from intarsia.pipeline.distributed.saved import load_checkpoint, save_checkpoint
+from intarsia.pipeline.stages.tied import Tied
+
+
+class RankStages:
+    """This rank's stages; parameters and states go by the plain model's names."""
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        keys: Iterable[str],
+        ties: Sequence[Tied],
+        stage_ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.parts, self.keys, self.ties = dict(parts), frozenset(keys), tuple(ties)
+        self.stage_ranks, self.group, self.device = list(stage_ranks), group, device
+        self.rank = dist.get_rank(group)
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        """This rank's stages; their `state_dict`s have the plain model's keys."""
+        return nn.ModuleList(self.parts.values())
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters, each once: what its optimizer takes."""
+        return list(dict.fromkeys(p for part in self.parts.values() for p in part.parameters()))
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, each once, by the plain model's names."""
+        found: dict[str, nn.Parameter] = {}
+        for part in self.parts.values():
+            for name, parameter in part.named_parameters():
+                if not any(parameter is p for p in found.values()):
+                    found[name] = parameter
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's share of the plain model's `state_dict`."""
+        found: dict[str, Any] = {}
+        for part in self.parts.values():
+            found.update(part.state_dict())
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's share from the plain model's `state_dict`, or from that of any cut of it."""
+        unknown = [key for key in state_dict if key not in self.keys]
+        missing = [key for key in self.state_dict() if key not in state_dict]
+        if strict and (unknown or missing):
+            raise InputError(f"state_dict does not fit: missing {missing}, unexpected {unknown}")
+        for part in self.parts.values():
+            keys = set(part.state_dict())
+            part.load_state_dict({k: v for k, v in state_dict.items() if k in keys}, strict=False)
+
+    def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write a checkpoint of model and optimizer that any other cut can load. All ranks call it."""
+        save_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.group)
+
+    def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read this rank's share of a checkpoint, whatever cut wrote it. All ranks call it."""
+        load_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this rank's parameters."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> RankStages:
+        """Set the mode of this rank's stages; they run only in the mode they were cut in."""
+        for part in self.parts.values():
+            part.train(mode)
+        return self
+
+    def eval(self) -> RankStages:
+        """Set evaluation mode."""
+        return self.train(False)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients by their norm over all ranks, which is the plain model's; returns it."""
+        counted = [p for n, p in self.named_parameters().items() if self._counts(n)]
+        return clip_by_global_norm(self.parameters(), counted, max_norm, norm_type, self.group, self.device)
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank is the first that holds a parameter."""
+        holders = (min(self.stage_ranks[s] for s in tie.stages) for tie in self.ties if tie.name == name)
+        return next(holders, self.rank) == self.rank
+
+    @property
+    def held(self) -> list[int]:
+        """The numbers of this rank's stages."""
+        return list(self.parts)
