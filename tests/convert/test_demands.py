@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from tests.convert import drivers
+from tests.convert.programs import program_of
 from torch import nn
 
 import intarsia
+from intarsia.convert import convert
+from intarsia.errors import GuardError
 
 TABLE = torch.randn(4, 3)
 CALLS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
@@ -79,3 +82,19 @@ def test_an_index_that_torch_counts_from_the_end_is_answered(
 ) -> None:
     compiled = intarsia.compile(Function(function), (index.clamp(0, 3),), engines=[engine], min_block_size=1)
     assert torch.equal(compiled(index), function(index))
+
+
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("offsets", [[0, -1, 2], [1, 1, 2], [0, 2, 1], [0, 5, 7]], ids=str)
+def test_offsets_that_do_not_rise_are_for_torch(offsets: list[int], engine: str) -> None:
+    """What a guard rules out after the run must not write outside a tensor while it runs."""
+
+    def bags(places: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return TF.embedding_bag(places, TABLE, starts, mode="sum")
+
+    places = torch.tensor([0, 1, 3, 1])
+    program = drivers.build(engine, convert(program_of(bags, places, torch.tensor([0, 1, 2]))))
+    with pytest.raises(GuardError):
+        program(places, torch.tensor(offsets))
+    rising = torch.tensor([0, 2, 2])
+    torch.testing.assert_close(program(places, rising)[0], bags(places, rising))

@@ -24,7 +24,8 @@ def _length(difference: Tensor, p: float) -> Tensor:
     """The p-norm over the last dimension."""
     x = F.abs(difference)
     if p == 0:
-        return F.reduce_sum(F.cast(F.logical_not(F.equal(x, 0.0)), x.dtype), [-1], keepdims=False)
+        counted = F.cast(F.logical_not(F.equal(x, 0.0)), x.dtype)
+        return F.reduce_sum(F.where(F.isnan(x), x, counted), [-1], keepdims=False)
     if p == 1:
         return F.reduce_sum(x, [-1], keepdims=False)
     if p == 2:

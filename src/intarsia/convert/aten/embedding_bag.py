@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.demands import from_the_front
+from intarsia.convert.aten.demands import from_the_front, zero_unless
 from intarsia.convert.aten.expand import expanded
 from intarsia.convert.aten.precision import used
 from intarsia.convert.aten.scatter import neutral_element, reduced
-from intarsia.convert.aten.sizes import Size, arange, size, sizes
+from intarsia.convert.aten.sizes import END, Size, arange, int64, size, sizes
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -96,7 +97,7 @@ def _bags(
     rows = F.cast(F.gather(weight, indices, 0), wide)
     if weights is not None:
         rows = F.mul(rows, F.unsqueeze(F.cast(weights, wide), [1]))
-    bag = _bag_of(indices, offsets)
+    bag = F.add(_bag_of(indices, offsets), zero_unless(_unlike_offsets(offsets, size(indices, 0))))
     count: Size = size(offsets, 0)
     if padding is not None:
         # What pads goes to a bag behind the last one.
@@ -109,6 +110,15 @@ def _bags(
         None,
         None,
     )
+
+
+def _unlike_offsets(offsets: Tensor, count: Size) -> Tensor:
+    """Where offsets do not rise from 0 to at most the number of indices; torch refuses most of that."""
+    given = F.cast(offsets, D.INT64)
+    before = F.concat([F.constant(np.zeros(1, np.int64)), F.slice(given, 0, -1, axis=0)], 0)
+    starts = F.concat([F.constant(np.ones(1, np.bool_)), F.less(F.slice(given, 1, END, axis=0), 0)], 0)
+    late = F.logical_and(starts, F.logical_not(F.equal(given, 0)))
+    return F.logical_or(F.logical_or(F.less(given, before), F.less(int64(count), given)), late)
 
 
 def _bag_of(indices: Tensor, offsets: Tensor) -> Tensor:

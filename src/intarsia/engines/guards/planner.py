@@ -170,15 +170,15 @@ class _Planner:
         known = [size for size in sizes if isinstance(size, int)]
         if indices.constant is not None or 0 in known:
             return
+        guard = Index(indices.name, data.name, tuple(axes))
+        if layer.kind in _UNSAFE:  # even if a guard rules it out: that is looked at when the layer has run
+            self.guards.held[layer.get_outputs(0)[0].name] = guard
         if len(known) == len(sizes) and self.range(indices).within(_indices(min(known))):
             return
         if max(known, default=0) > LONGEST_INPUT:
             raise EngineError(
                 f"{layer.kind} into {max(known)} elements: {self.limits.engine} does not check such indices"
             )
-        guard = Index(indices.name, data.name, tuple(axes))
-        if layer.kind in _UNSAFE:
-            self.guards.held[layer.get_outputs(0)[0].name] = guard
         if len(sizes) == len(known) == 1:
             source = _never_negative(indices)
             if source is None:
