@@ -58,7 +58,8 @@ class DistributedPipeline(RankStages):
     `step` are the plain model's: of the mean loss over the batch (`reduction="mean"`) or of the sum.
     Parameters held by several ranks begin equal and get the sum of their gradients. A batch of another
     length, or another autocast, makes new buffers; one that micro-batches do not divide is refused on every
-    rank before it runs. An exception in one stage is raised on every rank at the end of the step.
+    rank before it runs. An exception in one stage is raised on every rank at the end of the step, whose
+    gradients then mean nothing: call `zero_grad` before the next.
 
     Args:
         stages: what `split` gave, on every rank the same cuts.
