@@ -1,4 +1,4 @@
-"""The command line: `intarsia demo | explain | engines | pipeline`."""
+"""The command line: `intarsia demo | bench | explain | engines | pipeline`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from intarsia.cli import zoo
+from intarsia.cli.bench import bench
 from intarsia.cli.fuzz import fuzz
 from intarsia.compare import relative_error
 from intarsia.compile import compile
@@ -117,6 +118,7 @@ def explain(
 
 
 app.command()(fuzz)
+app.command()(bench)
 app.add_typer(importlib.import_module("intarsia.cli.pipeline").app, name="pipeline")
 
 

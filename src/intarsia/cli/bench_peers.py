@@ -1,0 +1,209 @@
+"""One model measured against its peers, in a process of its own: `python -m intarsia.cli.bench_peers`.
+
+What is known is written after each stage, so that a limit on time loses only what was not reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intarsia.cache.machine import machine_key, package_version
+from intarsia.choose import Measured
+from intarsia.cli.bench_models import specimen
+from intarsia.cli.zoo import Specimen
+from intarsia.compare import relative_error
+from intarsia.compile import compile
+from intarsia.graph.plan import Plan
+from intarsia.timing import race
+
+Call = Callable[[], object]
+OURS, FIXED, EAGER = "intarsia", "intarsia, fixed order", "eager"
+PEERS = (
+    EAGER,
+    "torch.onnx + ONNX Runtime",
+    "OpenVINO's importer",
+    "torch.compile",
+    "torch.compile, freezing",
+)
+_PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to measure: the model, its size, rounds of the race, our budget, whether Inductor runs too."""
+
+    name: str
+    full: bool = True
+    rounds: int = 15
+    budget_s: float = 20.0
+    race_s: float = 30.0
+    inductor: bool = True
+
+
+def measure(wish: Wish, out: Path) -> None:
+    """Measure a model and write what was found to `out`, stage by stage."""
+    warnings.filterwarnings("ignore")
+    thing = specimen(wish.name, full=wish.full)
+    with torch.no_grad():
+        expected = thing.model(*thing.args, **thing.kwargs)
+    facts: dict[str, Any] = {
+        "name": wish.name,
+        "full": wish.full,
+        "weights": sum(p.numel() for p in thing.model.parameters()),
+        "machine": machine_key(),
+        "versions": {m: package_version(m) for m in ("torch", "onnxruntime", "openvino", "transformers")},
+        "peers": {},
+        "complete": False,
+    }
+    makers: dict[str, Callable[[], Call]] = {
+        EAGER: lambda: lambda: thing.model(*thing.args, **thing.kwargs),
+        FIXED: lambda: _ours(thing, "dependency", facts, "plan_fixed"),
+        OURS: lambda: _ours(thing, Measured(budget_s=wish.budget_s), facts, "plan"),
+        PEERS[1]: lambda: _onnxruntime(thing),
+        PEERS[2]: lambda: _openvino(thing),
+    }
+    calls = _made(makers, facts, expected)
+    again = time.perf_counter()
+    _ours(thing, Measured(budget_s=wish.budget_s), facts, "plan_again")
+    facts["compile_again_s"] = time.perf_counter() - again
+    _race(calls, wish, facts)
+    _write(facts, out)
+    if wish.inductor:
+        # Last, since each may take minutes; the race is then run anew with everybody in it.
+        inductor = {
+            PEERS[3]: lambda: _inductor(thing, {}),
+            PEERS[4]: lambda: _inductor(thing, {"freezing": True}),
+        }
+        calls |= _made(inductor, facts, expected)
+        _race(calls, wish, facts)
+    facts["complete"] = True
+    _write(facts, out)
+
+
+def _made(
+    makers: Mapping[str, Callable[[], Call]], facts: dict[str, Any], expected: object
+) -> dict[str, Call]:
+    """The peers that can be made: seconds that it took, and how far the answer is off eager's."""
+    made: dict[str, Call] = {}
+    for name, make in makers.items():
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                call = make()
+                answer = call()
+        except Exception as error:  # a peer's failure is a result, not ours to hide or to die of
+            said = next(iter(str(error).splitlines()), "")
+            facts["peers"][name] = {"failed": f"{type(error).__name__}: {said}"[:300]}
+            continue
+        facts["peers"][name] = {"compile_s": time.perf_counter() - start, "error": _error(answer, expected)}
+        made[name] = call
+    return made
+
+
+def _race(calls: Mapping[str, Call], wish: Wish, facts: dict[str, Any]) -> None:
+    with torch.no_grad():
+        took = race(calls, rounds=wish.rounds, budget_s=wish.race_s, warmup=1, pause_s=_PAUSE_S)
+    for name, timing in took.items():
+        facts["peers"][name] |= {
+            "median_ms": timing.median * 1e3,
+            "best_ms": timing.best * 1e3,
+            "rounds": timing.rounds,
+        }
+
+
+def _error(answer: object, expected: object) -> float | None:
+    """By tensors in order, since an importer may drop the nesting; None where they do not correspond."""
+    ours = [x for x in pytree.tree_leaves(answer) if isinstance(x, torch.Tensor)]
+    theirs = [x for x in pytree.tree_leaves(expected) if isinstance(x, torch.Tensor)]
+    if len(ours) != len(theirs) or any(a.shape != b.shape for a, b in zip(ours, theirs, strict=True)):
+        return None
+    return relative_error(ours, theirs)
+
+
+def _ours(thing: Specimen, partition: Any, facts: dict[str, Any], key: str) -> Call:
+    fast = compile(thing.model, thing.args, thing.kwargs, partition=partition)
+    plan = fast.plan
+    facts[key] = json.loads(plan.to_json()) if isinstance(plan, Plan) else {}  # a model in parts has none
+    facts[key]["text"] = str(plan)
+    return lambda: fast(*thing.args, **thing.kwargs)
+
+
+def _tensors(thing: Specimen) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((thing.args, thing.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _onnxruntime(thing: Specimen) -> Call:
+    import onnxruntime
+
+    program = torch.onnx.export(thing.model, thing.args, kwargs=thing.kwargs, dynamo=True, verbose=False)
+    assert program is not None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"intarsia-bench-{os.getpid()}.onnx"
+    try:
+        program.save(str(path))
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    finally:
+        for file in (path, path.with_name(path.name + ".data")):
+            file.unlink(missing_ok=True)
+    names = [given.name for given in session.get_inputs()]
+    feed = dict(zip(names, [tensor.numpy() for tensor in _tensors(thing)], strict=True))
+    return lambda: [torch.from_numpy(array) for array in session.run(None, feed)]
+
+
+def _openvino(thing: Specimen) -> Call:
+    import inspect
+
+    import openvino
+
+    given: Any = thing.args
+    if thing.kwargs:
+        bound = inspect.signature(thing.model.forward).bind(*thing.args, **thing.kwargs)
+        given = dict(bound.arguments)
+    model = openvino.convert_model(thing.model, example_input=given)
+    settings = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    compiled = openvino.Core().compile_model(model, "CPU", settings)
+    if isinstance(given, dict):
+        feed: Any = {name: value.numpy() for name, value in given.items() if isinstance(value, torch.Tensor)}
+    else:
+        feed = [tensor.numpy() for tensor in _tensors(thing)]
+    return lambda: [torch.from_numpy(array) for array in compiled(feed, share_inputs=True).values()]
+
+
+def _inductor(thing: Specimen, options: dict[str, Any]) -> Call:
+    torch._dynamo.reset()
+    fast = torch.compile(thing.model, options=options)
+    return lambda: fast(*thing.args, **thing.kwargs)
+
+
+def _write(facts: Mapping[str, Any], out: Path) -> None:
+    draft = out.with_suffix(".part")
+    draft.write_text(json.dumps(facts, indent=1))
+    draft.replace(out)
+
+
+def command(wish: Wish, out: Path) -> list[str]:
+    """The command line that measures one model."""
+    return [sys.executable, "-m", "intarsia.cli.bench_peers", json.dumps(asdict(wish)), str(out)]
+
+
+if __name__ == "__main__":
+    measure(Wish(**json.loads(sys.argv[1])), Path(sys.argv[2]))

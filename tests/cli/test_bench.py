@@ -1,0 +1,89 @@
+"""`intarsia bench`: models that build, a run that goes on where it was, a chart and a summary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from intarsia.cli import bench as command
+from intarsia.cli import bench_models, bench_peers, zoo
+from intarsia.cli.bench_chart import chart
+from intarsia.cli.main import app
+
+
+def test_there_are_twenty_models_and_more() -> None:
+    assert len(bench_models.names()) >= 20
+    assert len(set(bench_models.names())) == len(bench_models.names())
+
+
+@pytest.mark.parametrize("name", [name for name in bench_models.names() if name not in zoo.names()])
+def test_small_models_run(name: str) -> None:
+    thing = bench_models.specimen(name, full=False)
+    with torch.no_grad():
+        thing.model(*thing.args, **thing.kwargs)
+
+
+def _result(name: str, **times: float) -> dict[str, object]:
+    peers = {peer.replace("_", " "): {"median_ms": ms, "compile_s": 1.0} for peer, ms in times.items()}
+    return {"name": name, "peers": peers, "complete": True}
+
+
+def test_ratio_and_summary() -> None:
+    results = [
+        _result("a", eager=4.0, intarsia=1.0),
+        _result("b", eager=1.0, intarsia=1.0),
+        {"name": "c", "peers": {"eager": {"failed": "no"}}},
+    ]
+    assert [command.ratio(result) for result in results] == [4.0, 1.0, None]
+    assert (
+        command.summary(results)
+        == "2 models: best peer / ours 2.000 in the geometric mean, 1.00 at worst (b)"
+    )
+    assert command.summary([]) == "nothing was measured"
+
+
+def test_chart_is_svg() -> None:
+    made = chart([_result("a<b", eager=4.0, intarsia=1.0), {"name": "c", "peers": {}}])
+    root = ElementTree.fromstring(made)
+    assert root.tag.endswith("svg") and "a&lt;b" in made and "4.00x" in made
+
+
+def test_a_model_that_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "command", lambda *_: pytest.fail("it was run"))
+    (tmp_path / "bert.json").write_text(json.dumps(_result("bert", eager=2.0, intarsia=1.0)))
+    done = CliRunner().invoke(app, ["bench", "bert", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "2.000 in the geometric mean" in done.output
+    assert json.loads((tmp_path / "results.json").read_text())[0]["name"] == "bert"
+    assert (tmp_path / "chart.svg").exists()
+
+
+def test_a_limit_keeps_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "bert.json"
+    path.write_text(json.dumps({**_result("bert", eager=2.0), "complete": False}))
+    wish = bench_peers.Wish("bert", full=False)
+    assert command._run(wish, path, limit=0.01) == "stopped after 0.01 s"
+    kept = json.loads(path.read_text())
+    assert kept["stopped"] and kept["peers"]["eager"]["median_ms"] == 2.0
+
+
+def test_one_model_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "lstm.json"
+    wish = bench_peers.Wish("lstm", full=False, rounds=3, budget_s=1.0, race_s=1.0, inductor=False)
+    bench_peers.measure(wish, out)
+    found = json.loads(out.read_text())
+    assert found["complete"]
+    for name in ("eager", bench_peers.OURS, bench_peers.FIXED, *bench_peers.PEERS[1:3]):
+        assert found["peers"][name]["median_ms"] > 0 and found["peers"][name]["error"] < 1e-3, name
+    assert found["plan"]["measured"]["chosen"] and found["plan_again"]["measured"]["remembered"]
+
+
+def test_an_unknown_model_is_one_sentence() -> None:
+    done = CliRunner().invoke(app, ["bench", "nonsense"])
+    assert done.exit_code == 1 and "there is no model 'nonsense'" in str(done.exception)
