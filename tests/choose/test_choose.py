@@ -90,6 +90,24 @@ def test_the_fastest_is_kept(model: nn.Module, best: str, monkeypatch: pytest.Mo
     torch.testing.assert_close(fast(X), model(X), rtol=1e-4, atol=1e-5)
 
 
+def test_a_disturbed_round_costs_nobody_the_last_race(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    races = _timed(monkeypatch, {"eager": 1.0, "onnxruntime": 2.0})
+
+    def disturbed(calls: Mapping[str, Call], *more: object, **named: object) -> dict[str, tuple[float, ...]]:
+        took = races(calls, *more, **named)
+        return took if len(races.log) > 1 else {**took, "eager": (90.0, 80.0, 1.0)}
+
+    monkeypatch.setattr(search, "race_plans", disturbed)
+    assert _compile(model, Measured(budget_s=60, candidates=())).plan.findings.chosen == "eager"
+
+
+def test_explain_measures_nothing_and_says_so(model: nn.Module) -> None:
+    with pytest.raises(PartitionError, match=r"partition=Measured\(.*without measuring"):
+        intarsia.explain(model, (X,), partition=Measured())  # type: ignore[arg-type]
+
+
 def test_options_are_measured_and_must_win(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     races = _timed(monkeypatch, {"onnxruntime": 1.0, "onnxruntime, spinning": 0.5})
     found = _compile(model).plan.findings

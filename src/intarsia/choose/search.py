@@ -66,7 +66,7 @@ class Search:
         self._build_all(line_ups(self.workshop, self.engines, self.measured))
         if not self.built:
             raise self.errors[0]
-        self._race(list(self.built), final=False, rounds=5, least=1, share=0.15)
+        self._race(list(self.built), final=False, rounds=5, least=3, share=0.15)
         leaders = self._close()
         self._drop(leaders)
         leaders += self._build_all(
@@ -168,9 +168,10 @@ class Search:
         self.progress.best(lead, self.trials[lead].median)
 
     def _close(self) -> list[str]:
-        """The plans that may still win, best first."""
-        ranked = sorted(self.trials.values(), key=lambda trial: trial.median)
-        return [trial.name for trial in ranked if trial.median <= ranked[0].median * _CLOSE]
+        """The plans that may still win, best first, by quickest rounds: few rounds have no safe middle."""
+        ranked = sorted(self.trials.values(), key=lambda trial: min(trial.seconds))
+        limit = min(ranked[0].seconds) * _CLOSE
+        return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
     def _drop(self, kept: Sequence[str]) -> None:
         """Let go of the programs of plans that cannot win: each may hold a copy of the weights."""

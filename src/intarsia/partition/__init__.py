@@ -29,6 +29,10 @@ STRATEGIES: dict[str, Strategy] = {
 def find_strategy(partition: str | Strategy) -> Strategy:
     """The strategy of that name, or the function itself."""
     if not isinstance(partition, str):
+        if not callable(partition):
+            raise PartitionError(
+                f"partition={partition!r} is no strategy that makes a plan without measuring"
+            )
         return partition
     if partition not in STRATEGIES:
         known = ", ".join(STRATEGIES)
