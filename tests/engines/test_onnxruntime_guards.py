@@ -110,20 +110,22 @@ def test_a_pool_is_one_layer_and_one_guard_of_the_input() -> None:
     net_of = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3))
     fast = intarsia.compile(net_of.eval(), (IMAGE,), engines=["onnxruntime"], min_block_size=1)
     (step,) = fast.inlay.steps
-    assert step.program.guards == ["input_1 must be finite, the sum of its magnitudes at most 6.872e+10"]
+    assert step.program.program.guards == [
+        "input_1 must be finite, the sum of its magnitudes at most 6.872e+10"
+    ]
 
 
 def test_a_model_of_plain_layers_has_no_guards() -> None:
     fast = intarsia.compile(nn.Linear(6, 6), (IMAGE,), engines=["onnxruntime"], min_block_size=1)
     (step,) = fast.inlay.steps
-    assert step.program.guards == []
+    assert step.program.program.guards == []
 
 
 def test_without_guards_values_are_trusted() -> None:
     engine = OnnxRuntime(guards=False)
     fast = intarsia.compile(Of(lambda x: TF.max_pool2d(x, 2)), (IMAGE,), engines=[engine], min_block_size=1)
     (step,) = fast.inlay.steps
-    assert step.program.guards == []
+    assert step.program.program.guards == []
     assert not fast(changed(IMAGE, NAN)).isnan().any()
 
 

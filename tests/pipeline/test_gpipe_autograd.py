@@ -17,7 +17,12 @@ def model(checkpoint: str, concurrent: bool | None) -> tuple[nn.Sequential, GPip
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     pipe = GPipe(
-        copy.deepcopy(plain), [1, 2], chunks=3, checkpoint=checkpoint, concurrent_backward=concurrent
+        copy.deepcopy(plain),
+        [1, 2],
+        devices=["cpu", "cpu"],
+        chunks=3,
+        checkpoint=checkpoint,
+        concurrent_backward=concurrent,
     )
     return plain, pipe
 
@@ -27,9 +32,10 @@ def plain_graph(checkpoint: str, concurrent: bool | None) -> bool:
 
 
 def test_without_devices_the_cpu_is_used():
-    plain, pipe = model("never", False)
     if torch.cuda.is_available():
         pytest.skip("there are CUDA devices")
+    plain, _ = model("never", False)
+    pipe = GPipe(copy.deepcopy(plain), [1, 2], chunks=3)
     x = torch.rand(6, 4)
     assert pipe.devices == [torch.device("cpu")] * 2
     torch.testing.assert_close(pipe(x), plain(x))
@@ -80,7 +86,8 @@ def test_hooks_on_parameters(checkpoint, concurrent, kind):
 
 def test_hooks_and_one_micro_batch():
     for checkpoint in ("never", "always"):
-        pipe = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], checkpoint=checkpoint)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        pipe = GPipe(layers, [1, 1], devices=["cpu", "cpu"], checkpoint=checkpoint)
         calls = []
         next(pipe.parameters()).register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))
         if checkpoint == "always":

@@ -21,7 +21,7 @@ ENGINES = (OnnxRuntime(threads=1), OpenVINO(threads=1))
 QUICK = {
     "bert": {"reshape_reshape", "merged_projections"},
     "llama": {"rotary_embedding", "grouped_heads", "rms_norm"},
-    "gpt2": {"gelu_tanh", "constant_folding"},
+    "gpt2": {"gelu_tanh"},
     "mobilevit": {"attention", "conv_batch_norm"},
 }
 

@@ -40,7 +40,11 @@ def _described(device: str) -> object:
         (("cuda:0", "cuda:0"), None),
         (("cpu", "cuda:0"), "x is on cpu"),
         (("cuda:0", "cpu", "cuda:0"), "relu_default is on cpu"),
-        (("cuda:0", "cuda:1"), "it runs on cuda:0 and cuda:1"),
+        pytest.param(
+            ("cuda:0", "cuda:1"),
+            "it runs on cuda:0 and cuda:1",
+            marks=pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is one GPU, no second"),
+        ),
         (("cuda:0", "number"), "relu_default reads a value back from the GPU"),
         (("number",), "nothing of it runs on a GPU"),
     ],

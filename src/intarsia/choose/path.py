@@ -32,7 +32,7 @@ def shortest_paths(costs: Costs, entering: Mapping[str, float], count: int = 1) 
     Each state keeps its `count` best ways, so the search takes blocks x engines^2 x count steps.
 
     >>> shortest_paths([{"a": 1.0, "b": 1.2}, {"a": 3.0, "b": 1.0}], {"a": 0.1, "b": 0.1})
-    [('b', 'b')]
+    [('a', 'b')]
     """
     if not costs:
         return [()]

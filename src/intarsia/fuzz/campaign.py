@@ -61,8 +61,8 @@ class Campaign:
 def reproduce(seed: int) -> str:
     """The case of a seed, made smaller while it stays wrong, as a runnable program.
 
-    >>> print(reproduce(0).splitlines()[0])
-    # seed 0: equal
+    >>> "class Model(nn.Module)" in reproduce(0)
+    True
     """
     case = draw_case(seed)
     outcome = check(case)

@@ -59,6 +59,14 @@ class PartlyCompiled(nn.Module):
 
     `parts` are the compiled submodules by path, `plan` their plans, and `notes` say what is not compiled and
     why. Weights are the model's own; its Python attributes are copies.
+
+    >>> import intarsia
+    >>> class Steps(nn.Module):
+    ...     def forward(self, x):
+    ...         return x + 1 if x.sum().item() > 0 else x
+    >>> partly = intarsia.compile(Steps(), (torch.ones(2),))
+    >>> type(partly).__name__, partly(torch.ones(2))
+    ('PartlyCompiled', tensor([2., 2.]))
     """
 
     def __init__(
