@@ -167,7 +167,7 @@ def share_of_compile(name: str, rounds: int) -> None:
             rewriting[-1] += time.perf_counter() - start
 
     shares = []
-    with mock.patch("intarsia.compile.apply", timed):
+    with mock.patch("intarsia.compiler.apply", timed):
         for _ in range(rounds + 1):  # the first measures patterns and fills caches
             rewriting.append(0.0)
             start = time.perf_counter()

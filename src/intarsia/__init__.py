@@ -1,18 +1,65 @@
 """Intarsia: cut a model into pieces, give each to the engine that runs it best, inlay them as one module."""
 
-from intarsia.capture.annotate import run_on as run_on
-from intarsia.capture.input import Input as Input
-from intarsia.choose import Measured as Measured
-from intarsia.compile import compile as compile
-from intarsia.convert import ConverterPriority as ConverterPriority
-from intarsia.convert import converter as converter
-from intarsia.convert import enforce_tensor_types as enforce_tensor_types
-from intarsia.engines import OnnxRuntime as OnnxRuntime
-from intarsia.engines import OpenVINO as OpenVINO
-from intarsia.engines import PyTorch as PyTorch
-from intarsia.lower.decompositions import register_decomposition as register_decomposition
-from intarsia.report import explain as explain
-from intarsia.runtime import Compiled as Compiled
-from intarsia.runtime import PartlyCompiled as PartlyCompiled
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from intarsia.capture.annotate import run_on as run_on
+    from intarsia.capture.input import Input as Input
+    from intarsia.choose import Measured as Measured
+    from intarsia.compiler import compile as compile
+    from intarsia.convert import ConverterPriority as ConverterPriority
+    from intarsia.convert import converter as converter
+    from intarsia.convert import enforce_tensor_types as enforce_tensor_types
+    from intarsia.engines import OnnxRuntime as OnnxRuntime
+    from intarsia.engines import OpenVINO as OpenVINO
+    from intarsia.engines import PyTorch as PyTorch
+    from intarsia.lower.decompositions import register_decomposition as register_decomposition
+    from intarsia.report import explain as explain
+    from intarsia.runtime import Compiled as Compiled
+    from intarsia.runtime import PartlyCompiled as PartlyCompiled
+    from intarsia.runtime.archive import load as load
+    from intarsia.runtime.archive import save as save
+
+# A process that only loads and runs a saved module needs neither converters nor patterns: each name is
+# imported when it is first asked for.
+_HOMES = {
+    "run_on": "intarsia.capture.annotate",
+    "Input": "intarsia.capture.input",
+    "Measured": "intarsia.choose",
+    "compile": "intarsia.compiler",
+    "ConverterPriority": "intarsia.convert",
+    "converter": "intarsia.convert",
+    "enforce_tensor_types": "intarsia.convert",
+    "OnnxRuntime": "intarsia.engines",
+    "OpenVINO": "intarsia.engines",
+    "PyTorch": "intarsia.engines",
+    "register_decomposition": "intarsia.lower.decompositions",
+    "explain": "intarsia.report",
+    "Compiled": "intarsia.runtime",
+    "PartlyCompiled": "intarsia.runtime",
+    "load": "intarsia.runtime.archive",
+    "save": "intarsia.runtime.archive",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+            return found
+        if not name.startswith("_"):
+            try:
+                return importlib.import_module(f"{__name__}.{name}")  # `intarsia.engines`, without an import
+            except ModuleNotFoundError as error:
+                if error.name != f"{__name__}.{name}":
+                    raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

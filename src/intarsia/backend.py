@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.compile import compile
+from intarsia.compiler import compile
 from intarsia.errors import IntarsiaError
 
 

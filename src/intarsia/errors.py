@@ -43,6 +43,10 @@ class StaleWeightsError(IntarsiaError):
     """A weight of the model was written to after the model was compiled."""
 
 
+class ArchiveError(IntarsiaError):
+    """A compiled module cannot be saved, or a file is damaged, forged, too new, or none of ours."""
+
+
 class RewriteError(IntarsiaError):
     """A rewriting pattern broke the network, loops, or was registered wrongly."""
 

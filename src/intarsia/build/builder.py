@@ -11,17 +11,16 @@ from torch import fx
 
 from intarsia.build.control_flow import bodies, examples_of
 from intarsia.build.repair import bisect_failure, repair
-from intarsia.build.trial import Case, Failure, Rewrite, run_in_pytorch, try_piece
-from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program, PyTorch
+from intarsia.build.trial import Case, Failure, Rewrite, Tried, run_in_pytorch, try_piece
+from intarsia.engines import Engine, Program, PyTorch
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
 from intarsia.partition.support import support_table
-from intarsia.runtime.empty import UnlessEmpty, has_empty
-from intarsia.runtime.fallback import WithFallback, makes_of
+from intarsia.runtime.empty import has_empty
+from intarsia.runtime.fallback import Origin, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
-from intarsia.runtime.ownership import Ownership, constants_of
 
 
 @dataclass
@@ -81,23 +80,24 @@ class Builder:
         if isinstance(engine, PyTorch):
             self._build_bodies(module, cases)
             return engine.build(module)
-        made = self._try_both(module, engine, cases)
+        tried, only_full = self._try_both(module, engine, cases), False
         full = [case for case in cases if not has_empty(case.inputs)]
-        if isinstance(made, Failure) and not (made.nodes or made.for_good) and 0 < len(full) < len(cases):
-            program = self._try_both(module, engine, full)
-            if not isinstance(program, Failure):
+        if isinstance(tried, Failure) and not (tried.nodes or tried.for_good) and 0 < len(full) < len(cases):
+            reason = tried.reason
+            again = self._try_both(module, engine, full)
+            if not isinstance(again, Failure):
                 self.notes.append(
-                    f"a segment on {engine_name} leaves calls without elements to PyTorch: {made.reason}"
+                    f"a segment on {engine_name} leaves calls without elements to PyTorch: {reason}"
                 )
-                made = UnlessEmpty(program, _in_pytorch(module))
-        if isinstance(made, Failure):
-            return made
+                tried, only_full = again, True
+        if isinstance(tried, Failure):
+            return tried
         returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
         makes = makes_of([node.meta.get("val") for node in returned])
-        fresh = isinstance(engine, NetworkEngine)
-        return WithFallback(made, _in_pytorch(module), engine_name, makes, fresh)
+        # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
+        return with_fallback(tried.program, Origin(engine, module, tried.network, only_full), makes)
 
-    def _try_both(self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case]) -> Program | Failure:
+    def _try_both(self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case]) -> Tried | Failure:
         """Try a piece rewritten and, should that fail, as it was converted."""
         made = self._try(module, engine, cases, self.rewrite)
         if isinstance(made, Failure) and not (made.nodes or made.for_good) and self.rewrite is not None:
@@ -105,13 +105,11 @@ class Builder:
             if not isinstance(plain, Failure):
                 self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {made.reason}")
                 made = plain
-        if isinstance(made, GuardedProgram):  # only now: an example that PyTorch has to answer is a failure
-            made.otherwise = _in_pytorch(module)
         return made
 
     def _try(
         self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], rewrite: Rewrite | None
-    ) -> Program | Failure:
+    ) -> Tried | Failure:
         if engine.name in self._lost:
             return self._lost[engine.name]
         made = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes)
@@ -184,17 +182,6 @@ def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piec
     return next(
         piece for piece in pieces if piece.segment.nodes and piece.segment.nodes[0] is everyone[first]
     )
-
-
-def _in_pytorch(module: fx.GraphModule) -> Program:
-    """A piece in PyTorch in place of an engine: results lie in memory of their own, as an engine's do."""
-    returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
-    ownership = Ownership(constants_of(module), [], [False] * len(returned))
-
-    def program(*inputs: Any) -> tuple[Any, ...]:
-        return tuple(ownership.settle(run_in_pytorch(module, inputs), inputs))
-
-    return program
 
 
 def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:

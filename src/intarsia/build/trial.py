@@ -29,6 +29,14 @@ class Failure:
     for_good: bool = False  # the engine itself is at fault: no part of the piece is worth a try
 
 
+@dataclass(frozen=True)
+class Tried:
+    """A program that answers as PyTorch does, and the network it was built from, if it was."""
+
+    program: Program
+    network: Network | None
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """What a piece is given, and what PyTorch makes of it."""
@@ -52,14 +60,14 @@ def try_piece(
     rewrite: Rewrite | None,
     limit_s: float | None,
     notes: list[str],
-) -> Program | Failure:
+) -> Tried | Failure:
     """The program of a piece, if it builds in time and answers as PyTorch does; else why not.
 
     Whatever an engine or a converter throws concerns this piece alone.
     """
     told: list[str] = []
     try:
-        program = _built(module, engine, rewrite, limit_s, told)
+        tried = _built(module, engine, rewrite, limit_s, told)
     except NodeError as error:
         return Failure(error.reason, (error.node.name,))
     except OutOfTime as error:
@@ -70,26 +78,26 @@ def try_piece(
         return Failure(f"{engine.name} failed to build it: {_said(error)}")
     for case in cases:
         try:
-            answers = program(*case.inputs)
+            answers = tried.program(*case.inputs)
         except Exception as error:
             return Failure(f"{engine.name} failed to run it: {_said(error)}")
         wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest))
         if wrong is not None:
             return Failure(f"{engine.name} answers wrongly: {wrong}")
     notes += [note for note in told if note not in notes]
-    return program
+    return tried
 
 
 def _built(
     module: fx.GraphModule, engine: Engine, rewrite: Rewrite | None, limit_s: float | None, told: list[str]
-) -> Program:
+) -> Tried:
     if isinstance(engine, GraphEngine):
-        return within(limit_s, f"{engine.name}.build", lambda: engine.build(module))
+        return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(module)), None)
     assert isinstance(engine, NetworkEngine)
     net = convert(module, name=engine.name, notes=told)
     if rewrite is not None:
         rewrite(net, engine)
-    return within(limit_s, f"{engine.name}.build", lambda: engine.build(net))
+    return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
 
 
 def _said(error: Exception) -> str:

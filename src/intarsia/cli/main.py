@@ -15,7 +15,7 @@ from intarsia.cli import zoo
 from intarsia.cli.bench import bench
 from intarsia.cli.fuzz import fuzz
 from intarsia.compare import relative_error
-from intarsia.compile import compile
+from intarsia.compiler import compile
 from intarsia.engines import default_engines, known_engines
 from intarsia.errors import IntarsiaError
 from intarsia.timing import race

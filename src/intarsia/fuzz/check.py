@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from intarsia.compile import compile
+from intarsia.compiler import compile
 from intarsia.errors import InputError, IntarsiaError
 from intarsia.fuzz.draw import Case
 from intarsia.fuzz.tolerance import difference

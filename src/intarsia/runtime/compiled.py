@@ -15,8 +15,9 @@ from intarsia.capture.export import evaluating
 from intarsia.capture.size_guards import check_guards, read_guards
 from intarsia.engines import Program
 from intarsia.errors import InputError
+from intarsia.graph.piece import Piece
+from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
-from intarsia.partition import Piece, Plan
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck, check_inputs
@@ -56,6 +57,8 @@ class Compiled(nn.Module):
         body_plans: Mapping[str, Plan] | None = None,
         model: nn.Module | None = None,
         as_it_is: bool = False,
+        checks: Sequence[Check] | None = None,
+        state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.training = False
@@ -66,14 +69,16 @@ class Compiled(nn.Module):
         self._as_it_is = (model,) if as_it_is and model is not None else ()
         held = constants_of(lowered.module)
         self._frozen = FrozenWeights(None if as_it_is else model, held, lowered.buffers)
-        self._state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
+        if state is None:
+            state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
+        self._state = dict(state)
         self._call_signature = forward_signature
         self.inlay = Inlay(lowered.module.graph, pieces, programs)
         # Looked up at every call; a submodule's attribute would cost as much as a small operator.
         self._run: Run = self.inlay.results
         self._whole = self.inlay.whole
         self.body_plans = dict(body_plans or {})
-        self._checks = _checks(lowered)
+        self._checks = _checks(lowered) if checks is None else tuple(checks)
         self._ranges = lowered.range_constraints
         places = {item.name: item.index for item in lowered.inputs if item.index is not None}
         self._guards = read_guards(lowered.guards, places)
@@ -247,6 +252,13 @@ class Compiled(nn.Module):
                     f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
                     " model and compile that again"
                 )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # `pickle`, `torch.save` and `copy.deepcopy` go through an archive in memory: engines are built anew.
+        from intarsia.runtime.archive.load import load_bytes
+        from intarsia.runtime.archive.save import save_bytes
+
+        return load_bytes, (save_bytes(self),)
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"

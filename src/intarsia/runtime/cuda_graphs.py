@@ -91,6 +91,7 @@ class CudaGraphs:
 
     def __init__(self, run: Run, graph: fx.Graph, results: Results = "fresh") -> None:
         self._run = run
+        self.results = results
         self._static = results == "static"
         self._random = any(node.op == "call_function" and is_ordered(node) for node in graph.nodes)
         self._recorded: dict[Any, _Recorded | None] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from intarsia.engines import Program
-from intarsia.partition import Piece
+from intarsia.graph.piece import Piece
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Inlay(nn.Module):
 
     def __init__(self, graph: fx.Graph, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
         super().__init__()
+        self.graph, self.pieces = graph, tuple(pieces)  # what it was made of
         slots: dict[fx.Node, int] = {}
         for node in graph.nodes:
             if node.op == "placeholder":

@@ -33,7 +33,7 @@ def compile_stages(
     stages: StageSequence, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> list[nn.Module]:
     """Compile every stage with the values that reach it from an example call."""
-    from intarsia.compile import compile as compile_module
+    from intarsia.compiler import compile as compile_module
 
     values: Sequence[Any] = stages.signature.flatten(args, kwargs)
     stages.signature.lengths(values)

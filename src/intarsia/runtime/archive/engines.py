@@ -1,0 +1,57 @@
+"""Engines by name and options: those of this process are used, the file only says which."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from intarsia.cache.machine import package_version
+from intarsia.engines import Engine, PyTorch, known_engines, resolve_engines
+from intarsia.errors import ArchiveError
+from intarsia.runtime.archive.values import Json, from_json, to_json
+
+_PACKAGES = ("onnxruntime", "openvino")
+_FREE = "options"  # entries that an engine takes as they are: some name files, or programs to run
+
+
+def engine_to_json(engine: Engine) -> Json:
+    """An engine's options, and the version it was used in; free entries are counted but not carried."""
+    if known_engines().get(engine.name) is not type(engine):
+        raise ArchiveError(
+            f"engine {engine.name!r} is not one that a loading process could find by its name; register it by"
+            " an entry point of the group intarsia.engines"
+        )
+    names: list[str] = (
+        [f.name for f in dataclasses.fields(engine)] if dataclasses.is_dataclass(engine) else []
+    )
+    return {
+        "fields": {name: to_json(getattr(engine, name)) for name in names if name != _FREE},
+        "free": sorted(map(str, getattr(engine, _FREE, {}))),
+        "version": package_version(engine.name if engine.name in _PACKAGES else "torch"),
+    }
+
+
+def engines_from_json(
+    found: Mapping[str, Json], asked: Sequence[Engine | str] | Engine | str | None, notes: list[str]
+) -> dict[str, Engine]:
+    """The engines to build on, by name: the user's, or those the file names and that are here."""
+    if asked is not None:
+        return {engine.name: engine for engine in resolve_engines(asked)[0]}
+    usable: dict[str, Engine] = {}
+    for name, told in found.items():
+        if told["free"]:
+            raise ArchiveError(
+                f"engine {name!r} was used with options={{{', '.join(told['free'])}}}, which a file may not"
+                f" choose; give the engine yourself, with engines=[...]"
+            )
+        kind = known_engines().get(name)
+        if kind is None:
+            notes.append(f"{name}: there is no such engine here; its segments run in PyTorch")
+            continue
+        engine = kind(**{str(key): from_json(value) for key, value in told["fields"].items()})
+        reason = engine.unavailable()
+        if reason is None:
+            usable[name] = engine
+        else:
+            notes.append(f"{name}: {reason}; its segments run in PyTorch")
+    return {**usable, "pytorch": PyTorch()}

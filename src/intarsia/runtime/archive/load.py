@@ -1,0 +1,223 @@
+"""A file to a compiled module: none of it is code, engines are built from what it describes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program, PyTorch
+from intarsia.errors import ArchiveError, EngineError, IntarsiaError
+from intarsia.graph.piece import Piece
+from intarsia.graph.plan import Plan
+from intarsia.graph.segment import PYTORCH, Segment
+from intarsia.lower.lowered import Input, Lowered, Output, Role
+from intarsia.runtime.archive.container import Reader
+from intarsia.runtime.archive.door import check_from_json, ranges_from_json
+from intarsia.runtime.archive.engines import engines_from_json
+from intarsia.runtime.archive.graphs import graph_from_json
+from intarsia.runtime.archive.networks import network_from_onnx
+from intarsia.runtime.archive.save import FORMAT, VERSION
+from intarsia.runtime.archive.structure import signature_from_json, spec_from_json
+from intarsia.runtime.archive.tensors import WEIGHTS, read_tensors
+from intarsia.runtime.archive.values import Devices, Json, from_json, same_device
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.cuda_graphs import CudaGraphs
+from intarsia.runtime.fallback import Made, Origin, with_fallback
+from intarsia.runtime.inlay import Inlay
+
+Place = str | torch.device | Mapping[str, str]
+
+
+def load(
+    path: str | os.PathLike[str],
+    engines: Sequence[Engine | str] | Engine | str | None = None,
+    map_location: Place | None = None,
+) -> Compiled:
+    """Read a compiled module that `save` wrote; ArchiveError, in a sentence, for any other file.
+
+    Engines are those the file names, with its options; `engines` gives others of the same names, with options
+    of your own. A segment whose engine is not here runs in PyTorch, and `notes` say so. `map_location` puts
+    everything on another device, or each device of a mapping on another.
+    Types of arguments and results, and custom operators, must be known in this process: import what defines
+    them first. The file is mapped into memory, so it must stay as it is while the module lives.
+    """
+    return _load(path, f"{os.fspath(path)} cannot be loaded", engines, map_location)
+
+
+def load_bytes(data: bytes) -> Compiled:
+    """Read what `save_bytes` made."""
+    return _load(data, "the archive in memory cannot be loaded", None, None)
+
+
+def _load(
+    source: str | os.PathLike[str] | bytes,
+    complaint: str,
+    engines: Sequence[Engine | str] | Engine | str | None,
+    map_location: Place | None,
+) -> Compiled:
+    try:
+        reader = Reader(source)
+        _check_version(reader.manifest)
+        notes: list[str] = []
+        found = engines_from_json(reader.manifest["engines"], engines, notes)
+        loader = _Loader(reader, found, _devices(map_location), notes)
+        return loader.compiled(reader.manifest["contents"])
+    except ArchiveError as error:
+        raise ArchiveError(f"{complaint}: {error}") from error
+    except (EngineError, OSError):
+        raise  # these name what they are about: an engine the user asked for, a file that is not there
+    except (IntarsiaError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise ArchiveError(
+            f"{complaint}: its contents do not fit together ({type(error).__name__}: {said})"
+        ) from error
+    except (RuntimeError, SyntaxError, MemoryError) as error:  # RecursionError is a RuntimeError
+        said = next(iter(str(error).splitlines()), "")
+        raise ArchiveError(f"{complaint}: torch cannot make it ({type(error).__name__}: {said})") from error
+
+
+def _check_version(manifest: Mapping[str, Json]) -> None:
+    if manifest.get("format") != FORMAT:
+        raise ArchiveError("it is no archive of Intarsia's")
+    version = manifest.get("version")
+    if type(version) is not int or version < 1:
+        raise ArchiveError(f"it has the version {version!r}")
+    if version > VERSION:
+        made_by = manifest.get("made by")
+        by = made_by.get("intarsia") if isinstance(made_by, dict) else None
+        raise ArchiveError(
+            f"it has version {version} of the format, made by intarsia {by}; this one reads up to {VERSION}"
+        )
+
+
+def _devices(place: Place | None) -> Devices:
+    if place is None:
+        return same_device
+    if isinstance(place, Mapping):
+        table = {torch.device(old): torch.device(new) for old, new in place.items()}
+        return lambda device: table.get(device, device)
+    there = torch.device(place)
+    return lambda device: there
+
+
+class _Loader:
+    """Builds a module out of what the manifest describes."""
+
+    def __init__(
+        self, reader: Reader, engines: Mapping[str, Engine], devices: Devices, notes: list[str]
+    ) -> None:
+        self._reader, self._engines, self._devices = reader, engines, devices
+        self._tensors = read_tensors(reader.member(WEIGHTS), reader.manifest["tensors"], devices)
+        self.notes = notes
+        self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # of control flow, with their plans
+
+    def compiled(self, contents: Json) -> Compiled:
+        call, found = contents["call"], contents["inlay"]
+        module = self._graph(found["graph"])
+        buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
+        lowered = Lowered(
+            module,
+            tuple(_input(*item) for item in call["inputs"]),
+            tuple(_output(*item) for item in call["outputs"]),
+            spec_from_json(call["in_spec"]),
+            spec_from_json(call["out_spec"]),
+            buffers,
+            tuple(call["names"]),
+            ranges_from_json(call["ranges"]),
+            tuple(call["guards"]),
+        )
+        plan, pieces, programs, body_plans = self._pieces(found, module)
+        notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
+        for note in self.notes:
+            warnings.warn(note, stacklevel=4)
+        made = Compiled(
+            lowered,
+            plan,
+            pieces,
+            programs,
+            notes,
+            signature_from_json(call["signature"]),
+            body_plans,
+            checks=[check_from_json(check, self._devices) for check in call["checks"]],
+            state={name: self._tensors[key] for name, key in contents["state"].items()},
+        )
+        results = contents["cuda_graphs"]
+        if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
+            made.run_by(CudaGraphs(made.inlay.results, module.graph, results))
+        return made
+
+    def _graph(self, found: Json) -> fx.GraphModule:
+        return graph_from_json(found, self._tensors, self._body, self._devices)
+
+    def _body(self, held: Json) -> nn.Module:
+        if "graph" in held:
+            return self._graph(held["graph"])
+        owner = self._graph(held["inlay"]["graph"])
+        plan, pieces, programs, inner = self._pieces(held["inlay"], owner)
+        made = Inlay(owner.graph, pieces, programs)
+        self._bodies[made] = plan, inner
+        return made
+
+    def _pieces(
+        self, found: Json, owner: fx.GraphModule
+    ) -> tuple[Plan, list[Piece], list[Program], dict[str, Plan]]:
+        nodes = {node.name: node for node in owner.graph.nodes}
+        pieces, programs = [], []
+        body_plans: dict[str, Plan] = {}
+        for item in found["pieces"]:
+            name = item["engine"] if item["engine"] in self._engines else PYTORCH
+            segment = Segment(
+                name,
+                tuple(nodes[n] for n in item["nodes"]),
+                bool(item["alone"]),
+                {nodes[n]: {str(e): str(r) for e, r in why.items()} for n, why in item["reasons"].items()},
+                tuple(nodes[n] for n in item["recomputed"]),
+            )
+            module = self._graph(item["module"])
+            inputs, outputs = (tuple(nodes[n] for n in item[side]) for side in ("inputs", "outputs"))
+            body_plans |= self._plans_of_bodies(module)
+            pieces.append(Piece(segment, owner, module.graph, inputs, outputs))
+            programs.append(self._program(item, module, self._engines[name]))
+        segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
+        return Plan(segments, str(found["strategy"])), pieces, programs, body_plans
+
+    def _plans_of_bodies(self, module: fx.GraphModule) -> dict[str, Plan]:
+        plans: dict[str, Plan] = {}
+        for node in module.graph.nodes:
+            for source in node.all_input_nodes:
+                body = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+                if isinstance(body, Inlay):
+                    key, (plan, inner) = f"{node.name}.{source.target}", self._bodies[body]
+                    plans[key] = plan
+                    plans |= {f"{key}/{below}": below_plan for below, below_plan in inner.items()}
+        return plans
+
+    def _program(self, item: Json, module: fx.GraphModule, engine: Engine) -> Program:
+        if isinstance(engine, PyTorch):
+            return engine.build(module)
+        makes: list[Made | None] = [
+            None if made is None else (from_json(made[0]), None if made[1] is None else torch.Size(made[1]))
+            for made in item["makes"]
+        ]
+        network = None
+        if isinstance(engine, NetworkEngine):
+            network = network_from_onnx(self._reader.member(item["network"]), item["weights"], self._tensors)
+            program = engine.build(network)
+        else:
+            assert isinstance(engine, GraphEngine)
+            program = engine.build(module)
+        return with_fallback(program, Origin(engine, module, network, bool(item["only_full"])), makes)
+
+
+def _input(name: str, index: int | None, buffer: str | None, constant: Json, is_constant: bool) -> Input:
+    return Input(name, index, buffer, from_json(constant), is_constant)
+
+
+def _output(
+    role: str, target: str | None, constant: Json, is_constant: bool, is_input: bool, twin: int | None
+) -> Output:
+    return Output(Role[role], target, from_json(constant), is_constant, is_input, twin)

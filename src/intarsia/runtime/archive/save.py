@@ -1,0 +1,196 @@
+"""A compiled module to a file."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+from collections.abc import Mapping
+from typing import BinaryIO
+
+import torch
+from torch import fx, nn
+
+from intarsia.cache.machine import package_version, processor_name
+from intarsia.engines import Program
+from intarsia.engines.base import GraphEngine
+from intarsia.engines.graph_program import GraphProgram
+from intarsia.errors import ArchiveError
+from intarsia.graph.piece import Piece
+from intarsia.graph.segment import PYTORCH
+from intarsia.lower.lowered import Lowered
+from intarsia.runtime.archive.container import Writer, write_atomically
+from intarsia.runtime.archive.door import check_to_json, ranges_to_json
+from intarsia.runtime.archive.engines import engine_to_json
+from intarsia.runtime.archive.graphs import graph_to_json
+from intarsia.runtime.archive.networks import network_to_onnx
+from intarsia.runtime.archive.structure import signature_to_json, spec_to_json
+from intarsia.runtime.archive.tensors import WEIGHTS, TensorTable
+from intarsia.runtime.archive.values import Json, to_json
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.cuda_graphs import CudaGraphs
+from intarsia.runtime.fallback import WithFallback
+from intarsia.runtime.inlay import Inlay
+
+FORMAT, VERSION = "intarsia", 1
+
+
+def save(compiled: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a compiled module to a file that `load` reads, in any process, without the model or its code.
+
+    The file appears whole or not at all. It holds graphs, networks, weights and the plan; engines are built
+    again when it is loaded.
+
+    >>> import intarsia, pathlib, tempfile
+    >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     intarsia.save(fast, pathlib.Path(folder, "relu.intarsia"))
+    ...     intarsia.load(pathlib.Path(folder, "relu.intarsia"))(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
+    manifest, saver = _prepared(compiled)
+    write_atomically(path, lambda file: _write(file, manifest, saver))
+
+
+def save_bytes(compiled: nn.Module) -> bytes:
+    """The file, in memory."""
+    file = io.BytesIO()
+    _write(file, *_prepared(compiled))
+    return file.getvalue()
+
+
+def _prepared(compiled: nn.Module) -> tuple[dict[str, Json], _Saver]:
+    if not isinstance(compiled, Compiled):
+        raise ArchiveError(
+            f"a {type(compiled).__name__} cannot be saved: only a model compiled as a whole needs no"
+            " Python code"
+        )
+    if compiled._as_it_is:
+        raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
+    saver = _Saver(compiled.plan.strategy)
+    return saver.manifest(compiled), saver
+
+
+def _write(file: BinaryIO, manifest: Mapping[str, Json], saver: _Saver) -> None:
+    writer = Writer(file)
+    writer.add(WEIGHTS, saver.tensors.chunks())
+    for name, data in saver.networks.items():
+        writer.add(name, [data])
+    writer.close(manifest)
+
+
+class _Saver:
+    """Collects what a manifest refers to while it is written."""
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy  # of the plan, and of the plans of bodies
+        self.tensors = TensorTable()
+        self.networks: dict[str, bytes] = {}
+        self.engines: dict[str, Json] = {}
+
+    def manifest(self, compiled: Compiled) -> dict[str, Json]:
+        lowered, state = compiled._lowered, compiled.state_dict()
+        # What a call changes comes first, and alone; then the model's weights, under the model's own names.
+        buffers = {name: self.tensors.add(t, name, changing=True) for name, t in lowered.buffers.items()}
+        weights = {
+            name: self.tensors.add(t, name) for name, t in state.items() if isinstance(t, torch.Tensor)
+        }
+        run = compiled._run
+        contents = {
+            "call": _call_to_json(compiled, lowered),
+            "buffers": buffers,
+            "state": weights,
+            "inlay": self._inlay(compiled.inlay, lowered.module),
+            "notes": list(compiled._notes),
+            "cuda_graphs": run.results if isinstance(run, CudaGraphs) else None,
+        }
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "made by": {
+                "intarsia": package_version("intarsia"),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "host": platform.platform(),
+                "machine": platform.machine(),
+                "processor": processor_name(),
+                "threads": torch.get_num_threads(),
+            },
+            "engines": self.engines,
+            "contents": contents,
+            "tensors": self.tensors.description(),
+        }
+
+    def _inlay(self, inlay: Inlay, owner: fx.GraphModule) -> Json:
+        steps = zip(inlay.pieces, inlay.steps, strict=True)
+        return {
+            "graph": graph_to_json(owner, self.tensors, self._body),
+            "strategy": self._strategy,
+            "pieces": [self._piece(piece, step.program) for piece, step in steps],
+        }
+
+    def _body(self, module: nn.Module) -> Json:
+        """A body of control flow: compiled, in a piece; as it was lowered, in the whole graph."""
+        if isinstance(module, Inlay):
+            owner = module.graph.owning_module
+            if owner is None:
+                raise ArchiveError("the body of a control-flow operator has lost its graph")
+            return {"inlay": self._inlay(module, owner)}
+        if isinstance(module, fx.GraphModule):
+            return {"graph": graph_to_json(module, self.tensors, self._body)}
+        raise ArchiveError(f"the graph refers to a {type(module).__name__}, which has no form in an archive")
+
+    def _piece(self, piece: Piece, program: Program) -> Json:
+        segment = piece.segment
+        written: dict[str, Json] = {
+            "engine": segment.engine,
+            "nodes": [node.name for node in segment.nodes],
+            "recomputed": [node.name for node in segment.recomputed],
+            "alone": segment.do_not_merge,
+            "reasons": {node.name: dict(why) for node, why in segment.reasons.items()},
+            "inputs": [node.name for node in piece.inputs],
+            "outputs": [node.name for node in piece.outputs],
+        }
+        if isinstance(program, GraphProgram) and segment.engine == PYTORCH:
+            return {**written, "module": graph_to_json(program.module, self.tensors, self._body)}
+        if not isinstance(program, WithFallback) or program.origin is None:
+            raise ArchiveError(
+                f"a segment on {segment.engine} runs a {type(program).__name__}, which cannot be saved"
+            )
+        origin = program.origin
+        if segment.engine not in self.engines:
+            self.engines[segment.engine] = engine_to_json(origin.engine)
+        values = isinstance(origin.engine, GraphEngine)
+        written |= {
+            "module": graph_to_json(origin.module, self.tensors, self._body, values=values),
+            "makes": [
+                None if made is None else [to_json(made[0]), None if made[1] is None else list(made[1])]
+                for made in program.makes
+            ],
+            "only_full": origin.only_full,
+        }
+        if origin.network is not None:
+            data, keys = network_to_onnx(origin.network, self.tensors)
+            member = f"networks/{len(self.networks)}.onnx"
+            self.networks[member] = data
+            written |= {"network": member, "weights": keys}
+        return written
+
+
+def _call_to_json(compiled: Compiled, lowered: Lowered) -> Json:
+    inputs = [[i.name, i.index, i.buffer, to_json(i.constant), i.is_constant] for i in lowered.inputs]
+    outputs = [
+        [o.role.name, o.target, to_json(o.constant), o.is_constant, o.is_input, o.twin]
+        for o in lowered.outputs
+    ]
+    return {
+        "inputs": inputs,
+        "outputs": outputs,
+        "in_spec": spec_to_json(lowered.in_spec),
+        "out_spec": spec_to_json(lowered.out_spec),
+        "names": list(lowered.input_names),
+        "ranges": ranges_to_json(lowered.range_constraints),
+        "guards": list(lowered.guards),
+        "checks": [check_to_json(check) for check in compiled._checks],
+        "signature": signature_to_json(compiled._call_signature),
+    }

@@ -1,0 +1,93 @@
+"""Saved here, loaded in a new process: equal answers, equal plans, equal state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.archive.models import MODELS
+from torch.utils import _pytree as pytree
+
+import intarsia
+from intarsia.cli import zoo
+from intarsia.compare import disagreement
+
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+Saved = dict[str, tuple[Any, Calls]]  # compiled modules with calls to compare
+
+
+def check_elsewhere(saved: Saved, folder: Path, *imports: str) -> None:
+    for name, (fast, calls) in saved.items():
+        intarsia.save(fast, folder / f"{name}.intarsia")
+        torch.save(calls, folder / f"{name}.calls")
+    command = [sys.executable, Path(__file__).with_name("other_process.py"), folder, *imports]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert ran.returncode == 0, ran.stderr
+    for name, (fast, calls) in saved.items():
+        check_equal(name, fast, calls, torch.load(folder / f"{name}.answers", weights_only=False))
+
+
+def check_equal(name: str, fast: Any, calls: Calls, made: dict[str, Any]) -> None:
+    for (args, kwargs), (answer, changed) in zip(calls, made["answers"], strict=True):
+        expected = fast(*args, **kwargs)
+        assert pytree.tree_structure(expected) == pytree.tree_structure(answer), name
+        pairs = zip(pytree.tree_leaves((expected, args)), pytree.tree_leaves((answer, changed)), strict=True)
+        for one, other in pairs:
+            assert type(one) is type(other), name
+            if isinstance(one, torch.Tensor):
+                assert disagreement([other], [one]) is None, name
+            else:
+                assert one == other, name
+    assert made["plan"] == str(fast.plan)
+    assert made["notes"] == fast.notes
+    assert made["state"].keys() == fast.state_dict().keys()
+    for key, tensor in fast.state_dict().items():
+        assert torch.equal(made["state"][key], tensor), (name, key)
+        assert made["state"][key].stride() == tensor.stride(), (name, key)
+
+
+@pytest.mark.parametrize("engines", [None, "openvino", "onnxruntime", "pytorch"])
+def test_models_of_every_kind(engines: str | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved: Saved = {}
+    for name, make in MODELS.items():
+        specimen = make()
+        wishes = {"engines": engines, "min_block_size": 1, **specimen.options}
+        fast = intarsia.compile(specimen.model, specimen.args, **wishes)
+        saved[name] = fast, [(args, {}) for args in (specimen.args, *specimen.calls)]
+    check_elsewhere(saved, tmp_path)
+
+
+def test_a_plan_of_two_engines_and_pytorch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    specimen = MODELS["attention"]()
+    support = {
+        "openvino": ["aten.linear.default"],
+        "onnxruntime": ["aten.layer_norm.default", "aten.relu.default"],
+    }
+    fast = intarsia.compile(specimen.model, specimen.args, min_block_size=1, backend_support_map=support)
+    assert set(fast.plan.engines) == {"openvino", "onnxruntime", "pytorch"}
+    check_elsewhere({"mixed": (fast, [(specimen.args, {})])}, tmp_path)
+
+
+def _check_zoo(names: list[str], folder: Path) -> None:
+    saved: Saved = {}
+    for name in names:
+        specimen = zoo.specimen(name)
+        fast = intarsia.compile(specimen.model, specimen.args, specimen.kwargs)
+        saved[name] = fast, [(specimen.args, specimen.kwargs)]
+    check_elsewhere(saved, folder, "transformers.modeling_outputs")
+
+
+def test_real_architectures(tmp_path: Path) -> None:
+    _check_zoo(["bert", "resnet50", "gpt2"], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_architecture(name: str, tmp_path: Path) -> None:
+    _check_zoo([name], tmp_path)
