@@ -25,7 +25,7 @@ from intarsia.choose import Measured
 from intarsia.cli.bench_models import specimen
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
-from intarsia.compile import compile
+from intarsia.compiler import compile
 from intarsia.graph.plan import Plan
 from intarsia.timing import race
 
