@@ -45,6 +45,17 @@ def sampled(mode: str, padding: str) -> Of:
     return Of(lambda x, g: TF.grid_sample(x, g, mode=mode, padding_mode=padding, align_corners=False))
 
 
+def attending(causal: bool, scale: float | None) -> Of:
+    return Of(lambda q, v, k: TF.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale))
+
+
+def qkv(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The keys are those that hold special values: `given` turns the order round."""
+    v, q, k = (torch.randn(2, 2, 4, 4, generator=G).to(dtype) for _ in range(3))
+    return k, v, q
+
+
+EDGES = [NAN, INF, -INF, 3e38, -3e38]
 CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
     "max_pool2d": (Of(lambda x: TF.max_pool2d(x, 3, 2, 1)), (IMAGE,), [NAN]),
     "max_pool2d behind a convolution": (
@@ -62,6 +73,11 @@ CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
     ),
     "upsample": (Of(lambda x: TF.interpolate(x, scale_factor=2, mode="bilinear")), (IMAGE,), [INF, NAN]),
     "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1), (IMAGE,), [INF, NAN]),
+    **{
+        f"attention {dtype}, causal {causal}, scale {scale}": (attending(causal, scale), qkv(dtype), EDGES)
+        for causal, scale in ((False, None), (True, None), (False, -0.5))
+        for dtype in (torch.float32, torch.float64)
+    },
     **{
         f"grid_sample {mode} {padding}": (
             sampled(mode, padding),

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.demands import zero_unless
 from intarsia.convert.aten.precision import HALVES, filled, is_empty, on_cpu, used, wide
 from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import ConversionContext
@@ -42,7 +43,8 @@ def attend(
     if mask is not None:
         mask = _full_mask(mask, q, k)
     if q.dtype == ir.DataType.DOUBLE or (scale is not None and scale <= 0):
-        made = fragments(q, k, v, mask, causal, scale)[0]  # the layer is for floats and positive scales
+        # The layer is for floats and positive scales.
+        made = fragments(q, k, _calm(q, k, v), mask, causal, scale)[0]
     else:
         made = F.attention(q, k, v, mask, scale=scale, is_causal=causal)
     return F.cast(_restore(ctx, made, rank), query.dtype)
@@ -134,6 +136,14 @@ def fragments(
     else:
         weights = F.softmax(scores)
     return F.matmul(weights, v), weights
+
+
+def _calm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`v`; calls whose scores might be NaN or infinite are left to PyTorch, whose kernel puts 0 there."""
+    most = 2.0**500 if q.dtype == ir.DataType.DOUBLE else 2.0**60  # products of such stay finite
+    for x, limit in ((q, most), (k, most), (v, torch.inf)):
+        v = F.add(v, F.cast(zero_unless(F.logical_not(F.less(F.abs(x), limit))), v.dtype))
+    return v
 
 
 def _length(x: Tensor) -> Any:

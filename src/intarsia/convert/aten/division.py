@@ -92,7 +92,9 @@ def _floor_of_floats(a: Tensor, b: Tensor) -> Tensor:
     quotient = F.where(_opposed(rest, b), F.sub(quotient, 1.0), quotient)
     below = F.floor(quotient)
     below = F.where(F.less(F.constant(0.5, a.dtype), F.sub(quotient, below)), F.add(below, 1.0), below)
-    return F.where(F.equal(b, 0.0), F.div(a, b), below)
+    plain = F.div(a, b)
+    below = F.where(F.equal(below, 0.0), F.mul(plain, 0.0), below)  # zero has the sign of the quotient
+    return F.where(F.equal(b, 0.0), plain, below)
 
 
 def _opposed(rest: Tensor, b: Tensor) -> Tensor:

@@ -63,9 +63,11 @@ def _number(nodes: _Nodes, guard: Guard, dtype: ir.DataType | None) -> tuple[str
     x = guard.tensor
     if dtype != ir.DataType.FLOAT:
         x = nodes.add("Cast", x, to=TensorProto.FLOAT)
-    if guard.total or guard.low == -guard.high == -math.inf or guard.high >= 2.0**50:
+    open_below = guard.low == -math.inf and guard.high != math.inf  # minus infinity is allowed: it masks
+    if not open_below and (guard.total or guard.low == -math.inf or guard.high >= 2.0**50):
         return nodes.add("ReduceL1", x, keepdims=0), guard.high
-    inside = nodes.add("LessOrEqual", nodes.add("Abs", x), nodes.constant(np.array(guard.high, np.float32)))
+    size = x if open_below else nodes.add("Abs", x)
+    inside = nodes.add("LessOrEqual", size, nodes.constant(np.array(guard.high, np.float32)))
     misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
     return nodes.add("ReduceMax", misses, keepdims=0), 0.5
 

@@ -16,6 +16,7 @@ from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.onnxruntime.checks import Checks, add_checks
 from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
 from intarsia.engines.onnxruntime.session import session_program
+from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -85,6 +86,8 @@ class OnnxRuntime(NetworkEngine):
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         model, weights = to_proto(net)
         guards = plan_guards(net, OnnxRuntimeLimits()) if optimize and self.guards else Guards()
+        if optimize and self.device == "cpu":
+            keep_signed_zeros(net, model)
         checks = add_checks(net, model, guards, look_at_inputs=self.device == "cpu")
         shared = {name: _ort_value(ort, array) for name, array in weights.items()}
         if shared:
