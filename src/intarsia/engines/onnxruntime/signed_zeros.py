@@ -1,6 +1,6 @@
 """`Where` that keeps the sign of zero: ONNX Runtime's CPU kernel turns a -0.0 of its first choice into 0.0.
 
-The kernel picks what is not zero of two halves, so only what comes third keeps its sign. Visible it is in what
+The kernel picks what is not zero of two halves, so only what comes third keeps its sign. It is seen in what
 follows: 1 / -0.0, atan2, copysign.
 """
 
