@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from intarsia.build.builder import Builder
 from intarsia.build.faithful import Example, Faithful, faithful_lowering, operators_of, whole_fault
 from intarsia.build.judge import Answer, Judge
+from intarsia.build.part_names import check_names_of_parts, names_within
 from intarsia.build.parts import CompileOne, compile_parts
 from intarsia.build.trial import Rewrite
 from intarsia.capture.device import device_kind
@@ -28,7 +29,7 @@ from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, Program, resolve_engines, with_slow_engines
-from intarsia.errors import CaptureError, InputError, LoweringError, PartitionError
+from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
@@ -116,10 +117,13 @@ def compile(
         try:
             return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])
         except (CaptureError, LoweringError) as error:
-            if fallback == "error" or _must_be_whole(model, call, dynamic_shapes, wishes):
+            if fallback == "error" or _must_be_whole(model, call, dynamic_shapes, wishes, error):
                 raise
-            one = _part_compiler(usable, wishes) if fallback == "parts" else None
-            return compile_parts(model, call, str(error).splitlines()[0], one, notes)
+            graphs: list[fx.GraphModule] = []
+            one = _part_compiler(model, usable, wishes, graphs) if fallback == "parts" else None
+            made = compile_parts(model, call, str(error).splitlines()[0], one, notes)
+            check_names_of_parts(model, call, graphs, wishes.options, [engine.name for engine in usable])
+            return made
 
 
 @dataclass(frozen=True)
@@ -133,15 +137,17 @@ class _Wishes:
     verify: bool
     cuda_graphs: bool | Literal["static"] | None
     build_limit_s: float | None
-    check_names: bool = True
+    graphs: list[fx.GraphModule] | None = None  # where names are checked later, the graphs they may mean
 
 
-def _must_be_whole(model: nn.Module, call: Call, dynamic_shapes: Any, wishes: _Wishes) -> bool:
+def _must_be_whole(
+    model: nn.Module, call: Call, dynamic_shapes: Any, wishes: _Wishes, error: IntarsiaError
+) -> bool:
     """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
     if wishes.options.require_full_compilation or not isinstance(model, nn.Module):
         return True
-    if dynamic_shapes is None:
-        return False
+    if dynamic_shapes is None or isinstance(error, LoweringError):
+        return False  # a graph that torch cannot take apart says nothing against the sizes
     try:
         capture(model, *call)
     except CaptureError:
@@ -149,14 +155,18 @@ def _must_be_whole(model: nn.Module, call: Call, dynamic_shapes: Any, wishes: _W
     return True
 
 
-def _part_compiler(usable: Sequence[Engine], wishes: _Wishes) -> CompileOne:
-    """Compiles a submodule by the ordinary flow; names that the user gave mean it as they mean the model."""
+def _part_compiler(
+    model: nn.Module, usable: Sequence[Engine], wishes: _Wishes, graphs: list[fx.GraphModule]
+) -> CompileOne:
+    """Compiles a submodule by the ordinary flow; names that the user gave mean it as they mean the model.
+
+    Names are checked when all parts are made, against the `graphs` of all.
+    """
 
     def compile_one(path: str, module: nn.Module, call: Call, dynamic_shapes: Any) -> Compiled:
-        named = wishes.options.torch_executed_modules
-        inner = tuple(n.removeprefix(f"{path}.") if isinstance(n, str) else n for n in named)
+        inner = names_within(model, path, wishes.options.torch_executed_modules)
         options = replace(wishes.options, torch_executed_modules=inner)
-        own = replace(wishes, options=options, check_names=False)
+        own = replace(wishes, options=options, graphs=graphs)
         return _compile(module, call, dynamic_shapes, usable, own, [])
 
     return compile_one
@@ -218,7 +228,9 @@ def _built(
 
     Who runs what is measured, if that was asked for; a model that runs `as_it_is` leaves nothing to choose.
     """
-    if wishes.check_names:
+    if wishes.graphs is not None:
+        wishes.graphs.append(lowered.module)
+    else:
         check_names(lowered.module, wishes.options, [engine.name for engine in usable])
     builder = Builder(
         lowered.module,

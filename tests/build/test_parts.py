@@ -255,3 +255,34 @@ def test_a_copy_has_modules_of_its_own_and_the_same_weights() -> None:
     copy = shared_copy(model)
     assert copy[0] is copy[2] and copy[0] is not model[0] and not copy.training and model.training
     assert [id(p) for p in copy.parameters()] == [id(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"torch_executed_ops": ["aten::rellu"]}, "torch_executed_ops names 'aten::rellu'.*'aten::relu'"),
+        ({"torch_executed_modules": ["bdoy.1"]}, r"torch_executed_modules names 'bdoy.1'.*'body.1'"),
+        ({"torch_executed_modules": [nn.LSTM]}, "torch_executed_modules names 'LSTM'"),
+        ({"backend_support_map": {"openvin": ["aten::relu"]}}, "backend_support_map names 'openvin'"),
+    ],
+)
+def test_a_name_that_means_nothing_in_any_part_is_an_error(choices: Any, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        intarsia.compile(Gated(), (torch.randn(2, 8),), engines=["onnxruntime"], min_block_size=1, **choices)
+
+
+def test_a_name_may_mean_what_runs_outside_the_parts() -> None:
+    fast = intarsia.compile(
+        Gated(), (torch.randn(2, 8),), engines=["onnxruntime"], torch_executed_ops=["aten::sum"]
+    )
+    assert set(fast.parts) == {"body", "tail"}
+
+
+@pytest.mark.parametrize("name", ["tail", "ta*", "t*.[012]"])
+def test_modules_are_named_as_in_the_whole_model(name: str) -> None:
+    model, x = Gated().eval(), torch.randn(2, 8)
+    fast = intarsia.compile(
+        model, (x,), engines=["onnxruntime"], min_block_size=1, torch_executed_modules=[name]
+    )
+    assert set(fast.parts) == {"body"}
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.export import export
 
+import intarsia
 from intarsia.errors import LoweringError
 from intarsia.lower import lower
 from intarsia.lower.decompositions import (
@@ -182,3 +183,29 @@ def test_a_decomposition_may_decline() -> None:
         assert "aten.gelu.default" in targets()
     finally:
         unregister_decomposition(aten.gelu.default)
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_a_graph_that_cannot_be_taken_apart_runs_in_pytorch(varies: bool) -> None:
+    """Whatever is raised while torch decomposes a model, the model runs, and a note says why."""
+
+    class Curve(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.special.i0(x) + 1
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("expected compiled_fn to be GraphModule")
+
+    model, x = Curve(), torch.randn(3, 4)
+    register_decomposition(torch.ops.aten.i0.default)(fails)
+    try:
+        fast = intarsia.compile(
+            model,
+            (x,),
+            dynamic_shapes=({0: torch.export.Dim("n", min=1, max=8)},) if varies else None,
+            engines=["onnxruntime"],
+        )
+    finally:
+        unregister_decomposition(torch.ops.aten.i0.default)
+    assert any("cannot be lowered: AssertionError: expected compiled_fn" in note for note in fast.notes)
+    torch.testing.assert_close(fast(x), model(x))

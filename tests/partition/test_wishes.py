@@ -87,6 +87,17 @@ def test_an_op_answers_to_what_it_lowers_to_and_comes_from() -> None:
     assert "aten.addmm.default" in found and "aten.relu.default" not in found
 
 
+def test_an_op_answers_to_the_view_it_replaces() -> None:
+    class Viewed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.relu().view(2, -1) * 2
+
+    fast = intarsia.compile(
+        Viewed(), (X,), engines=["onnxruntime"], torch_executed_ops=["aten::view"], min_block_size=1
+    )
+    assert on(fast, "pytorch") == {"reshape"}
+
+
 def test_an_op_does_not_answer_to_one_of_many_that_it_lowers_to() -> None:
     program = torch.export.export(nn.RMSNorm(4), (torch.rand(2, 4),))
     (norm,) = compute_nodes(program.graph)

@@ -88,7 +88,7 @@ def _wide(
     twice: Call = pytree.tree_unflatten(flat, structure)
     try:
         lowered = _lowered(model, twice, dynamic_shapes, has_converter, True)
-    except CaptureError:  # the model wants the sizes of the example
+    except (CaptureError, LoweringError):  # the model wants the sizes of the example
         return None
     fits = all(_may_be(lowered, twice, place, size) for place in ones for size in (1, 3))
     return (lowered, twice) if fits else None

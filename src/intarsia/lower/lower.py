@@ -15,6 +15,7 @@ from intarsia.lower.decompositions import decomposition_table, registered_decomp
 from intarsia.lower.grad_modes import inline_grad_modes
 from intarsia.lower.lowered import Lowered
 from intarsia.lower.passes import run_passes
+from intarsia.lower.replaced import note_replaced
 from intarsia.lower.unlift import unlift
 
 aten = torch.ops.aten
@@ -53,6 +54,7 @@ def _free_views(graph: fx.Graph) -> None:
     """Views become reshapes: a view presumes the strides it was traced with, and engines keep their own."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (aten.view.default, aten._unsafe_view.default):
+            note_replaced(node, [node.target])
             node.target = aten.reshape.default
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from intarsia.errors import LoweringError
+from intarsia.lower.replaced import note_replaced
 
 aten = torch.ops.aten
 
@@ -48,8 +49,9 @@ def _pin(module: fx.GraphModule, node: fx.Node) -> None:
     traced = source.meta["val"]
     given: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
     offset = traced.storage_offset() if given is None else given
-    base = source
+    base, views = source, []
     while base.op == "call_function" and base.target in _VIEWS:
+        views.append(base.target)
         base = base.args[0]  # type: ignore[assignment]
     value = base.meta["val"]
     order = sorted(range(value.dim()), key=lambda axis: -value.stride(axis))
@@ -66,5 +68,6 @@ def _pin(module: fx.GraphModule, node: fx.Node) -> None:
         ordered.meta = {**base.meta, "val": packed}
         flat = module.graph.call_function(aten.reshape.default, (ordered, [-1]))
         flat.meta = {**base.meta, "val": packed.reshape(-1)}
+        note_replaced(ordered, views)
     node.args = (flat, node.args[1], node.args[2], offset)
     node.kwargs = {}

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from intarsia.errors import PartitionError
 from intarsia.graph.nodes import compute_nodes, is_view_op, modules, op_name
 from intarsia.graph.sizes import size_hint
+from intarsia.lower.replaced import replaced_by
 from intarsia.partition.options import PartitionOptions
 
 _EXAMPLE = "write e.g. 'relu', 'aten::add', 'aten::add.Tensor' or torch.ops.aten.add"
@@ -42,11 +43,17 @@ def op_matcher(name: object) -> Callable[[fx.Node], bool]:
 
 @cache
 def _string_matcher(name: str) -> Callable[[fx.Node], bool]:
+    means = name_matcher(name)
+    return lambda node: any(map(means, op_names(node)))
+
+
+def name_matcher(name: str) -> Callable[[str], bool]:
+    """A test for full names of operators that `name` means."""
     plain = name.removeprefix("torch.ops.").replace("::", ".")
     parts = plain.split(".")
     if not all(parts) or len(parts) > 3:
         raise PartitionError(f"{name!r} is not the name of an operator; {_EXAMPLE}")
-    return lambda node: any(_means(plain, parts, full) for full in op_names(node))
+    return lambda full: _means(plain, parts, full)
 
 
 def _means(plain: str, parts: list[str], full: str) -> bool:
@@ -73,7 +80,7 @@ def _origins(node: fx.Node) -> list[str]:
             found[source.target] = None
     if node.meta.get("original_aten") is not None:
         found[str(node.meta["original_aten"])] = None
-    return list(found)
+    return list(dict.fromkeys([*found, *replaced_by(node)]))
 
 
 def _lowered_name(node: fx.Node) -> str | None:
@@ -88,8 +95,8 @@ def _lowered_name(node: fx.Node) -> str | None:
     return _lowered[key]
 
 
-class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the operators that are dispatched."""
+class DispatchedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the operators that are dispatched while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,7 +116,7 @@ def _dispatched(node: fx.Node) -> list[torch._ops.OpOverload]:
             return torch.empty([size_hint(n) for n in held.shape], dtype=held.dtype, device="meta")
         return size_hint(held) if isinstance(held, torch.SymInt) else held
 
-    record = _Record()
+    record = DispatchedOps()
     try:
         args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
         with record, torch.no_grad():
@@ -139,31 +146,55 @@ def module_matcher(name: type | str) -> Callable[[fx.Node], str | None]:
 
 def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable[str]) -> None:
     """Raise `PartitionError` for a name in `options` that means nothing in the graph or its bodies."""
-    nodes = [
-        node
-        for body in gm.modules()
-        if isinstance(body, fx.GraphModule)
-        for node in compute_nodes(body.graph)
-    ]
-    known_engines = list(engines)
-    for option in ("backend_support_map", "memory_budget"):
-        for engine in getattr(options, option) or ():
-            if engine not in known_engines:
-                raise PartitionError(f"{option} names {engine!r}, but the engines are {known_engines}")
-    for option, name in _ops_named(options):
-        matches = op_matcher(name)
-        if not any(map(matches, nodes)):
-            known = {part for node in nodes for full in op_names(node) for part in _shorter(full)}
-            raise PartitionError(f"{option} names {name!r}, which no node is{_near(str(name), known)}")
+    nodes = _nodes_of([gm])
+    check_engine_names(options, engines)
+    check_op_names([gm], options)
     for module in options.torch_executed_modules:
         find = module_matcher(module)
         if not any(map(find, nodes)):
             known = {path for node in nodes for path, _ in modules(node)}
             kinds = {str(getattr(kind, "__name__", kind)) for node in nodes for _, kind in modules(node)}
             wanted, near = (module, known) if isinstance(module, str) else (module.__name__, kinds)
+            told = near_names(wanted, near)
             raise PartitionError(
-                f"torch_executed_modules names {wanted!r}, in which no node was traced{_near(wanted, near)}"
+                f"torch_executed_modules names {wanted!r}, in which no node was traced{told}"
             )
+
+
+def check_engine_names(options: PartitionOptions, engines: Iterable[str]) -> None:
+    """Raise `PartitionError` for an engine in `options` that is not among those in use."""
+    known = list(engines)
+    for option in ("backend_support_map", "memory_budget"):
+        for engine in getattr(options, option) or ():
+            if engine not in known:
+                raise PartitionError(f"{option} names {engine!r}, but the engines are {known}")
+
+
+def check_op_names(
+    graphs: Iterable[fx.GraphModule],
+    options: PartitionOptions,
+    others: Callable[[], Iterable[str]] = lambda: (),
+) -> None:
+    """Raise `PartitionError` for an operator in `options` that is none of the graphs' nor of the `others`."""
+    nodes = _nodes_of(graphs)
+    missing = [
+        (option, name) for option, name in _ops_named(options) if not any(map(op_matcher(name), nodes))
+    ]
+    besides = set(others()) if missing else set()
+    for option, name in missing:
+        plain = name if isinstance(name, str) else str(getattr(name, "__name__", name))
+        if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            plain = str(name)
+        if not any(map(name_matcher(plain), besides)):
+            full_names = [*besides, *(full for node in nodes for full in op_names(node))]
+            known = {part for full in full_names for part in _shorter(full)}
+            raise PartitionError(f"{option} names {name!r}, which no node is{near_names(str(name), known)}")
+
+
+def _nodes_of(graphs: Iterable[fx.GraphModule]) -> list[fx.Node]:
+    """The nodes of graphs and of the bodies of control flow inside them."""
+    bodies = [body for gm in graphs for body in gm.modules() if isinstance(body, fx.GraphModule)]
+    return [node for body in bodies for node in compute_nodes(body.graph)]
 
 
 def _ops_named(options: PartitionOptions) -> Iterator[tuple[str, Any]]:
@@ -182,6 +213,7 @@ def _shorter(full: str) -> tuple[str, ...]:
     return (packet.replace(".", "::", 1), full.split(".")[1] if "." in full else full)
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def near_names(name: str, known: Iterable[str]) -> str:
+    """`; near are 'a', 'b'`, or nothing."""
     found = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
     return f"; near are {', '.join(map(repr, found))}" if found else ""
