@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 
 from intarsia.cache.machine import package_version
@@ -11,6 +12,7 @@ from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.values import Json, from_json, to_json
 
 _PACKAGES = ("onnxruntime", "openvino")
+_INSTEAD = "its segments run in PyTorch"
 _FREE = "options"  # entries that an engine takes as they are: some name files, or programs to run
 
 
@@ -36,7 +38,9 @@ def engines_from_json(
 ) -> dict[str, Engine]:
     """The engines to build on, by name: the user's, or those the file names and that are here."""
     if asked is not None:
-        return {engine.name: engine for engine in resolve_engines(asked)[0]}
+        given = {engine.name: engine for engine in resolve_engines(asked)[0]}
+        notes += [f"{name}: not among the engines given; {_INSTEAD}" for name in found if name not in given]
+        return given
     usable: dict[str, Engine] = {}
     for name, told in found.items():
         if told["free"]:
@@ -44,14 +48,12 @@ def engines_from_json(
                 f"engine {name!r} was used with options={{{', '.join(told['free'])}}}, which a file may not"
                 f" choose; give the engine yourself, with engines=[...]"
             )
-        kind = known_engines().get(name)
-        if kind is None:
-            notes.append(f"{name}: there is no such engine here; its segments run in PyTorch")
-            continue
-        engine = kind(**{str(key): from_json(value) for key, value in told["fields"].items()})
-        reason = engine.unavailable()
-        if reason is None:
-            usable[name] = engine
-        else:
-            notes.append(f"{name}: {reason}; its segments run in PyTorch")
+        reason = "there is no such engine here"
+        if (kind := known_engines().get(name)) is not None:
+            usable[name] = kind(**{str(key): from_json(value) for key, value in told["fields"].items()})
+            reason = usable[name].unavailable() or ""
+        if reason:
+            usable.pop(name, None)
+            notes.append(f"{name}: {reason}; {_INSTEAD}")
+            warnings.warn(notes[-1], stacklevel=4)
     return {**usable, "pytorch": PyTorch()}

@@ -132,8 +132,6 @@ class _Loader:
         )
         plan, pieces, programs, body_plans = self._pieces(found, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
-        for note in self.notes:
-            warnings.warn(note, stacklevel=4)
         made = Compiled(
             lowered,
             plan,
@@ -169,19 +167,22 @@ class _Loader:
         pieces, programs = [], []
         body_plans: dict[str, Plan] = {}
         for item in found["pieces"]:
-            name = item["engine"] if item["engine"] in self._engines else PYTORCH
+            name = item["engine"]
+            if name != PYTORCH and name not in self._reader.manifest["engines"]:
+                raise ArchiveError(f"a segment runs on {name!r}, which is not among its engines")
+            module = self._graph(item["module"])
+            engine, program = self._program(item, module)
             segment = Segment(
-                name,
+                engine.name,
                 tuple(nodes[n] for n in item["nodes"]),
                 bool(item["alone"]),
                 {nodes[n]: {str(e): str(r) for e, r in why.items()} for n, why in item["reasons"].items()},
                 tuple(nodes[n] for n in item["recomputed"]),
             )
-            module = self._graph(item["module"])
             inputs, outputs = (tuple(nodes[n] for n in item[side]) for side in ("inputs", "outputs"))
             body_plans |= self._plans_of_bodies(module)
             pieces.append(Piece(segment, owner, module.graph, inputs, outputs))
-            programs.append(self._program(item, module, self._engines[name]))
+            programs.append(program)
         segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
         return Plan(segments, str(found["strategy"])), pieces, programs, body_plans
 
@@ -196,9 +197,20 @@ class _Loader:
                     plans |= {f"{key}/{below}": below_plan for below, below_plan in inner.items()}
         return plans
 
-    def _program(self, item: Json, module: fx.GraphModule, engine: Engine) -> Program:
-        if isinstance(engine, PyTorch):
-            return engine.build(module)
+    def _program(self, item: Json, module: fx.GraphModule) -> tuple[Engine, Program]:
+        """A piece on its engine, or in PyTorch where that engine is not here (which is noted) or fails."""
+        engine, pytorch = self._engines.get(item["engine"]), PyTorch()
+        if engine is None or isinstance(engine, PyTorch):
+            return pytorch, pytorch.build(module)
+        try:
+            return engine, self._on_engine(item, module, engine)
+        except EngineError as error:
+            said = next(iter(str(error).splitlines()), "")
+            self.notes.append(f"a segment runs in PyTorch: {said}")
+            warnings.warn(self.notes[-1], stacklevel=6)
+            return pytorch, pytorch.build(module)
+
+    def _on_engine(self, item: Json, module: fx.GraphModule, engine: Engine) -> Program:
         makes: list[Made | None] = [
             None if made is None else (from_json(made[0]), None if made[1] is None else torch.Size(made[1]))
             for made in item["makes"]
