@@ -44,6 +44,13 @@ def load(
     everything on another device, or each device of a mapping on another.
     Types of arguments and results, and custom operators, must be known in this process: import what defines
     them first. The file is mapped into memory, so it must stay as it is while the module lives.
+
+    >>> import intarsia, pathlib, tempfile
+    >>> fast = intarsia.compile(nn.Tanh(), (torch.ones(2),))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     intarsia.save(fast, pathlib.Path(folder, "tanh.intarsia"))
+    ...     intarsia.load(pathlib.Path(folder, "tanh.intarsia")).plan.engines == fast.plan.engines
+    True
     """
     return _load(path, f"{os.fspath(path)} cannot be loaded", engines, map_location)
 
