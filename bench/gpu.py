@@ -149,12 +149,18 @@ def cudnn(model: nn.Module, args: tuple[Any, ...]) -> Call:
     return ours(model, args, engines=["cudnn"], cuda_graphs="static")
 
 
+def measured(model: nn.Module, args: tuple[Any, ...]) -> Call:
+    """Ours, the engines chosen by timing them here."""
+    return ours(model, args, partition=intarsia.Measured(budget_s=60))
+
+
 PEERS: dict[str, Callable[[nn.Module, tuple[Any, ...]], Call]] = {
     "eager": eager,
     "graphed": graphed,
     "reduce-overhead": reduce_overhead,
     "freezing": freezing,
     "ours": ours,
+    "measured": measured,
     "static": static,
     "static, no rewrites": without_rewrites,
     "static, cudnn": cudnn,

@@ -28,7 +28,7 @@ from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
 from intarsia.convert import registry
-from intarsia.engines import Engine, NetworkEngine, Program, resolve_engines, with_slow_engines
+from intarsia.engines import Engine, NetworkEngine, Program, resolve_engines, with_unasked_engines
 from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
@@ -112,7 +112,7 @@ def compile(
             )
         usable, notes = resolve_engines(engines, device)
         if measured is not None and engines is None:
-            usable = with_slow_engines(usable, device)
+            usable = with_unasked_engines(usable, device)
         call = args, kwargs
         try:
             return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])

@@ -92,10 +92,10 @@ def resolve_engines(
     return [*usable, PyTorch()], notes
 
 
-def with_slow_engines(usable: Sequence[Engine], device: str) -> list[Engine]:
-    """The engines together with those asked only where time for building them is given, PyTorch last."""
+def with_unasked_engines(usable: Sequence[Engine], device: str) -> list[Engine]:
+    """All engines that are here, those too that a fixed order leaves out, PyTorch last: timing decides."""
     known = [engine.name for engine in usable]
-    more = [kind() for name, kind in known_engines().items() if kind.slow_to_build and name not in known]
+    more = [kind() for name, kind in known_engines().items() if name not in known]
     fit = [engine for engine in more if engine.runs_on(device) and _unavailable(engine) is None]
     return [*usable[:-1], *fit, *usable[-1:]]
 
