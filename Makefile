@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: coverage fuzz install demo lint types test test-full clean
+.PHONY: coverage fuzz install demo lint models types test test-full clean
 
 install: $(STAMP)
 
@@ -39,5 +39,10 @@ coverage: install
 fuzz: install
 	$(BIN)/intarsia fuzz --models 10000 --jobs 2 --state .fuzz.jsonl
 
+# Models of timm, torchvision and Hugging Face against eager PyTorch, into docs/models.md; it goes on where it was.
+models: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[models]"
+	$(BIN)/python -m tests.models.outside --docs
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz.jsonl
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz.jsonl .models.jsonl

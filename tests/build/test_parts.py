@@ -286,3 +286,16 @@ def test_modules_are_named_as_in_the_whole_model(name: str) -> None:
     )
     assert set(fast.parts) == {"body"}
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_transformer_with_padding_is_compiled_in_parts() -> None:
+    """Eager packs padded rows into nested tensors on the way; the parts' calls are recorded with them."""
+    torch.manual_seed(0)
+    model = nn.Transformer(32, 4, 1, 1, 64, batch_first=True).eval()
+    padding = torch.tensor([[False] * 6 + [True] * 2, [False] * 8])
+    args = torch.randn(2, 8, 32), torch.randn(2, 6, 32)
+    kwargs = {"tgt_mask": torch.ones(6, 6, dtype=torch.bool).triu(1), "src_key_padding_mask": padding}
+    fast = intarsia.compile(model, args, kwargs)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*args, **kwargs), model(*args, **kwargs), rtol=1e-4, atol=1e-5)
+    assert fast.parts

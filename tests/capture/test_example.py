@@ -141,3 +141,13 @@ def test_compiling_in_several_threads_moves_no_generator() -> None:
         for made in [pool.submit(intarsia.compile, Draws(), (torch.ones(3),)) for _ in range(3)]:
             made.result()
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_a_nested_tensor_is_copied() -> None:
+    nested = torch._nested_tensor_from_mask(
+        torch.rand(2, 3, 4), torch.tensor([[True] * 3, [True, True, False]])
+    )
+    copy = fresh_copy(nested)
+    assert copy is not nested and copy.is_nested
+    for a, b in zip(copy.unbind(), nested.unbind(), strict=True):
+        assert torch.equal(a, b)
