@@ -72,6 +72,11 @@ CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
         [NAN],
     ),
     "upsample": (Of(lambda x: TF.interpolate(x, scale_factor=2, mode="bilinear")), (IMAGE,), [INF, NAN]),
+    "upsample of one row": (
+        Of(lambda x: TF.interpolate(x, scale_factor=2.0, mode="bilinear")),
+        (torch.randn(2, 1, 1, 4, generator=G),),
+        [INF, -INF, NAN],
+    ),
     "transposed": (nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1), (IMAGE,), [INF, NAN]),
     **{
         f"attention {dtype}, causal {causal}, scale {scale}": (attending(causal, scale), qkv(dtype), EDGES)

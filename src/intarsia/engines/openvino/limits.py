@@ -143,6 +143,8 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         return Interval(-math.inf, 2.0**100)  # minus infinity masks
     if kind == "GridSample" and index == 1:
         return Interval(-(2.0**16), 2.0**16)  # places that are reflected are rounded on the way
+    if kind == "Resize" and layer.attribute("mode", "nearest") != "nearest":
+        return Interval(-(2.0**100), 2.0**100) if index == 0 else _ANY_NUMBER  # torch: infinity by weight 0
     if kind in _SQUARES:
         return Interval(-(2.0**50), 2.0**50)
     return _ANY_NUMBER
