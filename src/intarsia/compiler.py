@@ -13,10 +13,18 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from intarsia.build.builder import Builder
-from intarsia.build.faithful import Example, Faithful, faithful_lowering, operators_of, whole_fault
+from intarsia.build.faithful import (
+    Example,
+    Faithful,
+    faithful_lowering,
+    judged_example,
+    operators_of,
+    whole_fault,
+)
 from intarsia.build.judge import Answer, Judge
 from intarsia.build.part_names import check_names_of_parts, names_within
 from intarsia.build.parts import CompileOne, compile_parts
+from intarsia.build.refit import as_before, new_state, relowered
 from intarsia.build.trial import Rewrite
 from intarsia.capture.device import device_kind
 from intarsia.capture.export import capture
@@ -29,7 +37,14 @@ from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, Program, resolve_engines, with_unasked_engines
-from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError
+from intarsia.errors import (
+    CaptureError,
+    InputError,
+    IntarsiaError,
+    LoweringError,
+    PartitionError,
+    RefitError,
+)
 from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
@@ -188,7 +203,9 @@ def _compile(
     if not wishes.verify:
         lowered, captured = lower()
         example = Example(captured, example_inputs(lowered, *captured))
-        return _built(model, lowered, usable, wishes, [example], notes, call)
+        return _refittable(
+            _built(model, lowered, usable, wishes, [example], notes, call), usable, wishes, [example]
+        )
     judge = Judge(model)
     with watched(judge.model) as frozen:
         truth = _first_answer(judge, call)
@@ -202,8 +219,37 @@ def _compile(
     coarsest = max(engine.coarsest for engine in usable)
     fault = whole_fault(judge, found.lowered, compiled, found.examples, coarsest)
     if fault is None:
-        return compiled
+        return _refittable(compiled, usable, wishes, found.examples)
     return _as_it_is(model, replace(found, fault=fault), usable, wishes, notes)
+
+
+def _refittable(
+    compiled: Compiled, usable: Sequence[Engine], wishes: _Wishes, examples: Sequence[Example]
+) -> Compiled:
+    """The module, which knows how to take other weights: lowered, cut and built as before."""
+    calls = [example.call for example in examples]
+    comparable = all(example.truth is not None for example in examples)  # unless the model draws lots
+
+    def refitted(old: Compiled, weights: Mapping[str, Any] | nn.Module) -> Compiled:
+        state = new_state(old.state_dict(), weights)
+        model = weights if isinstance(weights, nn.Module) else None
+        lowered = relowered(old.lowered, state, model, registry.__contains__)
+        again = [Example(call, example_inputs(lowered, *call)) for call in calls]
+        plans = [old.plan, *old.body_plans.values()]
+        own = replace(wishes, strategy=as_before(plans, wishes.strategy), measured=None)
+        made = _built(model, lowered, usable, own, again, ())
+        made.refit_from(old, state)
+        if model is not None and comparable:
+            judge = Judge(model)
+            judged = [judged_example(judge, lowered, example) for example in again]
+            fault = whole_fault(judge, lowered, made, judged, max(e.coarsest for e in usable))
+            if fault is not None:
+                raise RefitError(f"with these weights the compiled module {fault}; compile the model again")
+        made.refit_by(refitted)
+        return made
+
+    compiled.refit_by(refitted)
+    return compiled
 
 
 def _first_answer(judge: Judge, call: Call) -> Answer | None:
@@ -215,7 +261,7 @@ def _first_answer(judge: Judge, call: Call) -> Answer | None:
 
 
 def _built(
-    model: nn.Module,
+    model: nn.Module | None,
     lowered: Lowered,
     usable: Sequence[Engine],
     wishes: _Wishes,

@@ -47,6 +47,10 @@ class ArchiveError(IntarsiaError):
     """A compiled module cannot be saved, or a file is damaged, forged, too new, or none of ours."""
 
 
+class RefitError(IntarsiaError):
+    """New weights do not fit a compiled module."""
+
+
 class RewriteError(IntarsiaError):
     """A rewriting pattern broke the network, loops, or was registered wrongly."""
 

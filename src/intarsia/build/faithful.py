@@ -132,6 +132,13 @@ def _examples(
     return found
 
 
+def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
+    """The example with the model's answer and the graph's."""
+    made = judge.graph_answer(lowered, example.call)
+    case = Case(lowered.module, example_inputs(lowered, *copied_call(example.call)), made)
+    return replace(example, truth=judge.answer(example.call), case=case)
+
+
 def whole_fault(
     judge: Judge, lowered: Lowered, compiled: Callable[..., Any], examples: Sequence[Example], coarsest: float
 ) -> str | None:

@@ -84,11 +84,11 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
         root=program.graph_module,
         graph=graph,
         graph_signature=copy.deepcopy(program.graph_signature),
-        state_dict=program.state_dict,
+        state_dict=dict(program.state_dict),
         range_constraints=dict(program.range_constraints),
         module_call_graph=program.module_call_graph,
         example_inputs=program.example_inputs,
-        constants=program.constants,
+        constants=dict(program.constants),
         verifiers=program.verifiers,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     Decomposing traces the whole program anew, which costs more than all the rest; a program that
     changes nothing in place and whose operators all have converters is taken as it is.
     """
+    captured = program
     table = decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
@@ -42,7 +44,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (lowered.module, *_bodies(lowered.module)):
         _free_views(module.graph)
         run_passes(module)
-    return lowered
+    return replace(lowered, program=captured)
 
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 
@@ -60,6 +61,7 @@ class Lowered:
     range_constraints: dict[Any, Any]
     guards: tuple[str, ...] = ()  # what else the graph takes for granted about sizes, as export writes it
     notes: tuple[str, ...] = ()  # what a user should know of how the model was captured
+    program: ExportedProgram | None = None  # what it was made of, so that other weights can be put in
 
 
 def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

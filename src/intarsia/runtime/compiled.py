@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from intarsia.capture.export import evaluating
 from intarsia.capture.size_guards import check_guards, read_guards
 from intarsia.engines import Program
-from intarsia.errors import InputError
+from intarsia.errors import InputError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
@@ -25,6 +25,8 @@ from intarsia.runtime.ownership import Ownership, constants_of
 from intarsia.runtime.weights import FrozenWeights
 
 Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, what it returns out, flat
+
+Refitted = Callable[["Compiled", "Mapping[str, Any] | nn.Module"], "Compiled"]
 
 # Hooks on every module there is (`register_module_forward_hook`); torch has no public way to ask for them.
 GLOBAL_HOOKS = tuple(
@@ -62,6 +64,7 @@ class Compiled(nn.Module):
     ) -> None:
         super().__init__()
         self.training = False
+        self._refitted: Refitted | None = None
         self.plan = plan
         self._notes = tuple(notes)
         self._lowered = lowered
@@ -104,6 +107,45 @@ class Compiled(nn.Module):
         self._quick = _quick(self._checks) if plain else None
         self._one_result = lowered.out_spec.is_leaf() and not mutates and all(fresh)
         self._direct = _direct(self._whole, self._quick) if self._one_result else None
+
+    def refit(self, weights: Mapping[str, Any] | nn.Module) -> None:
+        """Compute with other weights of the same names, shapes and dtypes from now on.
+
+        Nothing is captured or partitioned anew: constants are folded again from the new weights, and engines
+        built again. With a model, the whole is verified against it, and the model's weights are watched from
+        now on; those of a state dict are copied. RefitError where they do not fit; the module is then as it
+        was.
+
+        >>> import intarsia
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> fast = intarsia.compile(model, (torch.ones(1, 2),))
+        >>> fast.refit({"weight": torch.tensor([[2.0, 3.0]])})
+        >>> fast(torch.ones(1, 2))
+        tensor([[5.]])
+        """
+        if self._refitted is None or self._as_it_is:
+            raise RefitError(
+                "this module has not kept the program it was made of, since it was loaded or runs as it is;"
+                " compile the model with its new weights"
+            )
+        made = self._refitted(self, weights).__dict__
+        of_modules = nn.Module().__dict__  # hooks and the like stay
+        self.__dict__.update({name: made[name] for name in made if name not in of_modules})
+        self._modules = made["_modules"]
+
+    @property
+    def lowered(self) -> Lowered:
+        """The graph that was cut, and how a call maps onto it."""
+        return self._lowered
+
+    def refit_from(self, old: Compiled, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what new weights do not change."""
+        self._call_signature, self._state = old._call_signature, dict(state)
+        self._notes = tuple(dict.fromkeys((*old._notes, *self._notes)))
+
+    def refit_by(self, refitted: Refitted) -> None:
+        """Let `refit` make the module with new weights by this function."""
+        self._refitted = refitted
 
     def run_by(self, run: Run) -> None:
         """Answer every call by `run`, which takes the graph's inputs, instead of the inlay's own."""

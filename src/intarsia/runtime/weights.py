@@ -55,7 +55,7 @@ class FrozenWeights:
                 self._told = True
                 warnings.warn(
                     f"{name} of the model was replaced after compiling; the compiled module goes on with the"
-                    " weights it was compiled with: compile the model again to use the new ones",
+                    " weights it was compiled with: call its refit(model) to use the new ones",
                     stacklevel=3,
                 )
                 return
@@ -69,7 +69,8 @@ class FrozenWeights:
         some = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         raise StaleWeightsError(
             f"{some} of the model changed after compiling; the compiled module holds the weights it was"
-            " compiled with, and some of its segments would now read others: compile the model again"
+            " compiled with, and some of its segments would now read others: call its refit(model), or"
+            " compile the model again"
         )
 
 
