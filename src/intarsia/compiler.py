@@ -55,6 +55,7 @@ from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import support_table
 from intarsia.rewrite import Patterns, apply, patterns_by_engine
+from intarsia.runtime import archive as archive  # compiled modules are pickled through it
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
 from intarsia.runtime.partly import PartlyCompiled

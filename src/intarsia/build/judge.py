@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from intarsia.build.protect import undisturbed
+from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
 from intarsia.compare import disagreement
 from intarsia.lower import Lowered, Role
 from intarsia.lower.lowered import example_inputs
 from intarsia.rounding import Rounding
-
-Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import fx, nn
 
 from intarsia.build.parts import shared_copy
 from intarsia.build.protect import undisturbed
+from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
 from intarsia.capture.random_state import kept_random_state
 from intarsia.errors import PartitionError
@@ -21,8 +21,6 @@ from intarsia.partition.names import (
     near_names,
 )
 from intarsia.partition.options import ModuleName, PartitionOptions
-
-Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def names_within(model: nn.Module, path: str, names: Iterable[ModuleName]) -> tuple[ModuleName, ...]:

@@ -13,6 +13,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from intarsia.build.protect import undisturbed
+from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
 from intarsia.capture.export import evaluating
 from intarsia.capture.frozen_state import attributes_of, changing_modules
@@ -22,7 +23,6 @@ from intarsia.errors import CaptureError, IntarsiaError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartForward, PartlyCompiled
 
-Call = tuple[Sequence[Any], Mapping[str, Any]]
 CompileOne = Callable[[str, nn.Module, Call, Any], Compiled]
 MOST_TRIES = 48  # submodules tried; each costs an export
 _MOST_CALLS = 4  # calls kept of one submodule

@@ -67,14 +67,14 @@ Reading = Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Guard:
+class SizeGuard:
     """One condition on the flat inputs of a call."""
 
     text: str
     holds: Reading
 
 
-def read_guards(texts: Sequence[str], places: Mapping[str, int]) -> tuple[Guard, ...]:
+def read_guards(texts: Sequence[str], places: Mapping[str, int]) -> tuple[SizeGuard, ...]:
     """The conditions as functions of a call's flat inputs; `places` says where each named input is.
 
     Raises CaptureError for a text of a form not known here; `guard_texts` gives none.
@@ -87,7 +87,7 @@ def read_guards(texts: Sequence[str], places: Mapping[str, int]) -> tuple[Guard,
     guards = []
     for text in texts:
         try:
-            guards.append(Guard(_readable(text), _reading(ast.parse(text, mode="eval").body, places)))
+            guards.append(SizeGuard(_readable(text), _reading(ast.parse(text, mode="eval").body, places)))
         except (SyntaxError, _Unknown) as error:
             raise CaptureError(
                 f"the size guard {text} of the exported model cannot be read: {error}"
@@ -172,7 +172,7 @@ def _fixed_sizes(text: str, places: Mapping[str, int], flat: Sequence[Any]) -> l
     return list(fixed)
 
 
-def check_guards(guards: Sequence[Guard], flat: Sequence[Any]) -> None:
+def check_guards(guards: Sequence[SizeGuard], flat: Sequence[Any]) -> None:
     """Raise InputError where a call does not meet a condition the graph was made under."""
     for guard in guards:
         if not holds(guard, flat):
@@ -182,7 +182,7 @@ def check_guards(guards: Sequence[Guard], flat: Sequence[Any]) -> None:
             )
 
 
-def holds(guard: Guard, flat: Sequence[Any]) -> bool:
+def holds(guard: SizeGuard, flat: Sequence[Any]) -> bool:
     """Whether a condition is met; a condition that cannot be computed is not."""
     try:
         return bool(guard.holds(flat))

@@ -10,7 +10,7 @@ import torch
 from intarsia.choose.measured import Objective
 from intarsia.timing import race
 
-Call = Callable[[], object]
+Timed = Callable[[], object]
 _CALLS = 4  # of every thread, in one burst
 PAUSE_S = 0.004  # how long the threads of a pool that was just used may spin on
 
@@ -21,7 +21,7 @@ def callers() -> int:
 
 
 def race_plans(
-    calls: Mapping[str, Call], objective: Objective, *, rounds: int, budget_s: float, least: int = 3
+    calls: Mapping[str, Timed], objective: Objective, *, rounds: int, budget_s: float, least: int = 3
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of every plan in every round; for throughput, of a call its share of them.
 
@@ -40,7 +40,7 @@ def race_plans(
         return {name: tuple(took * share for took in t.seconds) for name, t in timings.items()}
 
 
-def _burst(pool: ThreadPoolExecutor, call: Call, threads: int) -> Call:
+def _burst(pool: ThreadPoolExecutor, call: Timed, threads: int) -> Timed:
     def work() -> None:
         with torch.no_grad():  # which every thread has for itself
             for _ in range(_CALLS):

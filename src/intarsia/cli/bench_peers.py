@@ -29,7 +29,7 @@ from intarsia.compiler import compile
 from intarsia.graph.plan import Plan
 from intarsia.timing import race
 
-Call = Callable[[], object]
+Timed = Callable[[], object]
 OURS, FIXED, EAGER = "intarsia", "intarsia, fixed order", "eager"
 PEERS = (
     EAGER,
@@ -68,7 +68,7 @@ def measure(wish: Wish, out: Path) -> None:
         "peers": {},
         "complete": False,
     }
-    makers: dict[str, Callable[[], Call]] = {
+    makers: dict[str, Callable[[], Timed]] = {
         EAGER: lambda: lambda: thing.model(*thing.args, **thing.kwargs),
         FIXED: lambda: _ours(thing, "dependency", facts, "plan_fixed"),
         OURS: lambda: _ours(thing, Measured(budget_s=wish.budget_s), facts, "plan"),
@@ -94,10 +94,10 @@ def measure(wish: Wish, out: Path) -> None:
 
 
 def _made(
-    makers: Mapping[str, Callable[[], Call]], facts: dict[str, Any], expected: object
-) -> dict[str, Call]:
+    makers: Mapping[str, Callable[[], Timed]], facts: dict[str, Any], expected: object
+) -> dict[str, Timed]:
     """The peers that can be made: seconds that it took, and how far the answer is off eager's."""
-    made: dict[str, Call] = {}
+    made: dict[str, Timed] = {}
     for name, make in makers.items():
         start = time.perf_counter()
         try:
@@ -113,7 +113,7 @@ def _made(
     return made
 
 
-def _race(calls: Mapping[str, Call], wish: Wish, facts: dict[str, Any]) -> None:
+def _race(calls: Mapping[str, Timed], wish: Wish, facts: dict[str, Any]) -> None:
     with torch.no_grad():
         took = race(calls, rounds=wish.rounds, budget_s=wish.race_s, warmup=1, pause_s=_PAUSE_S)
     for name, timing in took.items():
@@ -133,7 +133,7 @@ def _error(answer: object, expected: object) -> float | None:
     return relative_error(ours, theirs)
 
 
-def _ours(thing: Specimen, partition: Any, facts: dict[str, Any], key: str) -> Call:
+def _ours(thing: Specimen, partition: Any, facts: dict[str, Any], key: str) -> Timed:
     fast = compile(thing.model, thing.args, thing.kwargs, partition=partition)
     plan = fast.plan
     facts[key] = json.loads(plan.to_json()) if isinstance(plan, Plan) else {}  # a model in parts has none
@@ -146,7 +146,7 @@ def _tensors(thing: Specimen) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _onnxruntime(thing: Specimen) -> Call:
+def _onnxruntime(thing: Specimen) -> Timed:
     import onnxruntime
 
     program = torch.onnx.export(thing.model, thing.args, kwargs=thing.kwargs, dynamo=True, verbose=False)
@@ -165,7 +165,7 @@ def _onnxruntime(thing: Specimen) -> Call:
     return lambda: [torch.from_numpy(array) for array in session.run(None, feed)]
 
 
-def _openvino(thing: Specimen) -> Call:
+def _openvino(thing: Specimen) -> Timed:
     import inspect
 
     import openvino
@@ -188,7 +188,7 @@ def _openvino(thing: Specimen) -> Call:
     return lambda: [torch.from_numpy(array) for array in compiled(feed, share_inputs=True).values()]
 
 
-def _inductor(thing: Specimen, options: dict[str, Any]) -> Call:
+def _inductor(thing: Specimen, options: dict[str, Any]) -> Timed:
     torch._dynamo.reset()
     fast = torch.compile(thing.model, options=options)
     return lambda: fast(*thing.args, **thing.kwargs)

@@ -42,7 +42,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Call:
+class Trial:
     """A call to try: the varying size, the seed of its values, and whether special values are among them."""
 
     n: int
@@ -50,8 +50,8 @@ class Call:
     special: bool = False
 
 
-_STATIC_CALLS = (Call(3, 0), Call(3, 1), Call(3, 2, special=True), Call(3, 3))
-_DYNAMIC_CALLS = (Call(3, 0), Call(5, 1), Call(2, 2), Call(1, 3), Call(4, 4, special=True))
+_STATIC_CALLS = (Trial(3, 0), Trial(3, 1), Trial(3, 2, special=True), Trial(3, 3))
+_DYNAMIC_CALLS = (Trial(3, 0), Trial(5, 1), Trial(2, 2), Trial(1, 3), Trial(4, 4, special=True))
 
 
 def check(case: Case) -> Outcome:
@@ -123,7 +123,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
 
 
-def _special(inputs: Sequence[torch.Tensor], call: Call) -> tuple[torch.Tensor, ...]:
+def _special(inputs: Sequence[torch.Tensor], call: Trial) -> tuple[torch.Tensor, ...]:
     """The inputs with special values put among the floating-point ones."""
     generator = torch.Generator().manual_seed(call.seed)
     made: dict[int, torch.Tensor] = {}

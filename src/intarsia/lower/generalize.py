@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.call import Call as Call
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.size_guards import holds, read_guards
@@ -25,7 +26,6 @@ from intarsia.lower.range_ends import at_sizes
 from intarsia.lower.redundant_guards import drop_redundant_guards
 
 HasConverter = Callable[[Any], bool]
-Call = tuple[Sequence[Any], Mapping[str, Any]]
 Place = tuple[int, int]  # a tensor of the call, and one of its dimensions
 
 

@@ -43,8 +43,8 @@ class Never:
 
 
 Known = Sum | All | Never | None
-Rule = Callable[["IndexValues", fx.Node], Known]
-_RULES: dict[Any, Rule] = {}
+IndexRule = Callable[["IndexValues", fx.Node], Known]
+_RULES: dict[Any, IndexRule] = {}
 
 
 class IndexValues:
@@ -105,8 +105,8 @@ def of_tensor(value: Any) -> Known:
     return Sum(sympy.Integer(first), tuple(map(sympy.Integer, steps)))
 
 
-def _rule(*targets: Any) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
+def _rule(*targets: Any) -> Callable[[IndexRule], IndexRule]:
+    def register(rule: IndexRule) -> IndexRule:
         _RULES.update(dict.fromkeys(targets, rule))
         return rule
 
@@ -282,7 +282,7 @@ def _index(values: IndexValues, node: fx.Node) -> Known:
     return Never(0) if isinstance(found, Never) else None
 
 
-def _compare(difference: Callable[[Sum, Sum], Sum]) -> Rule:
+def _compare(difference: Callable[[Sum, Sum], Sum]) -> IndexRule:
     """The rule of an operator that is true where this sum of its operands is not negative."""
 
     def rule(values: IndexValues, node: fx.Node) -> Known:

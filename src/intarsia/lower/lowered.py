@@ -22,7 +22,7 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class Input:
+class GraphInput:
     """One flat input: from the caller (`index` in the flattened call) or a buffer the model changes."""
 
     name: str
@@ -33,7 +33,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Output:
+class GraphOutput:
     """One flat output; `target` names the buffer or input it is written to.
 
     `is_input`: the model returns an input itself. `twin`: it returns one tensor twice, first at that place.
@@ -52,8 +52,8 @@ class Lowered:
     """A functional graph, and how a call maps onto it."""
 
     module: fx.GraphModule
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     buffers: dict[str, torch.Tensor]

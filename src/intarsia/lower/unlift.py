@@ -11,7 +11,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from intarsia.capture.size_guards import guard_texts
 from intarsia.errors import LoweringError
-from intarsia.lower.lowered import Input, Lowered, Output, Role
+from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 
 
 def unlift(program: ExportedProgram) -> Lowered:
@@ -21,7 +21,7 @@ def unlift(program: ExportedProgram) -> Lowered:
     root = torch.nn.Module()
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
-    inputs: list[Input] = []
+    inputs: list[GraphInput] = []
     buffers: dict[str, torch.Tensor] = {}
     attributes: dict[int, str] = {}
     specs = {spec.arg.name: spec for spec in signature.input_specs}
@@ -36,7 +36,7 @@ def unlift(program: ExportedProgram) -> Lowered:
         if spec.kind == InputKind.USER_INPUT:
             is_constant = isinstance(spec.arg, ConstantArgument)
             constant = spec.arg.value if isinstance(spec.arg, ConstantArgument) else None
-            inputs.append(Input(node.name, index=user, constant=constant, is_constant=is_constant))
+            inputs.append(GraphInput(node.name, index=user, constant=constant, is_constant=is_constant))
             copied[node] = graph.placeholder(node.name)
             user += 1
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
@@ -44,7 +44,7 @@ def unlift(program: ExportedProgram) -> Lowered:
             tensor = _state(program, target)
             if target in changed:
                 buffers[target] = tensor
-                inputs.append(Input(node.name, buffer=target))
+                inputs.append(GraphInput(node.name, buffer=target))
                 copied[node] = graph.placeholder(node.name)
             else:
                 name = attributes.get(id(tensor)) or _attach(root, node.name, tensor)
@@ -103,9 +103,11 @@ def _attach(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> str:
     return name
 
 
-def _outputs(program: ExportedProgram, graph: fx.Graph, copied: dict[fx.Node, fx.Node]) -> tuple[Output, ...]:
+def _outputs(
+    program: ExportedProgram, graph: fx.Graph, copied: dict[fx.Node, fx.Node]
+) -> tuple[GraphOutput, ...]:
     output = next(node for node in program.graph.nodes if node.op == "output")
-    outputs: list[Output] = []
+    outputs: list[GraphOutput] = []
     returned: list[Any] = []
     given = set(_input_names(program))
     first_place: dict[fx.Node, int] = {}
@@ -115,7 +117,7 @@ def _outputs(program: ExportedProgram, graph: fx.Graph, copied: dict[fx.Node, fx
         if spec.kind == OutputKind.USER_OUTPUT:
             first = first_place.setdefault(item, len(outputs)) if is_node else len(outputs)
             outputs.append(
-                Output(
+                GraphOutput(
                     Role.USER,
                     constant=None if is_node else item,
                     is_constant=not is_node,
@@ -124,9 +126,9 @@ def _outputs(program: ExportedProgram, graph: fx.Graph, copied: dict[fx.Node, fx
                 )
             )
         elif spec.kind == OutputKind.BUFFER_MUTATION:
-            outputs.append(Output(Role.BUFFER, target=spec.target))
+            outputs.append(GraphOutput(Role.BUFFER, target=spec.target))
         elif spec.kind == OutputKind.USER_INPUT_MUTATION:
-            outputs.append(Output(Role.INPUT, target=spec.target))
+            outputs.append(GraphOutput(Role.INPUT, target=spec.target))
         else:
             raise LoweringError(f"the model makes a {spec.kind.name.lower()}, which is not handled")
     graph.output(tuple(returned))

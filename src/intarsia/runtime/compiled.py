@@ -209,7 +209,7 @@ class Compiled(nn.Module):
 
     def _finish(self, flat: list[Any], results: Sequence[Any]) -> Any:
         """Write back what the model changes, then give the caller its results."""
-        settled = self._ownership.settle(results, flat)
+        settled = self._ownership.own(results, flat)
         returned: dict[int, Any] = {}
         indices = dict(self._written)
         with torch.no_grad():
@@ -294,13 +294,6 @@ class Compiled(nn.Module):
                     f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
                     " model and compile that again"
                 )
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # `pickle`, `torch.save` and `copy.deepcopy` go through an archive in memory: engines are built anew.
-        from intarsia.runtime.archive.load import load_bytes
-        from intarsia.runtime.archive.save import save_bytes
-
-        return load_bytes, (save_bytes(self),)
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"

@@ -107,7 +107,7 @@ def run_in_pytorch(module: fx.GraphModule) -> Program:
 
     def program(*inputs: Any) -> tuple[Any, ...]:
         with torch.no_grad():
-            return tuple(ownership.settle(tuple(module(*inputs)), inputs))
+            return tuple(ownership.own(tuple(module(*inputs)), inputs))
 
     return program
 

@@ -46,7 +46,7 @@ class Ownership:
         self._fresh = [index for index, is_fresh in enumerate(fresh) if is_fresh]
         self._shared = [index for index, is_fresh in enumerate(fresh) if not is_fresh]
 
-    def settle(self, results: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+    def own(self, results: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
         """The results, each in memory of its own."""
         if not self._shared:
             return results

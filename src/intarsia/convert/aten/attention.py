@@ -44,7 +44,7 @@ def attend(
         mask = _full_mask(mask, q, k)
     if q.dtype == ir.DataType.DOUBLE or (scale is not None and scale <= 0):
         # The layer is for floats and positive scales.
-        made = fragments(q, k, _calm(q, k, v), mask, causal, scale)[0]
+        made = fragments(q, k, _without_infinities(q, k, v), mask, causal, scale)[0]
     else:
         made = F.attention(q, k, v, mask, scale=scale, is_causal=causal)
     return F.cast(_restore(ctx, made, rank), query.dtype)
@@ -138,7 +138,7 @@ def fragments(
     return F.matmul(weights, v), weights
 
 
-def _calm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _without_infinities(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`v`; calls whose scores might be NaN or infinite are left to PyTorch, whose kernel puts 0 there."""
     most = 2.0**500 if q.dtype == ir.DataType.DOUBLE else 2.0**60  # products of such stay finite
     for x, limit in ((q, most), (k, most), (v, torch.inf)):

@@ -9,14 +9,14 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.guards.kinds import AnyGuard, Guard
+from intarsia.engines.guards.kinds import AnyGuard, ValueGuard
 
 _SMALL = 8192  # numpy is sooner done with fewer elements, torch with more
 LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
 Array = np.ndarray[Any, Any]
 
 
-def input_check(guard: Guard) -> Callable[[Array], bool]:
+def input_check(guard: ValueGuard) -> Callable[[Array], bool]:
     """Whether an input holds what it must; asked before the engine runs, at every call."""
     low, high, limit = guard.low, guard.high, guard.high * guard.high
 

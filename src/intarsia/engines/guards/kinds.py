@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 
 @dataclass(frozen=True)
-class Guard:
+class ValueGuard:
     """Elements of a tensor lie between two bounds, or the sum of their magnitudes is at most `high`."""
 
     tensor: str
@@ -89,14 +89,14 @@ class Quotient:
         return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
 
 
-AnyGuard = Guard | NonZero | Product | Index | Quotient
+AnyGuard = ValueGuard | NonZero | Product | Index | Quotient
 
 
 @dataclass
 class Guards:
     """All guards of a network, and the layers whose indices must be held inside while it runs."""
 
-    ranges: dict[ir.Value, Guard] = field(default_factory=dict)
+    ranges: dict[ir.Value, ValueGuard] = field(default_factory=dict)
     others: list[AnyGuard] = field(default_factory=list)
     held: dict[str, Index] = field(default_factory=dict)  # by the name of the layer's result
     sizes: set[str] = field(default_factory=set)  # tensors made of sizes alone, which may be known by now

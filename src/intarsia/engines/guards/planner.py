@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
-from intarsia.engines.guards.kinds import Guard, Guards, Index, NonZero, Product
+from intarsia.engines.guards.kinds import Guards, Index, NonZero, Product, ValueGuard
 from intarsia.engines.guards.limits import Limits
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
@@ -63,7 +63,7 @@ class _Planner:
             self.stand_floats(layer)
             self.stand_indices(layer)
             self.stand_integers(layer)
-            made = self.calm(layer, self.results(layer))
+            made = self.bound(layer, self.results(layer))
             made = self.hold_integers(layer, made)
             self.known.update(zip((t.value for t in layer.get_outputs()), made, strict=True))
             if layer.kind in ("Shape", "Size") or self.is_of_sizes(layer):
@@ -109,27 +109,27 @@ class _Planner:
             if allowed is not None:
                 self.require(layer, tensor, allowed)
 
-    def calm(self, layer: Layer, made: list[Interval]) -> list[Interval]:
+    def bound(self, layer: Layer, made: list[Interval]) -> list[Interval]:
         """Watch a layer's operands if it would make NaN of them, or overflow, before a kernel that minds."""
         outputs = layer.get_outputs()
-        if layer.kind in _HANDED_ON or not self.wild(outputs, made, self.is_high(layer)):
+        if layer.kind in _HANDED_ON or not self.exceeds(outputs, made, self.is_high(layer)):
             return made
         instead = {
             tensor: self.range(tensor).cut(Interval(-CALM, CALM))
             for tensor in layer.get_inputs()
-            if tensor is not None and self.can_calm(tensor)
+            if tensor is not None and self.can_be_bounded(tensor)
         }
-        calmer = self.results(layer, instead) if instead else made
-        if self.wild(outputs, calmer, False):
+        bounded = self.results(layer, instead) if instead else made
+        if self.exceeds(outputs, bounded, False):
             return made
         # What later layers read besides, as residuals, would soon be too high as well.
         later = [Tensor.of(value) for value in self.read_later(layer)]
         for tensor in dict.fromkeys(
-            [*instead, *(t for t in later if self.can_calm(t) and self.range(t).reach > HIGHISH)]
+            [*instead, *(t for t in later if self.can_be_bounded(t) and self.range(t).reach > HIGHISH)]
         ):
-            self.guards.others.append(Guard(tensor.name, -CALM, CALM, total=True))
+            self.guards.others.append(ValueGuard(tensor.name, -CALM, CALM, total=True))
             self.known[tensor.value] = self.range(tensor).cut(Interval(-CALM, CALM))
-        return calmer
+        return bounded
 
     def read_later(self, layer: Layer) -> list[ir.Value]:
         """What is known already and some layer behind this one reads."""
@@ -141,7 +141,7 @@ class _Planner:
         floats = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
         return any(t.constant is None and self.range(t).reach > HIGH for t in floats)
 
-    def wild(self, outputs: Sequence[Tensor], made: Sequence[Interval], may_be_high: bool) -> bool:
+    def exceeds(self, outputs: Sequence[Tensor], made: Sequence[Interval], may_be_high: bool) -> bool:
         """Whether results may be NaN, or so high that they soon may."""
         for tensor, interval in zip(outputs, made, strict=True):
             if tensor.value not in self.wanted:
@@ -151,7 +151,7 @@ class _Planner:
                 return True
         return False
 
-    def can_calm(self, tensor: Tensor) -> bool:
+    def can_be_bounded(self, tensor: Tensor) -> bool:
         if tensor.dtype not in dtypes.FLOATS or tensor.constant is not None:
             return False
         interval, parent = self.range(tensor), tensor.get_parent()
@@ -219,7 +219,7 @@ class _Planner:
             self.guards.others.append(Product(operands[0].name, operands[1].name, limit.high / 2))
             return [made[0].cut(Interval(-limit.high, limit.high))]
         if layer.kind in ("CumSum", "ReduceSum") and operands:
-            self.guards.others.append(Guard(operands[0].name, 0, limit.high / 2, total=True))
+            self.guards.others.append(ValueGuard(operands[0].name, 0, limit.high / 2, total=True))
             return [made[0].cut(Interval(-limit.high, limit.high))]
         for bits in (30, 28, 26, 24, 23, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 1, 0):
             small = Interval(-(2**bits), 2**bits)
@@ -250,7 +250,7 @@ class _Planner:
         source = chain[-1]
         guard = self.guards.ranges.get(source.value)
         low, high = (room.low, room.high) if guard is None else (guard.low, guard.high)
-        self.guards.ranges[source.value] = Guard(source.name, max(low, room.low), min(high, room.high))
+        self.guards.ranges[source.value] = ValueGuard(source.name, max(low, room.low), min(high, room.high))
         for link in chain:
             self.known[link.value] = self.range(link).cut(room)
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
 from intarsia.engines.guards.inputs import LOOKED_AT
-from intarsia.engines.guards.kinds import AnyGuard, Guard, Guards
+from intarsia.engines.guards.kinds import AnyGuard, Guards, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Network
 
@@ -22,7 +22,7 @@ OUTPUT = "intarsia_guards"
 class Checks:
     """Guards of inputs by name, and those of the last output with the most its numbers may be."""
 
-    given: dict[str, list[Guard]]
+    given: dict[str, list[ValueGuard]]
     made: list[AnyGuard]
     most: np.ndarray[Any, np.dtype[np.float32]]
 
@@ -31,13 +31,13 @@ def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool
     """Let the model compute what is not looked at before it runs."""
     inputs = {t.name for t in net.get_inputs() if look_at_inputs and t.dtype in LOOKED_AT}
     types = {value.name: value.dtype for value in _values(net)}
-    given: dict[str, list[Guard]] = {}
+    given: dict[str, list[ValueGuard]] = {}
     made: list[AnyGuard] = []
     most: list[float] = []
     nodes = _Nodes(model.graph)
     numbers = []
     for guard in guards.all():
-        if not isinstance(guard, Guard):
+        if not isinstance(guard, ValueGuard):
             raise EngineError(f"a guard that ONNX Runtime has no layers for: {guard}")
         if guard.tensor in inputs:
             given.setdefault(guard.tensor, []).append(guard)
@@ -58,7 +58,7 @@ def _values(net: Network) -> list[ir.Value]:
     return [*(tensor.value for tensor in net.get_inputs()), *made]
 
 
-def _number(nodes: _Nodes, guard: Guard, dtype: ir.DataType | None) -> tuple[str, float]:
+def _number(nodes: _Nodes, guard: ValueGuard, dtype: ir.DataType | None) -> tuple[str, float]:
     """A number, and the most it may be; NaN is more than anything."""
     x = guard.tensor
     if dtype != ir.DataType.FLOAT:

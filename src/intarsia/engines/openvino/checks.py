@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from intarsia.engines.guards.inputs import LOOKED_AT
-from intarsia.engines.guards.kinds import AnyGuard, Guard, Guards, Index, NonZero, Product, Quotient
+from intarsia.engines.guards.kinds import AnyGuard, Guards, Index, NonZero, Product, Quotient, ValueGuard
 from intarsia.network import Network
 
 
@@ -50,7 +50,7 @@ def _remainder(ov: Any, a: Any, b: Any) -> Any:
 class Checks:
     """Guards of inputs, and those the model itself computes a number for, with the most it may be."""
 
-    given: dict[str, list[Guard]]
+    given: dict[str, list[ValueGuard]]
     made: list[AnyGuard]
     most: np.ndarray[Any, np.dtype[np.float32]]
 
@@ -69,10 +69,10 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
     inputs = {t.name for t in net.get_inputs() if t.dtype in LOOKED_AT}
     # Sizes that the reader knows it has computed itself, with 64 bits.
     folded = guards.sizes - set(tensors)
-    given: dict[str, list[Guard]] = {}
+    given: dict[str, list[ValueGuard]] = {}
     made: list[AnyGuard] = []
     for guard in guards.all():
-        if isinstance(guard, Guard) and guard.tensor in inputs:
+        if isinstance(guard, ValueGuard) and guard.tensor in inputs:
             given.setdefault(guard.tensor, []).append(guard)  # cheaper than a layer, and int64 is seen whole
         elif not folded.intersection(guard.tensors):
             made.append(guard)
@@ -89,7 +89,7 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
 
 def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
     """A scalar, and the most it may be; NaN is more than anything."""
-    if isinstance(guard, Guard) and guard.total:
+    if isinstance(guard, ValueGuard) and guard.total:
         x = tensors[guard.tensor]
         return ov.reduce_l1(_float(ov, x), _axes(ov, x), False), guard.high
     return _count(ov, _holds(ov, guard, tensors)), 0.5

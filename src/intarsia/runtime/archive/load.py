@@ -14,7 +14,7 @@ from intarsia.errors import ArchiveError, EngineError, IntarsiaError
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
-from intarsia.lower.lowered import Input, Lowered, Output, Role
+from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.door import check_from_json, ranges_from_json
 from intarsia.runtime.archive.engines import engines_from_json
@@ -232,11 +232,11 @@ class _Loader:
         return with_fallback(program, Origin(engine, module, network, bool(item["only_full"])), makes)
 
 
-def _input(name: str, index: int | None, buffer: str | None, constant: Json, is_constant: bool) -> Input:
-    return Input(name, index, buffer, from_json(constant), is_constant)
+def _input(name: str, index: int | None, buffer: str | None, constant: Json, is_constant: bool) -> GraphInput:
+    return GraphInput(name, index, buffer, from_json(constant), is_constant)
 
 
 def _output(
     role: str, target: str | None, constant: Json, is_constant: bool, is_input: bool, twin: int | None
-) -> Output:
-    return Output(Role[role], target, from_json(constant), is_constant, is_input, twin)
+) -> GraphOutput:
+    return GraphOutput(Role[role], target, from_json(constant), is_constant, is_input, twin)
