@@ -18,6 +18,7 @@ from intarsia.errors import InputError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
+from intarsia.runtime.call_structure import flat_arguments, split_spec, with_defaults
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck, check_inputs
@@ -90,7 +91,7 @@ class Compiled(nn.Module):
         )
         self._buffer_slots = tuple((slot, i.buffer) for slot, i in enumerate(lowered.inputs) if i.buffer)
         mutates = any(output.role is not Role.USER for output in lowered.outputs)
-        self._flat_args = _is_flat_tuple(lowered.in_spec)
+        self._flat_args = flat_arguments(lowered.in_spec)
         fresh = [
             output.role is not Role.USER or output.is_input or output.twin is not None or is_fresh
             for output, is_fresh in zip(lowered.outputs, _fresh(lowered, pieces, programs), strict=True)
@@ -224,7 +225,7 @@ class Compiled(nn.Module):
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         spec = self._lowered.in_spec
-        positional, named = _split_spec(spec)
+        positional, named = split_spec(spec)
         if (len(args), set(kwargs)) != (positional, set(named)):
             args, kwargs = self._rebind(args, kwargs, positional, named)
         flat, found = pytree.tree_flatten((args, {name: kwargs[name] for name in named}))
@@ -242,7 +243,7 @@ class Compiled(nn.Module):
                 given = dict(self._call_signature.bind(*args, **kwargs).arguments)
             except TypeError as error:
                 raise InputError(f"the call does not fit the model: {error}") from error
-            given = _with_defaults(self._call_signature, given, positional, named)
+            given = with_defaults(self._call_signature, given, positional, named)
             order = [name for name in self._call_signature.parameters if name in given]
             if len(order) == positional + len(named) and all(name in given for name in named):
                 rest = [name for name in order if name not in named]
@@ -297,35 +298,6 @@ class Compiled(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
-
-
-def _with_defaults(
-    signature: inspect.Signature, given: dict[str, Any], positional: int, named: Sequence[str]
-) -> dict[str, Any]:
-    """The arguments compiled for: defaults for those left out, none that only repeats its default."""
-    plain = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    wanted = [*[p.name for p in plain if p.name not in named][:positional], *named]
-    filled = dict(given)
-    for parameter in plain:
-        name, default = parameter.name, parameter.default
-        if default is parameter.empty:
-            continue
-        if name in wanted:
-            filled.setdefault(name, default)
-        elif name in given and _is_same(given[name], default):
-            del filled[name]
-        elif name in given:
-            value = given[name]
-            shown = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
-            raise InputError(f"argument {name} is {shown}; compiled for its default, {default!r}")
-    return filled
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    plain = (bool, int, float, str, bytes, tuple, torch.dtype, torch.device)
-    return isinstance(default, plain) and type(value) is type(default) and bool(value == default)
 
 
 def _run_as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -385,20 +357,3 @@ def _direct(
     if make is None or not quick:
         return None
     return make([tuple(shape) for _, shape, _ in quick])  # type: ignore[no-any-return]
-
-
-def _split_spec(spec: pytree.TreeSpec) -> tuple[int, list[str]]:
-    args, kwargs = _children(spec)
-    return len(_children(args)), list(kwargs.context)
-
-
-def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    children = getattr(spec, "children", None)  # torch 2.11 may have the field alone
-    return list(children()) if callable(children) else list(spec.children_specs)
-
-
-def _is_flat_tuple(spec: pytree.TreeSpec) -> int:
-    """The number of positional inputs if all are plain leaves and none is named, else -1."""
-    args, kwargs = _children(spec)
-    leaves = all(child.is_leaf() for child in _children(args))
-    return len(_children(args)) if leaves and not kwargs.context else -1
