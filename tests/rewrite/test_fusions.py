@@ -63,8 +63,9 @@ def test_equal_numbers_by_definition(name: str) -> None:
 def test_equal_numbers_on_engines(name: str, engine: str) -> None:
     fusion = FUSIONS[name]
     trials = 12 if engine == "onnxruntime" else 3
-    # OpenVINO hands calls that hold NaN to PyTorch before they reach a kernel.
-    kinds = FINITE if fusion.finite_only or engine == "openvino" else KINDS
+    # OpenVINO hands calls that hold NaN to PyTorch before they reach a kernel, and so does attention on both.
+    guarded = engine == "openvino" or name in ("grouped_heads", "multi_head_attention")
+    kinds = FINITE if fusion.finite_only or guarded else KINDS
     checked = check_pattern(fusion.pattern, fusion.sample, trials=trials, build=BUILD[engine], kinds=kinds)
     assert checked.fired == trials
 
