@@ -14,6 +14,7 @@ import intarsia
 from intarsia.errors import LoweringError
 from intarsia.lower import lower
 from intarsia.lower.decompositions import (
+    composite_names,
     decomposition_table,
     overloads_of,
     register_decomposition,
@@ -49,6 +50,27 @@ def test_torchs_defaults_are_the_start() -> None:
     left = {**defaults}.keys() - table.keys()
     assert len(table) > 500 and aten.special_expit.default in table
     assert aten.linalg_inv.default in left and len(left) < 10
+
+
+def test_torchs_table_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it takes a tenth of a second, most of what a tiny model's lowering takes."""
+    first = decomposition_table()
+    first.clear()  # the caller's own
+    monkeypatch.setattr(torch.export, "default_decompositions", lambda: pytest.fail("read again"))
+    assert len(decomposition_table()) > 500
+
+
+def test_a_composite_operator_registered_later_is_in_the_table() -> None:
+    before = composite_names()
+    assert before is not None and "aten::special_expit" in before, "this torch does not tell them"
+    decomposition_table()
+    library = torch.library.Library("late_for_a_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x + x, "CompositeImplicitAutograd")
+    twice = torch.ops.late_for_a_test.twice.default
+    assert twice in decomposition_table()
+    library._destroy()
+    assert twice not in decomposition_table()
 
 
 def test_an_operator_with_a_converter_stays_whole() -> None:

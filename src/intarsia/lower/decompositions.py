@@ -26,6 +26,7 @@ _CHECKING = (
     aten.linalg_tensorsolve.default,
 )
 _registered: dict[torch._ops.OpOverload, Decomposition] = {}
+_defaults_of: dict[frozenset[str], dict[Any, Decomposition]] = {}  # the last table, by what it was made from
 _kept_whole: ContextVar[Callable[[Any], bool] | None] = ContextVar("_kept_whole", default=None)
 
 
@@ -147,7 +148,7 @@ def decomposition_table(
 ) -> dict[Any, Decomposition]:
     """What is decomposed and how: torch's defaults, converters over them, the user's word over both."""
     keep = _kept_whole.get()
-    table: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
+    table = _torch_defaults()
     for operator in (*_CHECKING, *torch_disabled_decompositions):
         table.pop(operator, None)
     for operator in torch_enabled_decompositions:
@@ -157,6 +158,28 @@ def decomposition_table(
     whole = {operator for operator in table if has_converter(operator)} - {*torch_enabled_decompositions}
     found = {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
     return found if keep is None else {op: rule for op, rule in found.items() if not keep(op)}
+
+
+def _torch_defaults() -> dict[Any, Decomposition]:
+    """torch's default decompositions, of operators outside torch too; the dictionary is the caller's.
+
+    torch looks through all operators of all namespaces, a tenth of a second, whenever the table is read. It need not
+    as long as the dispatcher knows the same composite operators.
+    """
+    names = composite_names()
+    if names is None:
+        return {**torch.export.default_decompositions()}
+    if names not in _defaults_of:
+        found: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
+        _defaults_of.clear()
+        _defaults_of[names] = found
+    return dict(_defaults_of[names])
+
+
+def composite_names() -> frozenset[str] | None:
+    """Every operator the dispatcher can take apart by itself; None from a torch that does not tell."""
+    ask = getattr(torch._C, "_dispatch_get_registrations_for_dispatch_key", None)
+    return None if ask is None else frozenset(ask("CompositeImplicitAutograd"))
 
 
 def registered_decompositions() -> dict[Any, Decomposition]:
