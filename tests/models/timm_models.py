@@ -22,7 +22,7 @@ def _timm(name: str, side: int = 64, **settings: Any) -> Case:
     return Case(name, "timm", make)
 
 
-_MLP = {"img_size": 64, "num_blocks": 2}
+_MLP = {"img_size": 64}
 _VIT = {"img_size": 64, "depth": 2}
 
 CASES = [

@@ -163,8 +163,8 @@ def decomposition_table(
 def _torch_defaults() -> dict[Any, Decomposition]:
     """torch's default decompositions, of operators outside torch too; the dictionary is the caller's.
 
-    torch looks through all operators of all namespaces, a tenth of a second, whenever the table is read. It need not
-    as long as the dispatcher knows the same composite operators.
+    torch looks through all operators of all namespaces, a tenth of a second, whenever the table is read. It
+    need not as long as the dispatcher knows the same composite operators.
     """
     names = composite_names()
     if names is None:
