@@ -1,0 +1,65 @@
+"""The function Dynamo calls with every graph it captured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.backend.dynamo_graph import inputs_of
+from intarsia.backend.frozen import autocast_now
+from intarsia.backend.gradients import NOTE, needs_gradients
+from intarsia.backend.graph_call import GraphCall
+from intarsia.backend.options import checked_options
+from intarsia.backend.reports import new_report
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def intarsia_backend(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile what Dynamo captured: `torch.compile(model, backend="intarsia", options={...})`.
+
+    `options` are those of `intarsia.compile`. Parameters and buffers are constants of the program, which is
+    made anew when they change; sizes that Dynamo made symbolic vary within the ranges of its guards. A graph
+    that needs gradients, or cannot be compiled, runs as captured; a warning says so once, and
+    `intarsia.backend.reports()` tells what each graph became.
+    """
+    chosen = checked_options(mode, options)
+    report = new_report(_where(module))
+    known = inputs_of(module, inputs)
+    call = GraphCall(module, known, chosen, autocast_now(), report)
+    reason = _left_to_pytorch(module, inputs)
+    if reason is None:
+        call.prepare(inputs)
+    else:
+        call.leave(reason)
+    return call
+
+
+def _left_to_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> str | None:
+    if needs_gradients(module, inputs):
+        return NOTE
+    if any(isinstance(x, torch._subclasses.FakeTensor) for x in inputs):
+        return "its inputs have no values while it is compiled"
+    return None
+
+
+def _where(module: fx.GraphModule) -> str:
+    """The line of the caller's code that the graph's first operation stands in."""
+    for node in module.graph.nodes:
+        if node.op in ("call_function", "call_method", "call_module"):
+            frames = _FRAME.findall(str(node.meta.get("stack_trace", "")))
+            own = [frame for frame in frames if "/torch/" not in frame[0]]
+            if frames:
+                file, line, name = (own or frames)[-1]
+                return f"{file}:{line} (in {name})"
+    return "an unknown place"

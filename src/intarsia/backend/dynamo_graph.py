@@ -1,0 +1,154 @@
+"""What Dynamo's graph is called with: weights, sizes, numbers and tensors, each told from the others.
+
+Dynamo lifts everything to an input, parameters and sizes too. Which input is what stands in names of Dynamo
+that are not public; they are read here alone, and `tests/backend/test_dynamo_graph.py` watches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.export import Dim
+
+from intarsia.errors import CaptureError
+
+
+class Kind(Enum):
+    """What an input of a graph is."""
+
+    WEIGHT = "a parameter, buffer or tensor attribute of a module"
+    SIZE = "a size of one of the tensors"
+    NUMBER = "a whole number that varies from call to call"
+    TENSOR = "a tensor of the caller"
+
+
+@dataclass(frozen=True)
+class DynamoInput:
+    """One input of a graph. `source` is where Dynamo found it; a size is that of `tensor` in `axis`.
+
+    `dims` has a range for each axis that varies; for a number, `dims` is its range.
+    """
+
+    kind: Kind
+    source: str
+    tensor: int = -1
+    axis: int = -1
+    dims: Any = None
+
+
+def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput]:
+    """Each input of a graph that Dynamo gave to its backend, told apart."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    values = [_symbolic(node, given) for node, given in zip(nodes, inputs, strict=True)]
+    sizes = _sizes(values)
+    found = []
+    for node, value, given in zip(nodes, values, inputs, strict=True):
+        source = _source_name(node)
+        if isinstance(value, torch.SymInt):
+            place = sizes.get(str(value))
+            if place is not None:
+                found.append(DynamoInput(Kind.SIZE, source, *place))
+            else:
+                found.append(DynamoInput(Kind.NUMBER, source, dims=_range(value)))
+        elif not isinstance(value, torch.Tensor):
+            found.append(DynamoInput(Kind.NUMBER, source))
+        elif _is_weight(node, given):
+            found.append(DynamoInput(Kind.WEIGHT, source))
+        else:
+            ranges = {axis: _range(size) for axis, size in enumerate(value.shape)}
+            vary = {axis: held for axis, held in ranges.items() if held is not None}
+            found.append(DynamoInput(Kind.TENSOR, source, dims=vary or None))
+    return found
+
+
+@contextlib.contextmanager
+def apart_from_dynamo() -> Iterator[None]:
+    """What is traced inside does not add to the guards of the frame that Dynamo is compiling."""
+    tracing = getattr(torch._guards, "tracing", None)
+    if tracing is None:
+        raise CaptureError(f"torch {torch.__version__} has no way to trace inside of torch.compile's backend")
+    with tracing(None):
+        yield
+
+
+def plain_number(value: Any) -> Any:
+    """A symbolic number as the number it is in the example call."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return value.node.hint
+    return value
+
+
+def settled_numbers(module: fx.GraphModule) -> dict[fx.Node, float | int]:
+    """Nodes that read a number out of a tensor, of which Dynamo's guards say that it is always the same.
+
+    With `dynamic=True` every float attribute of a module (`eps`, `momentum`) arrives that way.
+    """
+    found: dict[fx.Node, float | int] = {}
+    for node in module.graph.nodes:
+        value = node.meta.get("example_value")
+        if node.op != "call_method" or node.target != "item":
+            continue
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            bounds = value.node.shape_env.bound_sympy(value.node.expr)
+            if bounds.is_singleton():
+                found[node] = float(bounds.lower) if isinstance(value, torch.SymFloat) else int(bounds.lower)
+        elif isinstance(value, int | float):
+            found[node] = value
+    return found
+
+
+def _symbolic(node: fx.Node, given: Any) -> Any:
+    """The input as Dynamo saw it: a tensor whose sizes may be symbols, or a symbol."""
+    value = node.meta.get("example_value")
+    return given if value is None else value
+
+
+def _sizes(values: Sequence[Any]) -> dict[str, tuple[int, int]]:
+    """For each symbol, a tensor and an axis that has it as its size."""
+    found: dict[str, tuple[int, int]] = {}
+    for slot, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            for axis, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt):
+                    found.setdefault(str(size), (slot, axis))
+    return found
+
+
+def _range(size: torch.SymInt | int) -> Any:
+    """What Dynamo's guards let a size be, as `torch.export` takes it; None where it is one number."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    if bounds.is_singleton():
+        return None
+    low, high = (int(b) if isinstance(b, sympy.Integer) else None for b in (bounds.lower, bounds.upper))
+    return Dim.AUTO(min=None if low is None else max(low, 0), max=high)
+
+
+def _source_name(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", node.name)
+    return str(name() if callable(name) else name)  # a method in torch 2.11
+
+
+def _is_weight(node: fx.Node, given: Any) -> bool:
+    """Whether a tensor belongs to a module; a float of a module that Dynamo wrapped in a tensor does not."""
+    if not isinstance(given, torch.Tensor):
+        return False
+    if isinstance(given, torch.nn.Parameter):
+        return True
+    if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+        return False
+    guarded = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
+    guarded = guarded() if callable(guarded) else guarded
+    return any(
+        bool(getattr(guarded, ask, bool)())
+        for ask in ("is_unspecialized_nn_module", "is_specialized_nn_module")
+    )

@@ -1,0 +1,131 @@
+"""Dynamo's graph with its weights inside: constants of the module, as a model has them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from intarsia.backend.dynamo_graph import DynamoInput, Kind, plain_number, settled_numbers
+
+Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of device that compute in less, and in what
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A module to compile and how Dynamo's call maps onto it.
+
+    `weights` are the places of Dynamo's inputs that are inside, `taken` of those that are its inputs. With
+    `single`, it returns its one result as it is, not in a tuple.
+    """
+
+    module: nn.Module
+    weights: tuple[int, ...]
+    taken: tuple[int, ...]
+    dynamic_shapes: tuple[Any, ...] | None
+    single: bool
+
+
+def freeze(
+    module: fx.GraphModule,
+    known: Sequence[DynamoInput],
+    inputs: Sequence[Any],
+    live: frozenset[int],
+    autocast: Autocast,
+) -> Frozen:
+    """The graph with the weights among `inputs` as its own, but for those that are `live`.
+
+    A size is read off its tensor, so that no number is left to pass; what surrounds the call (`autocast`) is
+    written into the module.
+    """
+    made = fx.GraphModule(module, copy.deepcopy(module.graph))
+    nodes = [node for node in made.graph.nodes if node.op == "placeholder"]
+    for node, number in settled_numbers(made).items():
+        node.replace_all_uses_with(number)  # type: ignore[arg-type]
+        made.graph.erase_node(node)
+    weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT and i not in live]
+    first = next(node for node in made.graph.nodes if node.op != "placeholder")
+    with made.graph.inserting_before(first):
+        for i in weights:
+            name = f"weight_{i}"
+            made.register_buffer(name, inputs[i].detach())
+            _replace(made.graph, nodes[i], made.graph.get_attr(name))
+        read = [i for i, item in enumerate(known) if item.kind is Kind.SIZE and nodes[i].users]
+        for i, item in ((i, known[i]) for i in read):
+            size = made.graph.call_function(torch.ops.aten.sym_size.int, (nodes[item.tensor], item.axis))
+            _replace(made.graph, nodes[i], size)
+    taken = []
+    for i, node in enumerate(nodes):
+        if i in weights or i in read:
+            continue
+        if not node.users and known[i].kind is not Kind.TENSOR:
+            made.graph.erase_node(node)
+        else:
+            taken.append(i)
+    single = _unwrap(made.graph)
+    made.graph.lint()
+    made.recompile()
+    for node in made.graph.nodes:
+        node.meta.pop("example_value", None)  # sizes of Dynamo's own symbols, which mean nothing here
+    dims: tuple[Any, ...] | None = tuple(known[i].dims for i in taken)
+    dims = dims if any(dims or ()) else None
+    if not autocast:
+        return Frozen(made, tuple(weights), tuple(taken), dims, single)
+    # `forward(*args)` has one parameter, which holds all.
+    held = None if dims is None else (dims,)
+    return Frozen(_Within(made, autocast), tuple(weights), tuple(taken), held, single)
+
+
+def example_of(frozen: Frozen, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The call of the frozen module that Dynamo's call is; numbers as they are in this call."""
+    picked = [plain_number(inputs[i]) for i in frozen.taken]
+    return tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in picked)
+
+
+def autocast_now() -> Autocast:
+    """The autocast that is on around the caller."""
+    kinds = ("cpu", "cuda")
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+def without_autocast(autocast: Autocast) -> AbstractContextManager[Any]:
+    """What a module that brings its own autocast is run under."""
+    stack = ExitStack()
+    for kind, dtype in autocast:
+        stack.enter_context(torch.autocast(kind, dtype, enabled=False))
+    return stack
+
+
+class _Within(nn.Module):
+    """A graph under the autocast that its caller had on."""
+
+    def __init__(self, graph: fx.GraphModule, autocast: Autocast) -> None:
+        super().__init__()
+        self.graph_module, self.autocast = graph, autocast
+
+    def forward(self, *args: Any) -> Any:
+        with ExitStack() as stack:
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            return self.graph_module(*args)
+
+
+def _replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def _unwrap(graph: fx.Graph) -> bool:
+    """Return a single result by itself, which a compiled module gives back without looking further."""
+    output = next(iter(reversed(graph.nodes)))
+    results = output.args[0]
+    if not isinstance(results, list | tuple) or len(results) != 1 or not isinstance(results[0], fx.Node):
+        return False
+    output.args = (results[0],)
+    return True

@@ -1,0 +1,177 @@
+"""What Dynamo calls: a graph compiled for the weights, sizes and numbers it is called with."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.backend.dynamo_graph import DynamoInput, Kind, apart_from_dynamo
+from intarsia.backend.frozen import Autocast, example_of, freeze, without_autocast
+from intarsia.backend.program import Program, Stamp, program_of, stamp
+from intarsia.backend.reports import GraphReport, joined, update
+from intarsia.compiler import compile
+from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, StaleWeightsError
+from intarsia.graph.segment import PYTORCH
+from intarsia.runtime.compiled import Compiled
+
+_CHANGES = 4  # a weight that changed so often is an input from then on
+_MOST_PROGRAMS = 64  # of one graph, which modules of one class share
+_OTHER_CALL = (InputError, StaleWeightsError)  # what a program says of a call that is not for it
+
+
+class GraphCall:
+    """A graph of Dynamo, called with all its inputs, weights among them.
+
+    The weights are constants of the programs that it is compiled to. A call looks whether they are still the
+    same tensors, in the same place, with the same contents by torch's count, and compiles anew if not; a
+    weight that keeps changing becomes an input. What no program can be made for runs as captured.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        known: Sequence[DynamoInput],
+        options: Mapping[str, Any],
+        autocast: Autocast,
+        report: GraphReport,
+    ) -> None:
+        self._module, self._known, self._options = module, tuple(known), dict(options)
+        self._autocast, self._report = autocast, report
+        self._weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT]
+        self._programs: tuple[Program, ...] = ()
+        self._last: Program | None = None
+        self._stamps: dict[int, Stamp] = {}  # of the weights that were frozen last
+        self._changes: dict[int, int] = {}
+        self._live: frozenset[int] = frozenset()  # weights that are inputs, since they keep changing
+        self._resized = 0
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any) -> Any:
+        program = self._last
+        if program is not None and program.fits(args):
+            try:
+                return program(args)
+            except _OTHER_CALL:
+                pass
+        return self._otherwise(args)
+
+    def prepare(self, args: Sequence[Any]) -> None:
+        """Compile for the first call. What the user's options ask for and cannot be had is raised."""
+        with self._lock:
+            try:
+                self._compile(args)
+            except (CaptureError, LoweringError) as error:
+                if self._options.get("fallback") == "error" or self._options.get("require_full_compilation"):
+                    raise
+                self.leave(str(error).splitlines()[0])
+            except IntarsiaError:
+                raise
+            except Exception as error:  # ours or torch's fault, and no reason to fail where PyTorch works
+                self.leave(f"{type(error).__name__}: {error}")
+
+    def leave(self, reason: str) -> None:
+        """Run the graph as captured from now on, whenever no program fits."""
+        self._report = update(self._report, reason=reason)
+        warnings.warn(f"intarsia leaves this graph to PyTorch ({self._report.where}): {reason}", stacklevel=3)
+
+    def _otherwise(self, args: Sequence[Any]) -> Any:
+        """A call that the last program was not made for."""
+        with self._lock:
+            for program in self._programs:
+                if program is self._last or not program.fits(args):
+                    continue
+                try:
+                    made = program(args)
+                except _OTHER_CALL:
+                    continue
+                self._last = program
+                return made
+            if self._report.reason is None:
+                self._count_changes(args)
+            if self._report.reason is None:
+                self.prepare(args)
+            newest = self._last
+            if newest is not None and newest.fits(args):
+                try:
+                    return newest(args)
+                except _OTHER_CALL as error:
+                    if self._report.reason is None:
+                        self.leave(str(error))
+        return self._module(*args)
+
+    def _count_changes(self, args: Sequence[Any]) -> None:
+        """Note which weights changed; those that keep changing become inputs. All of it has an end."""
+        changed = [i for i, before in self._stamps.items() if stamp(args[i]) != before]
+        others = [i for i in changed if id(args[i]) != self._stamps[i][0]]
+        if not changed:
+            self._resized += 1
+            if self._resized >= _recompile_limit():
+                self.leave(f"it was compiled {self._resized} times for sizes or numbers that did not hold")
+        elif self._report.programs >= _MOST_PROGRAMS:
+            self.leave(f"it was compiled {_MOST_PROGRAMS} times, with other weights each time")
+        elif len(others) < max(2, len(self._stamps)):  # all at once are another module's of the same class
+            for i in changed:
+                self._changes[i] = self._changes.get(i, 0) + 1
+            often = {i for i, times in self._changes.items() if times >= _CHANGES}
+            if often - self._live:
+                names = ", ".join(self._known[i].source for i in sorted(often - self._live)[:3])
+                self._note(f"{names} changed {_CHANGES} times: no constant of the program any more")
+                self._live |= often
+                self._programs, self._last = (), None
+        stale = [p for p in self._programs if changed and p.fits(args)]
+        self._programs = tuple(p for p in self._programs if p not in stale)
+
+    def _compile(self, args: Sequence[Any]) -> None:
+        frozen = freeze(self._module, self._known, args, self._live, self._autocast)
+        options = {name: value for name, value in self._options.items() if name != "fallback"}
+        self._stamps = {i: stamp(args[i]) for i in frozen.weights}
+        with (
+            apart_from_dynamo(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            without_autocast(self._autocast),
+        ):
+            compiled = compile(
+                frozen.module,
+                example_of(frozen, args),
+                dynamic_shapes=frozen.dynamic_shapes,
+                fallback="error",
+                **options,
+            )
+        assert isinstance(compiled, Compiled)
+        made = program_of(compiled, frozen, self._autocast, args, weakref.WeakMethod(self.drop))
+        self._programs, self._last = (*self._programs, made), made
+        self._tell(compiled, frozen.dynamic_shapes is not None)
+
+    def _tell(self, compiled: Compiled, sizes_vary: bool) -> None:
+        plan = compiled.plan
+        self._report = update(
+            self._report,
+            nodes=len(plan.nodes),
+            on_engines=sum(len(s) for s in plan.segments if s.engine != PYTORCH),
+            engines=plan.engines,
+            programs=self._report.programs + 1,
+            sizes_vary=sizes_vary,
+            plan=str(plan),
+            notes=joined(self._report.notes, compiled.notes),
+        )
+
+    def _note(self, note: str) -> None:
+        self._report = update(self._report, notes=joined(self._report.notes, [note]))
+
+    def drop(self, program: Program) -> None:
+        """Forget a program whose weights are gone."""
+        self._programs = tuple(p for p in self._programs if p is not program)
+        if self._last is program:
+            self._last = None
+
+
+def _recompile_limit() -> int:
+    """How often Dynamo compiles one piece of code before it leaves it alone."""
+    return int(getattr(torch._dynamo.config, "recompile_limit", 8))
