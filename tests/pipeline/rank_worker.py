@@ -171,10 +171,11 @@ def odd():
 
     loss_fn(whole(ids, mask, scale)).backward()
     grads = {n: p.grad for n, p in whole.named_parameters()}
+    example = (ids, mask, scale)
+    cut = {n: split(model, example, stages=n, by="memory", slack=0.0) for n in {*SCHEDULES.values()}}
     for schedule, stages in SCHEDULES.items():
         model.zero_grad()
-        parts = split(model, (ids, mask, scale), stages=stages, by="memory", slack=0.0)
-        pipe = parts.distributed(schedule, n_microbatches=4, loss_fn=loss_fn)
+        pipe = cut[stages].distributed(schedule, n_microbatches=4, loss_fn=loss_fn)
         result = pipe.step(ids, mask, scale)
         if pipe.is_last:
             assert torch.equal(result.output["ids"], ids)
