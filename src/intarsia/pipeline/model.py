@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.compiled import compile_stages
 from intarsia.pipeline.stages.pipelined import Pipelined
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.weights import Weights, load_stages
 
 if TYPE_CHECKING:
     from intarsia.pipeline.distributed.pipeline import DistributedPipeline
@@ -34,6 +37,26 @@ class Stages(StageSequence):
         from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
         return DistributedPipeline(self, schedule, n_microbatches, **options)
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        only: Collection[int] | None = None,
+        device: torch.device | str | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        rename: Callable[[str], str] | None = None,
+        strict: bool = True,
+    ) -> Stages:
+        """Fill the stages from a safetensors file, or a folder of shards; returns the stages.
+
+        The names and shapes of the whole model are compared with the files' headers first. Stages that were
+        cut on the meta device get memory on `device`; with `only` (numbers of stages) the others stay there.
+        See `Weights` for `buffers`, `rename` and `strict`. Over several processes give
+        `distributed(..., weights=path)` instead: each rank loads the stages that the schedule gives it.
+        """
+        load_stages(self, Weights(path, buffers or {}, rename, strict), only, device)
+        return self
 
     def compile(  # type: ignore[override]
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any

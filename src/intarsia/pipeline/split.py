@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,8 +19,11 @@ from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.stages.batch import BatchDims
+from intarsia.pipeline.stages.computed import computed_buffers
 from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.cut import choose_cuts
+from intarsia.pipeline.stages.devices import buffers_on_meta, is_on_meta, to_meta
+from intarsia.pipeline.stages.meta_cost import DeviceSpeed, estimate_with, made_up_on, measure_made_up
 from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, build_stages
@@ -48,6 +53,7 @@ def split(
     dynamic_shapes: Any = None,
     batch_dims: BatchDims | None = None,
     agree: bool = False,
+    costs: Literal["measured", "analytic"] | DeviceSpeed = "measured",
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
     """Cut `model` into `stages` (4) balanced parts, by its graph, or by its modules if it cannot be exported.
@@ -65,6 +71,10 @@ def split(
     a tensor that every micro-batch gets whole. `dynamic_shapes`, as of `torch.export`, opens other sizes,
     such as the length of a sequence.
 
+    A model on the meta device is cut there, without memory: each kind of node is measured alone on made-up
+    values, and `Stages.load` brings the weights. `costs="analytic"` computes seconds from operations and
+    bytes instead of measuring them; a `DeviceSpeed` says for which device. The report tells which it was.
+
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> parts = split(model, (torch.randn(2, 4),), stages=2)
@@ -74,6 +84,11 @@ def split(
     if by not in ("time", "memory"):
         raise PartitionError(f"by={by!r} is neither 'time' nor 'memory'")
     count = _count(stages, cuts)
+    speed = DeviceSpeed() if costs == "analytic" else costs
+    if not isinstance(speed, DeviceSpeed) and speed != "measured":
+        raise PartitionError(f"costs={costs!r} is neither 'measured' nor 'analytic' nor a DeviceSpeed")
+    if is_on_meta(model):
+        args, kwargs = to_meta((tuple(args), dict(kwargs or {})))
 
     def choose(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
         if isinstance(cuts, Plan):
@@ -94,16 +109,23 @@ def split(
             )
         return _rank_zero(places) if agree else places
 
+    values: dict[str, torch.Tensor] = {}
     try:
-        captured = trace(
-            model,
-            args,
-            kwargs,
-            dynamic_batch=dynamic_batch,
-            dynamic_shapes=dynamic_shapes,
-            batch_dims=batch_dims,
-        )
+        with buffers_on_meta(model) if is_on_meta(model) else nullcontext(values) as values:
+            captured = trace(
+                model,
+                args,
+                kwargs,
+                dynamic_batch=dynamic_batch,
+                dynamic_shapes=dynamic_shapes,
+                batch_dims=batch_dims,
+            )
     except CaptureError as error:
+        if is_on_meta(model):
+            raise CaptureError(
+                f"the graph cannot be captured ({error}); along its modules a model is cut by running it,"
+                " which the meta device cannot"
+            ) from error
         parts = split_tree(
             model,
             args,
@@ -115,13 +137,31 @@ def split(
             batch_dims=batch_dims,
         )
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    if by == "time":
-        costs = profile(captured, captured.signature.flatten(args, kwargs), progress=progress)
-    else:
+    node_costs, source = _node_costs(captured, args, kwargs, by, speed, progress)
+    places = choose(captured.line, node_costs, crossing_prices(captured))
+    return make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
+
+
+def _node_costs(
+    captured: Trace,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    by: By,
+    speed: DeviceSpeed | str,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[Cost], str]:
+    """What every node costs, and where that comes from."""
+    if by == "memory":
         kept, held = saved_bytes(captured), weight_bytes(captured)
-        costs = [Cost(saved=s, weights=w) for s, w in zip(kept, held, strict=True)]
-    places = choose(captured.line, costs, crossing_prices(captured))
-    return make_stages(model, captured, places, costs, by)
+        return [Cost(saved=s, weights=w) for s, w in zip(kept, held, strict=True)], ""
+    tensors = captured.signature.flatten(args, kwargs)
+    if isinstance(speed, DeviceSpeed):
+        measure, source = estimate_with(speed), str(speed)
+    elif any(state.tensor.is_meta for state in captured.states.values()):
+        measure, source = measure_made_up, f"each node measured on {made_up_on()} with made-up values"
+    else:
+        measure, source = None, ""
+    return profile(captured, tensors, progress=progress, measure=measure), source
 
 
 def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:
@@ -138,12 +178,18 @@ def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:
 
 
 def make_stages(
-    model: nn.Module, captured: Trace, places: Sequence[int], costs: Sequence[Cost], by: str
+    model: nn.Module,
+    captured: Trace,
+    places: Sequence[int],
+    costs: Sequence[Cost],
+    by: str,
+    source: str = "",
+    buffer_values: Mapping[str, torch.Tensor] | None = None,
 ) -> Stages:
     """The stages of a model whose cuts are known."""
     parts = build_stages(captured, places)
-    report = _report(captured, places, costs, parts, by)
-    return Stages(parts, captured.signature, report, list(model.state_dict()))
+    report = _report(captured, places, costs, parts, by, source)
+    return Stages(parts, captured.signature, report, list(model.state_dict()), buffer_values)
 
 
 def crossing_prices(captured: Trace) -> list[float]:
@@ -182,7 +228,12 @@ def _rank_zero(places: list[int]) -> list[int]:
 
 
 def _report(
-    captured: Trace, places: Sequence[int], costs: Sequence[Cost], parts: Sequence[Stage], by: str
+    captured: Trace,
+    places: Sequence[int],
+    costs: Sequence[Cost],
+    parts: Sequence[Stage],
+    by: str,
+    source: str,
 ) -> SplitReport:
     bounds = [0, *places, len(captured.line.nodes)]
     sums = [total(costs[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -193,5 +244,5 @@ def _report(
     ]
     waists = tuple(map(captured.line.waist, places))
     return SplitReport(
-        "graph", "", by, tuple(sums), tuple(borders), tuple(crossing), find_tied(parts), waists
+        "graph", "", by, tuple(sums), tuple(borders), tuple(crossing), find_tied(parts), waists, source
     )

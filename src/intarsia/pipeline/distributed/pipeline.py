@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.distributed.batch import bare, divide, divide_target, join
+from intarsia.pipeline.distributed.loading import materialise, weights_of
 from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction, mean_inside
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
@@ -31,11 +33,15 @@ from intarsia.pipeline.distributed.precision import (
     uncached_autocast,
 )
 from intarsia.pipeline.distributed.rank_stages import RankStages
+from intarsia.pipeline.distributed.saved import is_checkpoint
 from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.schedule.schedules import refusal
+from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.tied import TiedGradients
+from intarsia.pipeline.stages.weights import Weights
 
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed? ?out|pair is not connected|NCCL", re.IGNORECASE
@@ -74,6 +80,8 @@ class DistributedPipeline(RankStages):
             (True), none, or some by number.
         device: where this rank's stages live.
         group: the process group of the pipeline's ranks.
+        weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
+            its own stages and no others; `Weights(path, ...)` for more. Stages on the meta device need it.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class DistributedPipeline(RankStages):
         checkpoint: bool | Collection[int] = False,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        weights: str | Path | Weights | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise PartitionError(
@@ -113,10 +122,20 @@ class DistributedPipeline(RankStages):
         check_agreement(stages, group, self.device)
         connect(self.stage_ranks, group, self.device)
         self._stages = list(stages)
+        for stage in self._stages:
+            if isinstance(stage, Stage):
+                retarget(stage.program, self.device)  # those of other ranks run on fake tensors
         self._borders: Borders = [_border_specs(s) for s in stages]
         held = [i for i, rank in enumerate(self.stage_ranks) if rank == self.rank]
+        source = weights_of(weights)
+        if source is None:
+            stages.check_memory()
+        else:
+            materialise(stages, source, held, self.device, self._gather)
         parts = {i: placed(stages[i], self.device) for i in held}
         super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, group, self.device)
+        if source is not None and is_checkpoint(source.path):
+            self.load(source.path)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, group)
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
         # Every border is checked now, so that nothing is refused in the middle of a step.

@@ -84,8 +84,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
     return {key.removeprefix(_MODEL): value for key, value in flat.items()}
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder holds a checkpoint of torch.distributed.checkpoint."""
+    return (Path(path) / ".metadata").is_file()
+
+
 def _stored(path: str | Path) -> dict[str, TensorStorageMetadata]:
-    if not (Path(path) / ".metadata").exists():
+    if not is_checkpoint(path):
         raise InputError(f"{path} holds no checkpoint")
     found = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     return {key: meta for key, meta in found.items() if isinstance(meta, TensorStorageMetadata)}

@@ -59,8 +59,6 @@ def needs_its_batch(
     tensor as it is, its length equals the batch's by chance.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    if any(isinstance(v, torch.Tensor) and v.is_meta for v in [*leaves, *model.parameters()]):
-        return True
     grown = [
         torch.cat([v, v.narrow(axis, 0, 1)], axis) if axis is not None and i != leaf else v
         for i, (v, axis) in enumerate(zip(leaves, axes, strict=True))

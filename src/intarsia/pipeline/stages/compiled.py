@@ -35,6 +35,7 @@ def compile_stages(
     """Compile every stage with the values that reach it from an example call."""
     from intarsia.compiler import compile as compile_module
 
+    stages.check_memory()
     values: Sequence[Any] = stages.signature.flatten(args, kwargs)
     stages.signature.lengths(values)
     parts: list[nn.Module] = []

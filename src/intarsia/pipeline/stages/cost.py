@@ -14,7 +14,11 @@ from torch.utils import _pytree as pytree
 
 from intarsia.graph.nodes import is_compute
 from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.stages.devices import META, on_device, to_meta
 from intarsia.pipeline.stages.trace import Trace
+
+Measure = Callable[[Callable[..., Any], Any, Any, int], Cost]
+"""The cost of one node, from its target, arguments and keyword arguments, and how often to repeat it."""
 
 _PASSES = 2  # over the graph, each node timed in both
 
@@ -25,19 +29,22 @@ def profile(
     *,
     repeats: int = 2,
     progress: Callable[[int, int], None] | None = None,
+    measure: Measure | None = None,
 ) -> list[Cost]:
     """Measure every node at the given inputs; of equal nodes one in each pass.
 
     Each node runs alone, once to warm up and then `repeats` times, forward and backward; the least time
     counts, of two passes over the graph: what disturbs the machine for a moment meets a node only once.
-    The model's buffers and the random state are as before when it returns.
+    The model's buffers and the random state are as before when it returns. `measure` takes the place of the
+    stopwatch: the graph then runs on the meta device, for its shapes alone.
     """
-    runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress)
+    runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress, measure)
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
         for _ in range(_PASSES):
             runner.known.clear()
-            runner.run(*_placeholders(trace, tensors))
+            given = _placeholders(trace, tensors)
+            runner.run(*(given if measure is None else to_meta(given)))
     saved, weights = saved_bytes(trace), weight_bytes(trace)
     none = Cost()
     return [
@@ -74,9 +81,15 @@ class _Profiler(fx.Interpreter):
     """Runs the graph node by node on real tensors and times each."""
 
     def __init__(
-        self, trace: Trace, repeats: int, count: int, progress: Callable[[int, int], None] | None
+        self,
+        trace: Trace,
+        repeats: int,
+        count: int,
+        progress: Callable[[int, int], None] | None,
+        measure: Measure | None,
     ) -> None:
         super().__init__(trace.module, graph=trace.graph)
+        self.measure = measure
         self.repeats, self.count, self.progress = repeats, count, progress
         self.costs: dict[fx.Node, Cost] = {}
         self.known: dict[Any, Cost] = {}
@@ -86,10 +99,12 @@ class _Profiler(fx.Interpreter):
         if not is_compute(n):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if self.measure is not None:
+            args, kwargs = on_device((args, kwargs), META)
         key = _key(n, args, kwargs)
         cost = self.known.get(key) if key is not None else None
         if cost is None:
-            cost = _measure(n.target, args, kwargs, self.repeats)  # type: ignore[arg-type]
+            cost = (self.measure or measure_node)(n.target, args, kwargs, self.repeats)  # type: ignore[arg-type]
             if key is not None:
                 self.known[key] = cost
         self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])
@@ -114,7 +129,8 @@ def _least(a: Cost, b: Cost) -> Cost:
     )
 
 
-def _measure(target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+def measure_node(target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+    """Time one node alone, forward and backward, on copies of its inputs."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     grown = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.is_floating_point()]
     weights = {i for i in grown if isinstance(leaves[i], torch.nn.Parameter)}

@@ -24,6 +24,7 @@ class Pipelined(StageSequence):
 
     def __init__(self, stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> None:
         super().__init__(list(stages), stages.signature, stages.report, stages.keys)
+        stages.check_memory()
         _check(stages, chunks, options)
         rest = dict(options)
         devices = [torch.device(d) for d in rest.pop("devices", ["cpu"] * len(stages))]

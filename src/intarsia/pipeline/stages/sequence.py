@@ -28,6 +28,7 @@ class SplitReport:
     crossing: tuple[int, ...]
     tied: tuple[Tied, ...]
     cuts: tuple[Waist, ...] = ()  # where the graph was cut
+    source: str = ""  # where the times come from: measured, or computed
 
     @property
     def balance(self) -> float:
@@ -36,7 +37,8 @@ class SplitReport:
         return sum(loads) / len(loads) / max(loads) if max(loads) > 0 else 1.0
 
     def __str__(self) -> str:
-        lines = [f"cut by the {self.way}, balanced by {self.by} to {self.balance:.0%}"]
+        of = f" ({self.source})" if self.source else ""
+        lines = [f"cut by the {self.way}, balanced by {self.by}{of} to {self.balance:.0%}"]
         if self.reason:
             lines.append(f"  not by the graph: {self.reason}")
         for i, cost in enumerate(self.costs):
@@ -63,6 +65,7 @@ class StageSequence(nn.Module):
         signature: CallSignature,
         report: SplitReport,
         keys: Sequence[str],
+        buffer_values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         for i, stage in enumerate(stages):
@@ -70,15 +73,30 @@ class StageSequence(nn.Module):
         self.signature = signature
         self.report = report
         self.keys = tuple(keys)
+        # Found now: a stage that is loaded without the others has a parameter of its own.
+        self.tied: tuple[Tied, ...] = find_tied(stages)
+        # Of a model on the meta device: values of buffers that no file of weights holds.
+        self.buffer_values = dict(buffer_values or {})
         self.training = stages[0].training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer."""
         values: Sequence[Any] = self.signature.flatten(args, kwargs)
         self.signature.lengths(values)
+        self.check_memory()
         for stage in self:
             values = stage(*values)
         return self.signature.unflatten(values)
+
+    def check_memory(self) -> None:
+        """Refuse stages that are still on the meta device."""
+        for i, stage in enumerate(self):
+            for name, tensor in [*stage.named_parameters(), *stage.named_buffers()]:
+                if tensor.is_meta:
+                    raise InputError(
+                        f"{name} of stage {i} is on the meta device: give the stages weights by load(path),"
+                        " or by distributed(..., weights=path), which loads a rank's own stages"
+                    )
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -92,11 +110,6 @@ class StageSequence(nn.Module):
     def children_in_order(self) -> list[nn.Module]:
         """The stages as a list (a stage of one module object may appear twice)."""
         return [m for m in self._modules.values() if m is not None]
-
-    @property
-    def tied(self) -> tuple[Tied, ...]:
-        """The parameters that more than one stage holds."""
-        return find_tied(self.children_in_order())
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -15,6 +15,7 @@ from intarsia.graph.alias import memory_of
 from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
+from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.graft import graft_tensor
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.trace import State, Trace
@@ -83,12 +84,7 @@ class Stage(nn.Module):
     def to_device(self, device: torch.device | str) -> Stage:
         """Move the weights, and the devices written into the graph (of `arange`, `zeros`), to `device`."""
         target = torch.device(device)
-        for module in self.program.modules():
-            if isinstance(module, fx.GraphModule):
-                for node in module.graph.nodes:
-                    node.args = _on_device(node.args, target)
-                    node.kwargs = _on_device(node.kwargs, target)
-                module.recompile()
+        retarget(self.program, target)
         return self.to(target)
 
     def extra_repr(self) -> str:
@@ -134,16 +130,6 @@ def _name(spec: TensorSpec | str) -> str:
 
 def _describe(trace: Trace, node: fx.Node) -> TensorSpec | str:
     return trace.spec(node) if isinstance(node.meta["val"], torch.Tensor) else node.name
-
-
-def _on_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, tuple | list):
-        return type(value)(_on_device(v, device) for v in value)
-    if isinstance(value, dict):
-        return {k: _on_device(v, device) for k, v in value.items()}
-    return value
 
 
 def _mode(training: bool) -> str:

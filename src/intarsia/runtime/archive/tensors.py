@@ -16,8 +16,8 @@ from intarsia.runtime.archive.container import ALIGNMENT
 from intarsia.runtime.archive.values import Devices
 
 WEIGHTS = "weights.safetensors"
-_MOST_HEADER = 100_000_000  # as safetensors itself has it
-_DTYPES = {
+MOST_HEADER = 100_000_000  # as safetensors itself has it
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -34,7 +34,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorTable:
@@ -133,7 +133,7 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors over the buffer's own memory; ArchiveError unless every one lies inside, whole."""
     length = struct.unpack_from("<Q", buffer)[0]
-    if length > min(_MOST_HEADER, len(buffer) - 8):
+    if length > min(MOST_HEADER, len(buffer) - 8):
         raise ArchiveError(f"the header of {WEIGHTS} claims {length} bytes")
     header = json.loads(bytes(buffer[8 : 8 + length]))
     data = buffer[8 + length :]
@@ -141,7 +141,7 @@ def read_tensors(
         raise ArchiveError(f"{WEIGHTS} holds other tensors than the manifest tells of")
     found: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
-        dtype, shape, (start, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         size = math.prod(shape) * dtype.itemsize
         if any(dim < 0 for dim in shape) or not 0 <= start <= end <= len(data) or end - start != size:
             raise ArchiveError(f"{key} does not lie in {WEIGHTS} as its header says")

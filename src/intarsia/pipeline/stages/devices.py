@@ -1,0 +1,89 @@
+"""Devices written into a graph, put in place of one another, and models that are on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import CaptureError
+
+META = torch.device("meta")
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A node's arguments with every device in them replaced, in the bodies of higher-order operators too.
+
+    >>> on_device({"dtype": torch.int64, "device": META}, torch.device("cpu"))
+    {'dtype': torch.int64, 'device': device(type='cpu')}
+    """
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, tuple | list):
+        return type(value)(on_device(v, device) for v in value)
+    if isinstance(value, dict):
+        return {k: on_device(v, device) for k, v in value.items()}
+    if isinstance(value, fx.GraphModule):  # the body of a higher-order operator
+        body = copy.deepcopy(value)
+        retarget(body, device)
+        return body
+    return value
+
+
+def retarget(program: nn.Module, device: torch.device) -> None:
+    """Let what a graph creates (by `arange`, `zeros`) be created on `device`."""
+    for module in program.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.args = on_device(node.args, device)
+                node.kwargs = on_device(node.kwargs, device)
+            module.recompile()
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether the model's parameters have shapes and no memory; refuses one that is half so."""
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    real = [name for name, p in model.named_parameters() if not p.is_meta]
+    if meta and real:
+        raise CaptureError(
+            f"{meta[0]} is on the meta device and {real[0]} is not; build all parameters there"
+        )
+    return bool(meta)
+
+
+def to_meta(example: Any) -> Any:
+    """An example call, or the states of a graph, without memory; parameters stay parameters."""
+    return pytree.tree_map_only(torch.Tensor, _emptied, example)
+
+
+@contextmanager
+def buffers_on_meta(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Put a model's real buffers onto the meta device, beside its parameters, for as long as this lasts.
+
+    Gives the buffers' values by name: a model on meta whose rotary tables were computed keeps them this way.
+    """
+    values = {n: b for n, b in model.named_buffers(remove_duplicate=False) if not b.is_meta}
+    held = [(m, dict(m._buffers)) for m in model.modules()]
+    known: dict[int, torch.Tensor] = {}
+    for module, buffers in held:
+        for name, buffer in buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = known.setdefault(id(buffer), buffer.to(META))
+    try:
+        yield values
+    finally:
+        for module, buffers in held:
+            module._buffers.update(buffers)
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().to(META), requires_grad=tensor.requires_grad)
+    return tensor.to(META)
