@@ -14,18 +14,34 @@ pytest.importorskip("transformers", reason="the architectures come from Hugging 
 pytest.importorskip("onnxruntime", reason="the engine under test")
 pytest.importorskip("openvino", reason="the engine under test")
 
-LINE_UPS = (["onnxruntime"], ["openvino"], ["openvino", "onnxruntime"])
+EACH_ALONE = (["onnxruntime"], ["openvino"])
+BOTH = ["openvino", "onnxruntime"]
 
 
-@pytest.mark.parametrize("name", zoo.names())
-def test_equal_to_eager(name: str) -> None:
+def check(name: str, *line_ups: list[str]) -> None:
     thing = zoo.specimen(name)
     with torch.no_grad():
         expected = thing.model(*thing.args, **thing.kwargs)
     program = capture(thing.model, thing.args, thing.kwargs)
-    for engines in LINE_UPS:
+    for engines in line_ups:
         fast = intarsia.compile(program, thing.args, thing.kwargs, engines=engines, min_block_size=1)
         answer = fast(*thing.args, **thing.kwargs)
         assert type(answer) is type(expected)
         assert relative_error(answer, expected) <= 1e-4, engines
         assert fast.plan.on_engines >= 0.95, f"{engines}\n{fast.plan}"
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_equal_to_eager(name: str) -> None:
+    check(name, *EACH_ALONE)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_equal_to_eager_on_both_engines(name: str) -> None:
+    check(name, BOTH)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", zoo.names())
+def test_every_architecture_on_both_engines(name: str) -> None:
+    check(name, BOTH)

@@ -50,20 +50,16 @@ def check_equal(name: str, fast: Any, calls: Calls, made: dict[str, Any]) -> Non
         assert made["state"][key].stride() == tensor.stride(), (name, key)
 
 
-@pytest.mark.parametrize("engines", [None, "openvino", "onnxruntime", "pytorch"])
-def test_models_of_every_kind(engines: str | None, tmp_path: Path) -> None:
+def test_models_of_every_kind(tmp_path: Path) -> None:
+    """On the default engines, on each alone, and on a mix; one new process loads all."""
     torch.manual_seed(0)
     saved: Saved = {}
-    for name, make in MODELS.items():
-        specimen = make()
-        wishes = {"engines": engines, "min_block_size": 1, **specimen.options}
-        fast = intarsia.compile(specimen.model, specimen.args, **wishes)
-        saved[name] = fast, [(args, {}) for args in (specimen.args, *specimen.calls)]
-    check_elsewhere(saved, tmp_path)
-
-
-def test_a_plan_of_two_engines_and_pytorch(tmp_path: Path) -> None:
-    torch.manual_seed(0)
+    for engines in (None, "openvino", "onnxruntime", "pytorch"):
+        for name, make in MODELS.items():
+            specimen = make()
+            wishes = {"engines": engines, "min_block_size": 1, **specimen.options}
+            fast = intarsia.compile(specimen.model, specimen.args, **wishes)
+            saved[f"{name}-{engines}"] = fast, [(args, {}) for args in (specimen.args, *specimen.calls)]
     specimen = MODELS["attention"]()
     support = {
         "openvino": ["aten.linear.default"],
@@ -71,7 +67,8 @@ def test_a_plan_of_two_engines_and_pytorch(tmp_path: Path) -> None:
     }
     fast = intarsia.compile(specimen.model, specimen.args, min_block_size=1, backend_support_map=support)
     assert set(fast.plan.engines) == {"openvino", "onnxruntime", "pytorch"}
-    check_elsewhere({"mixed": (fast, [(specimen.args, {})])}, tmp_path)
+    saved["mixed"] = fast, [(specimen.args, {})]
+    check_elsewhere(saved, tmp_path)
 
 
 def _check_zoo(names: list[str], folder: Path) -> None:

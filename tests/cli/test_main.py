@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from intarsia.cli import zoo
-from intarsia.cli.main import app
+from intarsia.cli.main import app, main
 
 
 def run(*words: str) -> str:
@@ -54,9 +54,20 @@ def test_pipeline_is_a_command_of_the_root() -> None:
         (["pipeline", "draw", "--schedule", "Fancy"], "Fancy"),
     ],
 )
-def test_mistakes_are_one_sentence(words: list[str], said: str) -> None:
-    command = [sys.executable, "-c", "from intarsia.cli.main import main; main()", *words]
+def test_mistakes_are_one_sentence(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["intarsia", *words])
+    with pytest.raises(SystemExit) as ended:  # any other exception would be a traceback
+        main()
+    told = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
+    assert ended.value.code not in (0, None)
+    assert said in told and "Traceback" not in told
+
+
+def test_a_mistake_ends_the_process_with_one_sentence() -> None:
+    command = [sys.executable, "-c", "from intarsia.cli.main import main; main()", "explain", "no-such-model"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert "no-such-model" in done.stderr
     assert "Traceback" not in done.stderr
