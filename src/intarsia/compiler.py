@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
@@ -13,6 +14,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from intarsia.build.builder import Builder
+from intarsia.build.cases import Cases
 from intarsia.build.faithful import (
     Example,
     Faithful,
@@ -35,6 +37,7 @@ from intarsia.choose.candidate import Sample, Workshop
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
+from intarsia.choose.worth import is_measuring, too_small_to_measure
 from intarsia.convert import registry
 from intarsia.engines import Engine, NetworkEngine, Program, resolve_engines, with_unasked_engines
 from intarsia.errors import (
@@ -71,7 +74,7 @@ def compile(
     *,
     dynamic_shapes: Any = None,
     engines: Sequence[Engine | str] | Engine | str | None = None,
-    partition: str | Strategy | Measured = "dependency",
+    partition: str | Strategy | Measured | None = None,
     options: PartitionOptions | None = None,
     rewrite: Patterns = None,
     verify: bool = True,
@@ -95,8 +98,10 @@ def compile(
     A model that torch.export cannot take is compiled in parts: the submodules that can be captured, largest
     first, run compiled, the rest as it is, and `notes` say what and why; with `fallback="eager"` all of it
     runs as it is, with "error" it is refused.
-    `partition` is the name of a strategy, one of your own, or `Measured()`: every engine alone, other options
-    and the model as it is are measured on this machine, and the best is taken (see `docs/choosing.md`).
+    `partition` is `Measured()`, the name of a strategy, or one of your own. With `Measured()` every engine
+    alone, other options and the model as it is are measured on this machine, and the best is taken (see
+    `docs/choosing.md`). It is the default on a CPU where neither engines nor their order are named, unless
+    the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
     `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
     `backend_support_map`), given by name or together as `options`.
@@ -109,15 +114,19 @@ def compile(
     """
     if fallback not in ("parts", "eager", "error"):
         raise InputError(f"fallback={fallback!r}; give 'parts', 'eager' or 'error'")
+    began = time.perf_counter()
+    wanted = partition_options(options, choices)
+    open_order = partition is None and engines is None and wanted.backend_priority is None
     measured = partition if isinstance(partition, Measured) else None
     wishes = _Wishes(
-        find_strategy("dependency" if isinstance(partition, Measured) else partition),
+        find_strategy(partition if isinstance(partition, str) or callable(partition) else "dependency"),
         measured,
-        partition_options(options, choices),
+        wanted,
         rewrite,
         verify,
         cuda_graphs,
         build_limit_s,
+        began=began,
     )
     with _COMPILING, kept_random_state():
         args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
@@ -129,6 +138,8 @@ def compile(
         usable, notes = resolve_engines(engines, device)
         if measured is not None and engines is None:
             usable = with_unasked_engines(usable, device)
+        if open_order and device == "cpu" and len(usable) > 1 and is_measuring():
+            wishes = replace(wishes, measured=Measured(), only_if_worth_it=True)
         call = args, kwargs
         try:
             return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])
@@ -154,6 +165,8 @@ class _Wishes:
     cuda_graphs: bool | Literal["static"] | None
     build_limit_s: float | None
     graphs: list[fx.GraphModule] | None = None  # where names are checked later, the graphs they may mean
+    only_if_worth_it: bool = False  # measured by default, not by a user's word
+    began: float = 0.0  # when the compile began, by `time.perf_counter`
 
 
 def _must_be_whole(
@@ -182,7 +195,7 @@ def _part_compiler(
     def compile_one(path: str, module: nn.Module, call: Call, dynamic_shapes: Any) -> Compiled:
         inner = names_within(model, path, wishes.options.torch_executed_modules)
         options = replace(wishes.options, torch_executed_modules=inner)
-        own = replace(wishes, options=options, graphs=graphs)
+        own = replace(wishes, options=options, graphs=graphs, began=time.perf_counter())
         return _compile(module, call, dynamic_shapes, usable, own, [])
 
     return compile_one
@@ -287,6 +300,7 @@ def _built(
         rewrite=None if wishes.rewrite is False else _rewriter(wishes.rewrite, usable),
         examples=[example.inputs for example in examples] if wishes.verify else (),
         build_limit_s=wishes.build_limit_s,
+        cases=Cases(lowered.module, [example.case for example in examples]),
     )
     table = _table(lowered, usable, as_it_is)
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
@@ -298,7 +312,16 @@ def _built(
     ) -> Compiled:
         told = [*notes, *lowered.notes, *builder.notes]
         compiled = Compiled(
-            lowered, plan, pieces, programs, told, signature, builder.body_plans, own, as_it_is is not None
+            lowered,
+            plan,
+            pieces,
+            programs,
+            told,
+            signature,
+            builder.body_plans,
+            own,
+            as_it_is is not None,
+            by_choice=as_it_is == EAGER,
         )
         if on_gpu and wishes.cuda_graphs is not False:
             use_cuda_graphs(
@@ -312,13 +335,17 @@ def _built(
 
     if wishes.measured is None or as_it_is is not None:
         return finish(*builder.run(table), builder)
+    if wishes.only_if_worth_it and (reason := too_small_to_measure(lowered.module)) is not None:
+        notes = [*notes, reason]
+        return finish(*builder.run(table), builder)
 
     def eager() -> Compiled:
         return _built(model, lowered, usable, wishes, [], notes, as_it_is=EAGER)
 
     sample = _sample(examples, call, wishes.measured)
     told = f"{wishes.rewrite} {wishes.verify} {wishes.cuda_graphs}"
-    return choose(wishes.measured, Workshop(builder, table, finish, eager), usable, sample, told)
+    workshop = Workshop(builder, table, finish, eager, wishes.rewrite is None, wishes.began)
+    return choose(wishes.measured, workshop, usable, sample, told)
 
 
 def _sample(examples: Sequence[Example], call: Call, measured: Measured) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+_POOL = 1 << 20  # random numbers that are drawn once and read from random places: drawing costs most of a run
 _LONGEST = 4096  # sums of more terms are taken to be added up in blocks
 _PRODUCTS = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mv", "dot", "addmv", "addbmm", "einsum"}
@@ -59,6 +61,24 @@ def _change(other: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num((other.double() - truth.double()).abs(), nan=0.0, posinf=0.0)
 
 
+@functools.cache
+def _pool(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    drawn = torch.empty(_POOL).uniform_(-1, 1, generator=torch.Generator().manual_seed(0))
+    return drawn.to(device=device, dtype=dtype)
+
+
+def _noise_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Numbers between -1 and 1, from a random place of the pool, which is repeated where it ends."""
+    pool, count = _pool(value.dtype, value.device), value.numel()
+    start = int(torch.randint(_POOL, (), generator=generator))
+    if start + count <= _POOL:
+        return pool[start : start + count].reshape(value.shape)
+    # An odd period: a repetition must not fall on rows whose length is a power of two.
+    odd = pool[: _POOL - 1 - 2 * int(torch.randint(_POOL // 4, (), generator=generator))]
+    start %= len(odd)
+    return odd.repeat(-(-(start + count) // len(odd)))[start : start + count].reshape(value.shape)
+
+
 class _Nudged(fx.Interpreter):
     """Runs a graph with each float it reads or makes moved by about one rounding."""
 
@@ -83,8 +103,7 @@ class _Nudged(fx.Interpreter):
         shorter = on_cuda if value.is_cuda and value.dtype is torch.float32 else 0.0
         step = max(torch.finfo(value.dtype).eps, self._coarsest, shorter) * math.sqrt(terms)
         wide = value.double() if value.element_size() < 4 else value
-        noise = torch.empty(value.shape, dtype=wide.dtype).uniform_(-step, step, generator=self._generator)
-        moved = wide + wide * noise.to(value.device)
+        moved = torch.addcmul(wide, wide, _noise_like(wide, self._generator), value=step)
         return torch.where(wide == wide.trunc(), wide, moved).to(value.dtype)
 
     def _terms(self, node: fx.Node, made: Any) -> float:

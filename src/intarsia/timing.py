@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,39 +29,60 @@ def race(
     warmup: int = 3,
     least: int = 3,
     pause_s: float = 0.0,
+    drop: float = math.inf,
+    failed: dict[str, Exception] | None = None,
 ) -> dict[str, Timing]:
     """Time peers in turn, round by round, so that noise of the machine meets all alike.
 
-    When `budget_s` is spent no further round begins, but for the first `least` ones.
+    A round that `budget_s` has no more time for does not begin, but for the first `least` ones.
     Fast calls are repeated within a round until they take about 2 ms, so that the clock does not show.
     With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
+    Whose quickest round is `drop` times the quickest of all leaves the race. A peer that raises leaves it
+    too, and is told in `failed`; without such a table its error is the caller's.
 
     >>> sorted(race({"a": lambda: None, "b": lambda: sum(range(10))}, rounds=2, warmup=1))
     ['a', 'b']
     """
-    repeats: dict[str, int] = {}
-    for name, call in peers.items():
-        for _ in range(warmup):
-            call()
-        start = _now()
-        call()
-        repeats[name] = max(1, min(1000, round(0.002 / max(_now() - start, 1e-7))))
-    seconds: dict[str, list[float]] = {name: [] for name in peers}
     began = _now()
+    calls, repeats = dict(peers), dict.fromkeys(peers, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
     for number in range(rounds):
-        for name, call in peers.items():
-            if pause_s:
+        lap = _now()
+        for name in list(calls):
+            try:
+                if not repeats[name]:
+                    repeats[name] = _repeats(calls[name], warmup)
                 time.sleep(pause_s)
-            start = _now()
-            for _ in range(repeats[name]):
-                call()
-            seconds[name].append((_now() - start) / repeats[name])
-        if _now() - began > budget_s and number + 1 >= least:
+                start = _now()
+                for _ in range(repeats[name]):
+                    calls[name]()
+                seconds[name].append((_now() - start) / repeats[name])
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed[name] = error
+                del calls[name], seconds[name]
+        quickest = min((min(seconds[name]) for name in calls), default=0.0)
+        calls = {name: call for name, call in calls.items() if min(seconds[name]) <= quickest * drop}
+        now = _now()
+        if not calls or (number + 1 >= least and now - began + (now - lap) > budget_s):
             break
     return {
         name: Timing(statistics.median(took), min(took), len(took), tuple(took))
         for name, took in seconds.items()
     }
+
+
+def _repeats(call: Callable[[], object], warmup: int) -> int:
+    """How often to call within a round; a call that takes long need not be made to find that out."""
+    for _ in range(warmup):
+        start = _now()
+        call()
+        if _now() - start > 0.1:
+            return 1
+    start = _now()
+    call()
+    return max(1, min(1000, round(0.002 / max(_now() - start, 1e-7))))
 
 
 def _now() -> float:

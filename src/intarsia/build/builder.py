@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from intarsia.build.cases import Cases, case_of, contents_of
 from intarsia.build.control_flow import bodies, examples_of
 from intarsia.build.repair import bisect_failure, repair
-from intarsia.build.trial import Case, Failure, Rewrite, Tried, run_in_pytorch, try_piece
+from intarsia.build.time_limit import OutOfTime
+from intarsia.build.trial import Case, Failure, Rewrite, Tried, try_piece
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
@@ -34,6 +37,8 @@ class Builder:
     rewrite: Rewrite | None = None
     examples: Sequence[Sequence[Any]] = ()  # inputs of the graph; every program is tried on each
     build_limit_s: float | None = None  # how long an engine may take to build one piece
+    cases: Cases | None = None  # what pieces answer in PyTorch; builders of one graph may share it
+    deadline: float | None = None  # by `time.perf_counter`: no build begins later; OutOfTime then
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
     body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
@@ -62,9 +67,10 @@ class Builder:
         known = [dict(zip(placeholders, example, strict=True)) for example in self.examples]
         programs: list[Program] = []
         refusals: dict[fx.Node, dict[str, str]] = {}
+        answers = self.cases = self.cases or Cases(self.module)
         for piece in pieces:
-            cases = [_case(piece, values) for values in known]
-            key = (piece.segment.engine, _contents(piece))
+            cases = [answers.of(piece, number, values) for number, values in enumerate(known)]
+            key = (piece.segment.engine, contents_of(piece))
             program = self._built.get(key)
             if program is None:
                 made = self._build(piece.module, piece.segment.engine, cases)
@@ -112,6 +118,8 @@ class Builder:
     ) -> Tried | Failure:
         if engine.name in self._lost:
             return self._lost[engine.name]
+        if self.deadline is not None and time.perf_counter() > self.deadline:
+            raise OutOfTime("its pieces could not all be built and tried in the time that was left")
         made = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes)
         if isinstance(made, Failure) and made.for_good:
             self._lost[engine.name] = made
@@ -127,7 +135,7 @@ class Builder:
             inner = Builder(
                 body, self.engines, self.options, self.strategy, self.rewrite, tries, self.build_limit_s
             )
-            inner._lost = self._lost
+            inner._lost, inner.deadline = self._lost, self.deadline
             plan, pieces, programs = inner.run(support_table(body, self.engines))
             setattr(module, name, Inlay(body.graph, pieces, programs))
             key = f"{node.name}.{name}"
@@ -148,26 +156,12 @@ class Builder:
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
             part, told = _part(piece.module, engine, nodes), len(self.notes)
-            made = self._build(part.module, engine, [_case(part, values) for values in known])
+            made = self._build(part.module, engine, [case_of(part, values) for values in known])
             del self.notes[told:]  # of a part that is only tried
             return made.reason if isinstance(made, Failure) else None
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
-
-
-def _contents(piece: Piece) -> tuple[str, ...]:
-    """What a program made of the piece depends on: equal contents, equal program."""
-    parts = (piece.inputs, piece.segment.nodes, piece.segment.recomputed, piece.outputs)
-    return tuple(" ".join(node.name for node in part) for part in parts)
-
-
-def _case(piece: Piece, values: dict[fx.Node, Any]) -> Case:
-    """A piece's inputs out of the values known so far, and PyTorch's answer, which is known from now on."""
-    inputs = [values[node] for node in piece.inputs]
-    expected = run_in_pytorch(piece.module, inputs)
-    values.update(zip(piece.outputs, expected, strict=True))
-    return Case(piece.module, inputs, expected)
 
 
 def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:

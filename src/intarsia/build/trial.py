@@ -44,13 +44,13 @@ class Case:
     module: fx.GraphModule
     inputs: list[Any]
     expected: tuple[Any, ...]
-    _roundings: dict[float, Rounding] = field(default_factory=dict)
+    roundings: dict[float, Rounding] = field(default_factory=dict)
 
     def rounding(self, coarsest: float) -> Rounding:
         """What rounding does to the answer; runs are made when asked for, and kept."""
-        if coarsest not in self._roundings:
-            self._roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
-        return self._roundings[coarsest]
+        if coarsest not in self.roundings:
+            self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
+        return self.roundings[coarsest]
 
 
 def try_piece(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -81,6 +81,8 @@ class Workshop:
     table: SupportTable
     finish: Finish
     eager: Callable[[], Compiled]  # the module that runs the model as it is
+    may_vary_patterns: bool = True  # unless the user named them
+    began: float = field(default_factory=time.perf_counter)  # when the compile began
 
     def plan(self, candidate: Candidate) -> Plan:
         """What would be built, if nothing fails."""
@@ -97,13 +99,17 @@ class Workshop:
         used = sorted(e.key() for e in candidate.engines if inner or e.name in plan.engines)
         return digest(shape_of(plan), str(candidate.rewritten), *used)
 
-    def build(self, candidate: Candidate) -> Built:
-        """Build a candidate; every program of it is tried against PyTorch on the way."""
+    def build(self, candidate: Candidate, deadline: float | None = None) -> Built:
+        """Build a candidate; every program of it is tried against PyTorch on the way.
+
+        No piece is begun after the `deadline`: OutOfTime then.
+        """
         start = time.perf_counter()
         if not candidate.engines:
             module = self.eager()
             return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
         builder = self._builder(candidate)
+        builder.deadline = deadline
         plan, pieces, programs = builder.run(self._table(candidate))
         module = self.finish(plan, pieces, programs, builder)
         return Built(candidate, module, shape_of(plan), time.perf_counter() - start)
@@ -121,6 +127,7 @@ class Workshop:
             pattern.rewrite if candidate.rewritten else None,
             pattern.examples,
             pattern.build_limit_s,
+            cases=pattern.cases,
         )
 
     def _table(self, candidate: Candidate) -> SupportTable:

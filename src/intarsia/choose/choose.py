@@ -37,11 +37,11 @@ def choose(
     told = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {told}"
     key = _key(measured, workshop, engines, told)
     known = memory.findings(key)
-    if known is not None and (known.complete or measured.budget_s <= known.budget_s):
+    if known is not None and (known.complete or (measured.budget_s or 0.0) <= known.budget_s):
         module = _again(known, measured, workshop, engines)
         if module is not None:
             return _with_findings(module, replace(known, remembered=True))
-    with Progress(measured.budget_s) as progress:
+    with Progress() as progress:
         search = Search(measured, workshop, engines, sample, memory, progress, told)
         built, found = search.run()
     if not search.interrupted:

@@ -52,6 +52,7 @@ def variants_of(plan: Candidate, workshop: Workshop, measured: Measured) -> list
         for words, other in variants(first, measured)
     ]
     rewrites = measured.candidates is None and workshop.builder.rewrite is not None
+    rewrites = rewrites and workshop.may_vary_patterns
     if rewrites and first.name != PYTORCH and not plan.is_slow_to_build:
         found.append(replace(plan, name=f"{plan.name}, no patterns", rewritten=False, options=1))
     return found

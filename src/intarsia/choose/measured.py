@@ -20,7 +20,9 @@ class Measured:
         objective: "latency" for the time of one call; "throughput" for calls per second of several threads,
             at the largest sizes of the ranges.
         budget_s: seconds for building and measuring. More budget, more tries; what does not fit is left out,
-            and the plan says so. The first plan is built whatever the budget.
+            and the plan says so. The first plan is built whatever the budget. None allows twice what the
+            compile took until the first plan stood, so that it takes at most three times as long in all;
+            engines that are slow to build are not tried then.
         candidates: engines with other options, to be measured beside those of `engines`; None for the
             options that this package knows to matter, an empty sequence for none.
 
@@ -29,7 +31,7 @@ class Measured:
     """
 
     objective: Objective = "latency"
-    budget_s: float = 20.0
+    budget_s: float | None = None
     candidates: Sequence[Engine] | None = None
 
     def __post_init__(self) -> None:
@@ -37,7 +39,7 @@ class Measured:
             raise PartitionError(
                 f"objective={self.objective!r} is not known; known are {', '.join(get_args(Objective))}"
             )
-        if not self.budget_s > 0:
+        if self.budget_s is not None and not self.budget_s > 0:
             raise PartitionError(f"budget_s={self.budget_s!r} must be more than 0 seconds")
         for engine in self.candidates or ():
             if not isinstance(engine, Engine):

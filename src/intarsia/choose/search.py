@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from intarsia.build.time_limit import OutOfTime
 from intarsia.choose.block_costs import Costing
 from intarsia.choose.blocks import Blocks, find_blocks
 from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
@@ -17,7 +20,7 @@ from intarsia.choose.mixes import mix, promising_mixes
 from intarsia.choose.progress import Progress
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
-from intarsia.errors import IntarsiaError
+from intarsia.errors import EngineError, IntarsiaError
 from intarsia.partition import PYTORCH
 
 SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
@@ -26,6 +29,8 @@ _RESERVE = 0.3  # the part of the budget that is kept for building mixes and for
 _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # how many are built
 _CLOSE = 1.3  # who is further behind after the first race does not run in the last
+_FAR = 1.6  # who is so far behind in any round of a race leaves it at once
+_AGAIN = 2.0  # without a budget given, measuring may take so many times what the first plan took
 
 
 @dataclass
@@ -66,17 +71,28 @@ class Search:
         self._build_all(line_ups(self.workshop, self.engines, self.measured))
         if not self.built:
             raise self.errors[0]
-        self._race(list(self.built), final=False, rounds=5, least=3, share=0.15)
+        self._race(list(self.built), final=False, rounds=5, share=0.15)
         leaders = self._close()
         self._drop(leaders)
-        leaders += self._build_all(
-            variants_of(self.built[leaders[0]].candidate, self.workshop, self.measured)
-        )
-        leaders += self._build_all(self._mixes())
-        if len(leaders) > 1:
-            self._race(leaders, final=True, rounds=20, least=3, share=0.2)
+        fresh = self._build_all(variants_of(self.built[leaders[0]].candidate, self.workshop, self.measured))
+        fresh += self._build_all(self._mixes())
+        if len(leaders) + len(fresh) > 1 and (fresh or self._fits_a_race(leaders)):
+            self._race([*leaders, *fresh], final=True, rounds=20, share=0.2)
         else:
-            self.trials[leaders[0]] = replace(self.trials[leaders[0]], final=True)
+            self.trials |= {name: replace(self.trials[name], final=True) for name in leaders}
+
+    def _fits_a_race(self, names: Sequence[str]) -> bool:
+        return 3 * sum(self.trials[name].median for name in names) < self.progress.left_s
+
+    def _limit(self) -> None:
+        """Set the budget, once the first plan stands: now it is known what compiling takes."""
+        if not math.isinf(self.progress.budget_s):
+            return
+        if self.measured.budget_s is None:
+            took = time.perf_counter() - self.workshop.began
+            self.progress.budget_s = self.progress.spent_s + _AGAIN * took
+        else:
+            self.progress.budget_s = self.measured.budget_s
 
     def _mixes(self) -> list[Candidate]:
         """Mixes that the costs of blocks promise to be faster than any plan so far."""
@@ -102,7 +118,7 @@ class Search:
     def _affordable_blocks(self, engines: int) -> Blocks | None:
         """Blocks as small as the time that is left allows; None without waists, or without time."""
         builder = self.workshop.builder
-        left = self.progress.left_s - _RESERVE * self.measured.budget_s
+        left = self.progress.left_s - _RESERVE * self.progress.budget_s
         whole = sum(self.build_s.values())
         for most in _BLOCKS:
             blocks = find_blocks(builder.module, builder.options.atomic, most)
@@ -115,11 +131,11 @@ class Search:
 
     def _enough(self, what: str) -> bool:
         self.progress.tell(f"measuring {what}")
-        return self.progress.left_s < _RESERVE * self.measured.budget_s
+        return self.progress.left_s < _RESERVE * self.progress.budget_s
 
     @property
     def _budget(self) -> str:
-        return f"{self.measured.budget_s:g} s"
+        return f"{self.progress.budget_s:.3g} s"
 
     def _build_all(self, candidates: Sequence[Candidate]) -> list[str]:
         """Build those that fit the budget and are not what was built before; the names of what was built."""
@@ -134,7 +150,10 @@ class Search:
                 if planned in self._planned:
                     continue
                 self._planned.add(planned)
-                built = self.workshop.build(candidate)
+                built = self.workshop.build(candidate, self.progress.deadline if self.built else None)
+            except OutOfTime as error:
+                self._leave_out(f"{candidate.name}: {error}")
+                continue
             except IntarsiaError as error:  # such as require_full_compilation, which this plan cannot fulfil
                 self.errors.append(error)
                 self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
@@ -142,28 +161,52 @@ class Search:
             self.built[candidate.name] = built
             self.build_s[candidate.name] = built.build_s
             names.append(candidate.name)
+            self._limit()
         return names
 
     def _too_late(self, candidate: Candidate) -> str | None:
         left = self.progress.left_s
-        if candidate.is_slow_to_build and left < SLOW_BUILD_S:
-            return (
-                f"it may take {SLOW_BUILD_S:g} s to build, and of the budget of"
-                f" {self.measured.budget_s:g} s {max(left, 0):.0f} s are left"
-            )
+        if candidate.is_slow_to_build:
+            if self.measured.budget_s is None:
+                return "it is slow to build, and tried only with a budget, such as Measured(budget_s=120)"
+            if left < SLOW_BUILD_S:
+                return (
+                    f"it may take {SLOW_BUILD_S:g} s to build, and of the budget of"
+                    f" {self._budget} {max(left, 0):.0f} s are left"
+                )
         if left <= 0:
-            return f"the budget of {self.measured.budget_s:g} s is spent"
+            return f"the budget of {self._budget} is spent"
+        # Engines take about as long as each other; what only PyTorch runs is there at once.
+        others = any(engine.name != PYTORCH for engine in candidate.engines)
+        needs = max(self.build_s.values()) if others else 0.0
+        if left < needs:
+            return f"it may take {needs:.1f} s to build, and {left:.1f} s are left of {self._budget}"
         return None
 
-    def _race(self, names: Sequence[str], *, final: bool, rounds: int, least: int, share: float) -> None:
+    def _race(self, names: Sequence[str], *, final: bool, rounds: int, share: float) -> None:
         """Measure plans end to end, in turns."""
         self.progress.tell(f"measuring {', '.join(names)}")
         calls = {name: self.built[name].call(self.sample) for name in names}
-        budget = min(self.measured.budget_s * share, max(self.progress.left_s, 0.1))
-        took = race_plans(calls, self.measured.objective, rounds=rounds, least=least, budget_s=budget)
+        left = max(self.progress.left_s, 0.0)
+        budget = min(self.progress.budget_s * share, left) if self.measured.budget_s else left / 2
+        failed: dict[str, Exception] = {}
+        took = race_plans(
+            calls,
+            self.measured.objective,
+            rounds=rounds,
+            least=1,  # a call may take longer than the whole budget
+            budget_s=budget,
+            drop=_FAR,
+            failed=failed,
+        )
+        for name, error in failed.items():
+            self.left_out.append(f"{name}: it failed while it was measured: {type(error).__name__}: {error}")
+            del self.built[name]
+            self.trials.pop(name, None)
+        if not took:
+            raise EngineError(f"every plan failed while it was measured: {'; '.join(self.left_out)}")
         for name, seconds in took.items():
-            built = self.built[name]
-            self.trials[name] = built.trial(seconds, final=final)
+            self.trials[name] = self.built[name].trial(seconds, final=final)
         lead = min(took, key=lambda name: self.trials[name].median)
         self.progress.best(lead, self.trials[lead].median)
 
@@ -194,7 +237,7 @@ class Search:
             self.blocks,
             self.entering,
             tuple(self.left_out),
-            self.measured.budget_s,
+            self.progress.budget_s,
             self.progress.spent_s,
             self.complete,
         )

@@ -16,6 +16,7 @@ from intarsia.graph.sizes import bytes_of, size_hint
 MIN_WORK = 6.0
 """What entering an engine costs, in units of work; see `work`."""
 
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 
 
@@ -23,13 +24,13 @@ def work(node: fx.Node) -> float:
     """How much there is to win by running `node` on an engine, in units of about one small eager op.
 
     A view is nothing. Any other op is one, plus one for every megabyte it writes; a contraction (a matrix
-    product, a convolution, attention) is three more, plus one for every megaflop.
+    product, a convolution, attention, a recurrent layer) is three more, plus one for every megaflop.
     """
     if is_view(node):
         return 0.0
     units = 1.0 + bytes_of(node.meta.get("val")) / 2**20
     name = _name(node)
-    if name in _CONTRACTIONS or name.startswith("conv") or "attention" in name:
+    if name in (*_CONTRACTIONS, *_RECURRENT) or name.startswith("conv") or "attention" in name:
         units += 3.0 + _flops(node, name) / 1e6
     return units
 
@@ -108,6 +109,10 @@ def _flops(node: fx.Node, name: str) -> float:
     value = value[0] if isinstance(value, (list, tuple)) and value else value
     if len(tensors) < 2 or not isinstance(value, torch.Tensor) or name == "einsum":
         return 0.0
+    if name in _RECURRENT:  # every step of every sequence meets all weights
+        steps = prod(size_hint(size) for size in tensors[0].shape[:-1])
+        weights = [node.meta.get("val") for node in _given(node.args[2])]
+        return 2.0 * steps * sum(w.numel() for w in weights if isinstance(w, torch.Tensor))
     results = prod(size_hint(size) for size in value.shape)
     if name.startswith("conv"):
         transposed = "transpose" in name or (name == "convolution" and node.args[6] is True)
@@ -121,6 +126,12 @@ def _flops(node: fx.Node, name: str) -> float:
     else:
         depth = size_hint(tensors[-1].shape[-2])
     return 2.0 * results * depth
+
+
+def _given(argument: object) -> list[fx.Node]:
+    return (
+        [item for item in argument if isinstance(item, fx.Node)] if isinstance(argument, list | tuple) else []
+    )
 
 
 def _name(node: fx.Node) -> str:

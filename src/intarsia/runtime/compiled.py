@@ -60,6 +60,7 @@ class Compiled(nn.Module):
         body_plans: Mapping[str, Plan] | None = None,
         model: nn.Module | None = None,
         as_it_is: bool = False,
+        by_choice: bool = False,
         checks: Sequence[Check] | None = None,
         state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
@@ -70,9 +71,12 @@ class Compiled(nn.Module):
         self._notes = tuple(notes)
         self._lowered = lowered
         # In a tuple, lest it become a submodule: the model itself, where it runs as it is.
-        self._as_it_is = (model,) if as_it_is and model is not None else ()
+        self._as_it_is: tuple[nn.Module, ...] = (model,) if as_it_is and model is not None else ()
+        # A model that runs as it is because that is faster has a graph that answers as it does; whatever
+        # holds for compiled modules (frozen weights, checked inputs, archives) then holds for it too.
+        self._stands = by_choice or not self._as_it_is
         held = constants_of(lowered.module)
-        self._frozen = FrozenWeights(None if as_it_is else model, held, lowered.buffers)
+        self._frozen = FrozenWeights(model if self._stands else None, held, lowered.buffers)
         if state is None:
             state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
         self._state = dict(state)
@@ -124,7 +128,7 @@ class Compiled(nn.Module):
         >>> fast(torch.ones(1, 2))
         tensor([[5.]])
         """
-        if self._refitted is None or self._as_it_is:
+        if self._refitted is None or not self._stands:
             raise RefitError(
                 "this module has not kept the program it was made of, since it was loaded or runs as it is;"
                 " compile the model with its new weights"
@@ -188,12 +192,14 @@ class Compiled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Any call: nested, named or sized at run time, or wrong, which is then said."""
-        if self._as_it_is:
+        if not self._stands:
             return _run_as_it_is(self._as_it_is[0], args, kwargs)
         flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
         check_inputs(self._checks, flat, self._ranges)
         if self._guards:
             check_guards(self._guards, flat)
+        if self._as_it_is:
+            return _run_as_it_is(self._as_it_is[0], args, kwargs)
         if self._written:
             self._ownership.check_written(
                 [(name, flat[index]) for name, index in self._written],

@@ -65,7 +65,7 @@ def _prepared(compiled: nn.Module) -> tuple[dict[str, Json], _Saver]:
             f"a {type(compiled).__name__} cannot be saved: only a model compiled as a whole needs no"
             " Python code"
         )
-    if compiled._as_it_is:
+    if not compiled._stands:
         raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
     saver = _Saver(compiled.plan.strategy)
     return saver.manifest(compiled), saver

@@ -1,0 +1,177 @@
+"""`compile(model, args)` measures: on a CPU, where no engine and no order is named, and where it can pay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.choose import search
+from intarsia.choose.measured import Measured
+from intarsia.errors import InputError, IntarsiaError
+
+Call = Callable[[], object]
+SMALL, LARGE = 8, 1024  # the second is above a hundred megaflops
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    monkeypatch.setenv("INTARSIA_MEASURE", "1")
+
+
+class Races:
+    """Every plan takes what the table says; `log` tells who raced."""
+
+    def __init__(self, table: Mapping[str, float]) -> None:
+        self.table, self.log = table, list[list[str]]()
+
+    def __call__(self, calls: Mapping[str, Call], *_: object, **__: object) -> dict[str, tuple[float, ...]]:
+        self.log.append(list(calls))
+        return {name: (self.table.get(name, 9e-9),) * 4 for name in calls}
+
+
+def _races(monkeypatch: pytest.MonkeyPatch, table: Mapping[str, float]) -> Races:
+    races = Races(table)
+    monkeypatch.setattr(search, "race_plans", races)
+    return races
+
+
+def _x(width: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 32 * width).reshape(32, width)
+
+
+def test_the_default_measures_every_quick_engine_and_the_model_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    races = _races(monkeypatch, {"onnxruntime": 1e-9})
+    model = Net(LARGE).eval()
+    fast = intarsia.compile(model, (_x(LARGE),))
+    assert {"openvino", "onnxruntime", "pytorch", "eager"} <= set(races.log[0])
+    assert fast.plan.findings.chosen.startswith("onnxruntime")
+    torch.testing.assert_close(fast(_x(LARGE)), model(_x(LARGE)), rtol=1e-4, atol=1e-4)
+    count = len(races.log)
+    again = intarsia.compile(model, (_x(LARGE),))
+    assert again.plan.findings.remembered and len(races.log) == count
+
+
+def test_nobody_loses_against_eager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _races(monkeypatch, {"eager": 1e-9})
+    model, x = Net(LARGE).eval(), _x(LARGE)
+    fast = intarsia.compile(model, (x,))
+    assert fast.plan.findings.chosen == "eager"
+    torch.testing.assert_close(fast(x), model(x))
+    # Whatever holds for a compiled module holds for it, wherever the clock sent it.
+    with pytest.raises(InputError, match="shape"):
+        fast(torch.ones(3, LARGE))
+    intarsia.save(fast, tmp_path / "eager.intarsia")
+    torch.testing.assert_close(intarsia.load(tmp_path / "eager.intarsia")(x), model(x), rtol=1e-4, atol=1e-4)
+    other = Net(LARGE).eval()
+    with torch.no_grad():
+        other.layers[0].weight.mul_(2)
+    fast.refit(other)
+    torch.testing.assert_close(fast(x), other(x), rtol=1e-4, atol=1e-4)
+
+
+def test_changed_weights_are_an_error_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _races(monkeypatch, {"eager": 1e-9})
+    model, x = Net(LARGE).eval(), _x(LARGE)
+    fast = intarsia.compile(model, (x,))
+    with torch.no_grad():
+        model.layers[0].weight.mul_(2)
+    with pytest.raises(IntarsiaError, match="weight"):
+        fast(x)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"engines": ["onnxruntime"]}, {"partition": "dependency"}, {"backend_priority": ["onnxruntime"]}],
+)
+def test_an_order_that_is_named_is_kept(named: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _races(monkeypatch, {})
+    fast = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), **named)
+    assert not races.log and not hasattr(fast.plan, "findings")
+
+
+def test_a_small_model_is_not_measured_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _races(monkeypatch, {})
+    fast = intarsia.compile(Net(SMALL).eval(), (_x(SMALL),))
+    assert not races.log
+    assert any("units of work, and measuring pays from" in note for note in fast.notes)
+    intarsia.compile(Net(SMALL).eval(), (_x(SMALL),), partition=Measured())
+    assert races.log
+
+
+def test_the_environment_may_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _races(monkeypatch, {})
+    monkeypatch.setenv("INTARSIA_MEASURE", "0")
+    assert not intarsia.compile(Net(LARGE).eval(), (_x(LARGE),)).notes
+    assert not races.log
+    monkeypatch.setenv("INTARSIA_MEASURE", "no")
+    with pytest.raises(InputError, match="INTARSIA_MEASURE='no'"):
+        intarsia.compile(Net(LARGE).eval(), (_x(LARGE),))
+
+
+def test_patterns_that_are_named_are_not_left_out_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _races(monkeypatch, {"openvino": 1e-9})
+    intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), rewrite=["identity"])
+    assert not [name for names in races.log for name in names if "no patterns" in name]
+
+
+def test_slow_engines_wait_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    _races(monkeypatch, {"openvino": 1e-9})
+    found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), partition=Measured()).plan.findings
+    assert any(
+        reason.startswith("inductor: it is slow to build, and tried only with") for reason in found.left_out
+    )
+
+
+def test_a_plan_that_fails_while_measured_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = intarsia.Compiled.results
+
+    def results(self: intarsia.Compiled, inputs: Any) -> Any:
+        if "onnxruntime" in self.plan.engines:
+            raise MemoryError("no more")
+        return original(self, inputs)
+
+    monkeypatch.setattr(intarsia.Compiled, "results", results)
+    model = Net(LARGE).eval()
+    fast = intarsia.compile(model, (_x(LARGE),), partition=Measured(budget_s=30, candidates=()))
+    assert "onnxruntime" not in fast.plan.engines
+    assert any(
+        "onnxruntime: it failed while it was measured: MemoryError: no more" in reason
+        for reason in fast.plan.findings.left_out
+    )
+
+
+def test_the_budget_is_kept_when_calls_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = intarsia.Compiled.results
+
+    def results(self: intarsia.Compiled, inputs: Any) -> Any:
+        time.sleep(0.3)
+        return original(self, inputs)
+
+    monkeypatch.setattr(intarsia.Compiled, "results", results)
+    start = time.perf_counter()
+    found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), partition=Measured(budget_s=1.5)).plan.findings
+    # One round of everybody is always run: four plans and their first calls, of 0.3 s each.
+    assert found.spent_s < 1.5 + 3.0
+    assert time.perf_counter() - start < 60
