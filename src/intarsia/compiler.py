@@ -28,7 +28,7 @@ from intarsia.build.part_names import check_names_of_parts, names_within
 from intarsia.build.parts import CompileOne, compile_parts
 from intarsia.build.refit import as_before, new_state, relowered
 from intarsia.build.trial import Rewrite
-from intarsia.capture.device import device_kind
+from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import resolve_call
@@ -128,7 +128,7 @@ def compile(
         build_limit_s,
         began=began,
     )
-    with _COMPILING, kept_random_state():
+    with _COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
         args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
         device = device_kind(model, args, kwargs)
         if cuda_graphs is not None and cuda_graphs is not False and device != "cuda":
@@ -292,12 +292,15 @@ def _built(
         wishes.graphs.append(lowered.module)
     else:
         check_names(lowered.module, wishes.options, [engine.name for engine in usable])
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for example in examples for x in example.inputs)
     builder = Builder(
         lowered.module,
         usable,
         wishes.options,
         wishes.strategy,
-        rewrite=None if wishes.rewrite is False else _rewriter(wishes.rewrite, usable),
+        rewrite=None
+        if wishes.rewrite is False
+        else _rewriter(wishes.rewrite, usable, "cuda" if on_gpu else "cpu"),
         examples=[example.inputs for example in examples] if wishes.verify else (),
         build_limit_s=wishes.build_limit_s,
         cases=Cases(lowered.module, [example.case for example in examples]),
@@ -305,7 +308,6 @@ def _built(
     table = _table(lowered, usable, as_it_is)
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
     own = model.module() if isinstance(model, ExportedProgram) else model
-    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for example in examples for x in example.inputs)
 
     def finish(
         plan: Plan, pieces: Sequence[Piece], programs: Sequence[Program], builder: Builder
@@ -378,11 +380,11 @@ def _table(lowered: Lowered, usable: Sequence[Engine], as_it_is: str | None) -> 
     return SupportTable(names, dict.fromkeys(compute_nodes(lowered.module.graph), refused))
 
 
-def _rewriter(patterns: Patterns, engines: Sequence[Engine]) -> Rewrite:
+def _rewriter(patterns: Patterns, engines: Sequence[Engine], device: str) -> Rewrite:
     names = [engine.name for engine in engines if isinstance(engine, NetworkEngine)]
     chosen = patterns_by_engine(patterns, names)
 
     def rewrite(net: Network, engine: NetworkEngine) -> None:
-        apply(net, engine=engine.name, patterns=chosen[engine.name], build=engine.build)
+        apply(net, engine=engine.name, patterns=chosen[engine.name], build=engine.build, device=device)
 
     return rewrite

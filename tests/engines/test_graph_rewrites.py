@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import fx, nn
 
 from intarsia.convert import registry
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, epilogues
 from intarsia.lower.generalize import lower_model
 
 aten = torch.ops.aten
@@ -148,3 +150,59 @@ def test_only_constant_weights_are_merged() -> None:
 def test_every_rewrite_leaves_a_graph_without_its_pattern_alone() -> None:
     module = lowered(nn.ReLU(), torch.randn(3))
     assert apply_rewrites(module, REWRITES) == dict.fromkeys(REWRITES, 0)
+
+
+class NewGelu(nn.Module):
+    """GPT-2's own spelling of the tanh form."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class Conv1D(nn.Module):
+    """A product as GPT-2 writes it: `addmm` on rows, the weight the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, 8), self.weight).view(*x.shape[:-1], 16)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gelu"),
+    [
+        (nn.ReLU(), False),
+        (nn.GELU(approximate="tanh"), True),
+        (NewGelu(), True),
+        (nn.GELU(), None),  # the exact form is another function
+        (nn.Tanh(), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("product", [nn.Linear(8, 16), Conv1D()], ids=["linear", "addmm"])
+def test_activations_of_products(
+    product: nn.Module, activation: nn.Module, gelu: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epilogues, "_on_gpu", lambda node: True)
+    module = lowered(nn.Sequential(product, activation), torch.randn(2, 3, 8))
+    assert apply_rewrites(module, ["activation_epilogues"]) == {"activation_epilogues": int(gelu is not None)}
+    fused = [n.args[3] for n in module.graph.nodes if n.target is torch.ops.intarsia.addmm_activation.default]
+    assert fused == ([] if gelu is None else [gelu])
+
+
+def test_a_product_that_is_read_elsewhere_keeps_its_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.product(x)
+            return NewGelu()(y) + y
+
+    monkeypatch.setattr(epilogues, "_on_gpu", lambda node: True)
+    assert apply_rewrites(lowered(Both(), torch.randn(2, 8)), ["activation_epilogues"]) == {
+        "activation_epilogues": 0
+    }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import intarsia
+from intarsia.engines import CuDNN, Engine, Inductor
+from intarsia.engines.graph_rewrites import REWRITES, measured, paying
 from intarsia.errors import InputError
 from intarsia.runtime import cuda_graphs
 
@@ -62,7 +66,7 @@ class Block(nn.Module):
 def test_fused_convolutions(dtype: torch.dtype, bias: bool) -> None:
     model = nn.Sequential(Block(bias), Block(bias)).eval().cuda().to(dtype)
     x = torch.randn(2, 8, 16, 16, device="cuda", dtype=dtype)
-    fast = intarsia.compile(model, (x,), engines=["cudnn"])
+    fast = intarsia.compile(model, (x,), engines=[CuDNN(rewrites=tuple(REWRITES))])
     assert fast.plan.engines == ("cudnn",), str(fast.plan)
     assert fast.notes == ()
     y = torch.randn_like(x)
@@ -82,13 +86,48 @@ class Projections(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("engine", ["inductor", "cudnn"])
-def test_patches_and_projections(engine: str) -> None:
+_BOTH = ("patch_convolutions", "merged_products")
+
+
+@pytest.mark.parametrize(
+    "engine", [Inductor(rewrites=_BOTH), CuDNN(rewrites=_BOTH), Inductor(), CuDNN()], ids=str
+)
+def test_patches_and_projections(engine: Engine) -> None:
     model = Projections().eval().cuda().half()
     x = torch.randn(1, 3, 64, 64, device="cuda").half()
     fast = intarsia.compile(model, (x,), engines=[engine])
-    assert fast.plan.engines == (engine,), str(fast.plan)
+    assert fast.plan.engines == (engine.name,), str(fast.plan)
     torch.testing.assert_close(fast(x), model(x), atol=1e-2, rtol=1e-2)
+
+
+def test_rewrites_are_measured_once_and_remembered_for_this_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    graph = torch.export.export(Projections().cuda().half(), (torch.randn(1, 3, 64, 64).cuda().half(),))
+    module = graph.module()
+    assert isinstance(module, torch.fx.GraphModule)
+    timed: list[object] = []
+    monkeypatch.setattr(measured, "_measured", lambda *given: timed.append(given) or ("merged_products",))
+    lowered = lowered_piece(module)
+    assert paying(lowered, _BOTH) == ("merged_products",)
+    assert paying(lowered, _BOTH) == ("merged_products",)
+    assert len(timed) == 1
+
+
+def lowered_piece(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The graph as an engine is given it: weights by plain names."""
+    names = {node.target: f"w{i}" for i, node in enumerate(module.graph.nodes) if node.op == "get_attr"}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(module)
+            module.register_buffer(names[node.target], value.detach())
+            node.target = names[node.target]
+            node.meta["val"] = value
+        if node.op == "call_module":  # a check of sizes, which lowering has done by then
+            node.op, node.target, node.args = "call_function", torch.ops.aten.detach.default, node.args[:1]
+    module.graph.eliminate_dead_code()
+    return module
 
 
 def fast_and_model(**options: object) -> tuple[intarsia.Compiled, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ def device_kind(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
     """
     kinds = [tensor.device.type for tensor in _tensors(model, args, kwargs)]
     return next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")
+
+
+def device_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """A context in which the GPU that a call runs on is the current one: engines build for that."""
+    found = (tensor.device for tensor in _tensors(model, args, kwargs) if tensor.is_cuda)
+    device = next(found, None)
+    return nullcontext() if device is None else torch.cuda.device(device)
 
 
 def _tensors(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

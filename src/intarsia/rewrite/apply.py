@@ -25,14 +25,15 @@ def apply(
     limit: int | None = None,
     strict: bool = False,
     cache: Path | None = None,
+    device: str = "cpu",
 ) -> RewriteLog:
     """Rewrite a network for an engine, by shipped patterns and the user's own.
 
     `patterns`: None applies those that are free and those measured to pay here; True or "all", every one
     the engine knows the layers of; both with all that `RewritePatternManager.instance()` holds. False
     applies none; a list just what it holds: names, patterns, managers. What was not measured yet is
-    measured by `build` (the engine's), if the network has a place for it, and remembered. The log says
-    which patterns were left out and why. Unless `patterns` is False, the patterns of
+    measured by `build` (the engine's) on `device`, if the network has a place for it, and remembered. The
+    log says which patterns were left out and why. Unless `patterns` is False, the patterns of
     `AnalysisPatternManager.instance()` look at the network first.
 
     >>> import torch
@@ -47,7 +48,7 @@ def apply(
         return RewriteLog()
     AnalysisPatternManager.instance().analyze(net)
     if patterns is None:
-        return _measured(net, engine, build, limit, strict, Benefits(cache))
+        return _measured(net, engine, build, limit, strict, Benefits(cache, device))
     return _run(net, _named(engine, patterns), limit, strict)
 
 

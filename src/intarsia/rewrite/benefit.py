@@ -25,13 +25,14 @@ def cache_file() -> Path:
     return cache_directory() / "rewrite.json"
 
 
-def engine_key(engine: str) -> str:
-    """An engine on a machine: another version, processor or number of threads is measured anew."""
-    return f"{engine} {package_version(engine)}, {machine_key()}"
+def engine_key(engine: str, device: str = "cpu") -> str:
+    """An engine on a machine: another version, processor, GPU or number of threads is measured anew."""
+    where = machine_key() if device == "cpu" else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{engine} {package_version(engine)}, {where}"
 
 
 class Benefits:
-    """Time with a pattern over time without, by engine and pattern.
+    """Time with a pattern over time without, by engine and pattern, on one kind of device.
 
     >>> import tempfile, pathlib
     >>> known = Benefits(pathlib.Path(tempfile.mkdtemp()) / "rewrite.json")
@@ -40,37 +41,59 @@ class Benefits:
     0.8
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, device: str = "cpu") -> None:
         self.store = JsonStore(cache_file() if path is None else path)
+        self.device = device
 
     def get(self, engine: str, name: str) -> float | None:
         """What was measured, if it was."""
-        of_engine = self.store.read().get(engine_key(engine))
+        of_engine = self.store.read().get(engine_key(engine, self.device))
         found = of_engine.get(name) if isinstance(of_engine, dict) else None
         return found if isinstance(found, float) and found > 0 else None
 
     def remember(self, engine: str, name: str, ratio: float) -> None:
         """Keep a measurement, beside what other programs keep."""
-        self.store.update({engine_key(engine): {name: round(float(ratio), 4)}})
+        self.store.update({engine_key(engine, self.device): {name: round(float(ratio), 4)}})
 
     def ratio(self, engine: str, fusion: Fusion, build: Build | None) -> float | None:
         """What was measured; if it was not and `build` is given, it is measured now."""
         found = self.get(engine, fusion.name)
         if found is None and build is not None:
-            found = measure(fusion, build)
+            found = measure(fusion, build, device=self.device)
             self.remember(engine, fusion.name, found)
         return found
 
 
-def measure(fusion: Fusion, build: Build, *, seconds: float = 0.3, seed: int = 0) -> float:
+def measure(
+    fusion: Fusion, build: Build, *, seconds: float = 0.3, seed: int = 0, device: str = "cpu"
+) -> float:
     """Run a fusion's large network with and without it, in turns; the ratio of the best times."""
     without = fusion.sample(np.random.default_rng(seed), large=True)
     with_it = fusion.sample(np.random.default_rng(seed), large=True)
     manager = RewritePatternManager()
     manager.add(fusion.name, fusion.pattern)
     manager.rewrite(with_it)
-    inputs = random_inputs(without, np.random.default_rng(seed))
-    return _best_ratio(_timer(build, with_it, inputs), _timer(build, without, inputs), seconds)
+    inputs = [value.to(device) for value in random_inputs(without, np.random.default_rng(seed))]
+    timer = _timer if device == "cpu" else _gpu_timer
+    return _best_ratio(timer(build, with_it, inputs), timer(build, without, inputs), seconds)
+
+
+def _gpu_timer(build: Build, net: Network, inputs: list[torch.Tensor]) -> Callable[[], float]:
+    """Times on the GPU's own clock, of several calls in a row: launching is hidden where it can be."""
+    program = build(net)
+    program(*inputs)
+    calls = 10
+
+    def timed() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(calls):
+            program(*inputs)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / calls
+
+    return timed
 
 
 def _timer(build: Build, net: Network, inputs: list[torch.Tensor]) -> Callable[[], float]:

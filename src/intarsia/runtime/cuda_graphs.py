@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from intarsia.compare import disagreement
+from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_compute, is_control_flow, is_ordered, whereabouts
 from intarsia.runtime.compiled import Compiled, Run
 
@@ -26,6 +27,7 @@ Results = Literal["fresh", "static"]
 
 SHAPES = 8  # graphs a module may have, one for each set of input shapes; each keeps its memory
 _REMEMBERED = 1000  # sets of shapes that came once
+_FEW = 4  # tensors that are copied one by one: the kernel for many takes 8 us, a copy of one 2
 _WARMUPS = 2  # runs before recording: libraries set themselves up and choose their kernels
 
 
@@ -59,16 +61,34 @@ def use_cuda_graphs(
     compiled: Compiled, graph: fx.Graph, *, capturable: bool, results: Results, example: Sequence[Any]
 ) -> None:
     """Let a compiled module run as one CUDA graph; where that cannot be, a note of the module says why."""
-    reason = not_capturable(graph, capturable)
+    programs = [_innermost(step.program) for step in compiled.inlay.steps]
+    reason = not_capturable(graph, capturable) or _waits(programs)
     if reason is not None:
         compiled.note(f"not run as a CUDA graph: {reason}")
         return
-    graphs = CudaGraphs(compiled.inlay.results, graph, results)
+    shared = any(getattr(program, "own_workspace", False) for program in programs)
+    graphs = CudaGraphs(compiled.inlay.results, graph, results, shared)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told by the notes
         graphs.record(example)
     compiled.note(*graphs.notes)
     compiled.run_by(graphs)
+
+
+def _innermost(program: Any) -> Any:
+    """The engine's own program, inside those that answer in its place where it cannot."""
+    while hasattr(program, "program"):
+        program = program.program
+    return program
+
+
+def _waits(programs: Sequence[Any]) -> str | None:
+    """Why a program must wait for the GPU at every call; None if none does."""
+    for program in programs:
+        read = getattr(program, "waits_for", ())
+        if read:
+            return f"an engine reads back from the GPU whether {read[0]} (guards=False leaves that out)"
+    return None
 
 
 @dataclass(frozen=True)
@@ -87,10 +107,15 @@ class CudaGraphs:
     A set of shapes is recorded at its second call: one that comes once is not worth the memory. Calls from
     several threads take turns, since they share the graph's memory; a call on another stream waits for the
     one before. With `results="static"` a call returns the graph's own memory, which the next call overwrites.
+    Where an engine works in memory of its own (`shared_workspace`), a graph and a plain run write to the
+    same: those take turns too, and nobody else may record them.
     """
 
-    def __init__(self, run: Run, graph: fx.Graph, results: Results = "fresh") -> None:
+    def __init__(
+        self, run: Run, graph: fx.Graph, results: Results = "fresh", shared_workspace: bool = False
+    ) -> None:
         self._run = run
+        self._shared_workspace = shared_workspace
         self.results = results
         self._static = results == "static"
         self._random = any(node.op == "call_function" and is_ordered(node) for node in graph.nodes)
@@ -108,9 +133,25 @@ class CudaGraphs:
             recorded = self._first_call(key, inputs)
         # While the caller records a graph of its own, our kernels belong into that one.
         if recorded is None or torch.cuda.is_current_stream_capturing():
-            return self._run(inputs)
+            return self._run_in_turn(inputs) if self._shared_workspace else self._run(inputs)
         with self._lock, torch.no_grad(), torch.cuda.device(recorded.device):
             return self._launch(recorded, inputs)
+
+    def _run_in_turn(self, inputs: Sequence[Any]) -> list[Any]:
+        if torch.cuda.is_current_stream_capturing():
+            raise EngineError(
+                "an engine of this module works in memory of its own, so that its kernels cannot be recorded "
+                "into another CUDA graph; compile it with cuda_graphs=False and engines that torch runs"
+            )
+        with self._lock:
+            self._wait_for_last()
+            return self._run(inputs)
+
+    def _wait_for_last(self) -> None:
+        stream = torch.cuda.current_stream()
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def record(self, inputs: Sequence[Any]) -> None:
         """Record a graph for the shapes of these inputs now, if it can be."""
@@ -147,6 +188,7 @@ class CudaGraphs:
 
     def _record(self, inputs: Sequence[Any]) -> _Recorded:
         device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
+        self._wait_for_last()
         static = [_same_layout(x).copy_(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         with torch.cuda.device(device), torch.no_grad():
             state = torch.cuda.get_rng_state(device)
@@ -177,10 +219,7 @@ class CudaGraphs:
             raise RuntimeError(f"replayed, {wrong}")
 
     def _launch(self, recorded: _Recorded, inputs: Sequence[Any]) -> list[Any]:
-        stream = torch.cuda.current_stream()
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        self._wait_for_last()
         _copy(
             [to for to in recorded.inputs if _is_tensor(to)],
             [x for x, to in zip(inputs, recorded.inputs, strict=True) if _is_tensor(to)],
@@ -210,7 +249,8 @@ def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(to: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    if len(to) == 1:
-        to[0].copy_(tensors[0])
-    elif to:
+    if len(to) <= _FEW:
+        for copy, tensor in zip(to, tensors, strict=True):
+            copy.copy_(tensor)
+    else:
         torch._foreach_copy_(to, tensors)  # one kernel for all of them

@@ -14,7 +14,9 @@ from intarsia.engines.base import NetworkEngine, Program
 from intarsia.engines.guards.kinds import Guards
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.onnxruntime.checks import Checks, add_checks
+from intarsia.engines.onnxruntime.cuda import CudaSession, is_static, weights_on_gpu
 from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
+from intarsia.engines.onnxruntime.providers import missing_provider, providers
 from intarsia.engines.onnxruntime.session import session_program
 from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
 from intarsia.engines.threads import thread_count
@@ -22,12 +24,13 @@ from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import to_proto
 
-_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-
 
 @dataclass(frozen=True)
 class OnnxRuntime(NetworkEngine):
     """Options: `threads` (torch's count by default), `spinning` threads, `prepack` weights, `device`.
+
+    On `device="cuda"` weights, inputs and results stay on the GPU, and kernels run in the order of torch's
+    stream. `tensorrt` asks ONNX Runtime's TensorRT provider first; that option is untested.
 
     With `guards` a program watches for values that ONNX Runtime would treat unlike PyTorch (NaN, infinities
     and huge places where kernels mind them) and leaves such a call to PyTorch; without, it trusts them.
@@ -43,7 +46,12 @@ class OnnxRuntime(NetworkEngine):
     device: str = "cpu"
     options: Mapping[str, str] = field(default_factory=dict)  # session configuration entries
     guards: bool = True
+    tensorrt: bool = False
     name: ClassVar[str] = "onnxruntime"
+
+    @property
+    def capturable(self) -> bool:  # type: ignore[override]
+        return self.device == "cuda" and not self.tensorrt
 
     def runs_on(self, device: str) -> bool:
         return device == self.device
@@ -53,10 +61,7 @@ class OnnxRuntime(NetworkEngine):
             ort = _import()
         except ImportError:
             return "onnxruntime is not installed; pip install 'intarsia[onnxruntime]'"
-        wanted = _PROVIDERS.get(self.device)
-        if wanted not in ort.get_available_providers():
-            return f"this onnxruntime has no provider for {self.device!r}"
-        return None
+        return missing_provider(self.device, self.tensorrt, ort.get_available_providers())
 
     def probe(self, net: Network) -> str | None:
         try:
@@ -68,7 +73,9 @@ class OnnxRuntime(NetworkEngine):
     def build(self, net: Network) -> Program:
         try:
             session, weights, checks = self._session(net, optimize=True)
-            return session_program(net, session, weights, self.device, checks)
+            if self.device == "cuda":
+                return CudaSession(net, session, weights, checks)
+            return session_program(net, session, weights, checks)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
 
@@ -82,6 +89,9 @@ class OnnxRuntime(NetworkEngine):
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
         for key, value in self.options.items():
             options.add_session_config_entry(key, value)
+        if self.device != "cpu" and is_static(net):
+            # A layer that the GPU has no kernel for would take its tensors to the CPU and back.
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         model, weights = to_proto(net)
@@ -90,17 +100,20 @@ class OnnxRuntime(NetworkEngine):
             keep_signed_zeros(net, model)
         checks = add_checks(net, model, guards, look_at_inputs=self.device == "cpu")
         shared = {name: _ort_value(ort, array) for name, array in weights.items()}
+        on_gpu = weights_on_gpu(ort, weights)
         if shared:
             options.add_external_initializers(list(shared), [value for value, _ in shared.values()])
         # A weight named twice stays where torch has it. Kernels that pack their weights into a faster
         # layout do not pack such ones, so those are given once and cost a packed copy.
         for name, (value, _) in shared.items():
-            if not (self.prepack and _is_packed(net.graph.initializers[name])):
+            if name in on_gpu:
+                options.add_initializer(name, on_gpu[name][0])
+            elif not (self.prepack and _is_packed(net.graph.initializers[name])):
                 options.add_initializer(name, value)
         session = ort.InferenceSession(
-            model.SerializeToString(), options, providers=[_PROVIDERS[self.device]]
+            model.SerializeToString(), options, providers=providers(self.device, self.tensorrt)
         )
-        return session, shared, checks
+        return session, (shared, on_gpu), checks
 
 
 _PACKING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})

@@ -18,20 +18,19 @@ from intarsia.network import Network, dtypes
 _NUMPY = (dtypes.FLOATS - {ir.DataType.BFLOAT16}) | dtypes.INTEGERS | {ir.DataType.BOOL}
 
 
-def session_program(net: Network, session: Any, weights: object, device: str, checks: Checks) -> Program:
+def session_program(net: Network, session: Any, weights: object, checks: Checks) -> Program:
     """The program of a session; `weights` are kept alive, since the session reads them where they lie."""
     types = [tensor.dtype for tensor in (*net.get_inputs(), *net.get_outputs())]
-    kind = ArraySession if device == "cpu" and all(dtype in _NUMPY for dtype in types) else BoundSession
-    return kind(net, session, weights, device, checks)
+    kind = ArraySession if all(dtype in _NUMPY for dtype in types) else BoundSession
+    return kind(net, session, weights, checks)
 
 
-class _Session(GuardedProgram):
+class Session(GuardedProgram):
     """What every session keeps: its weights, the names of its inputs, and what must hold of values."""
 
-    def __init__(self, net: Network, session: Any, weights: object, device: str, checks: Checks) -> None:
+    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
         self._session = session
         self._weights = weights
-        self._device = device
         self._names = [t.name for t in net.get_inputs()]
         self._dtypes = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
         self._refusal = refusal()
@@ -62,15 +61,15 @@ class _Session(GuardedProgram):
         return told_of(broken, self._names, tensors)
 
 
-class ArraySession(_Session):
+class ArraySession(Session):
     """On the CPU: inputs are arrays over torch's memory, results tensors over memory fresh from ONNX Runtime.
 
     Its arena hands memory out again without faulting the pages in, which binding to fresh torch tensors
     pays for at every call.
     """
 
-    def __init__(self, net: Network, session: Any, weights: object, device: str, checks: Checks) -> None:
-        super().__init__(net, session, weights, device, checks)
+    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
+        super().__init__(net, session, weights, checks)
         # The session's own `run` checks names that cannot be wrong here, at a price a small model feels.
         self._run = _bare_run(session)
         self._outputs = [t.name for t in net.get_outputs()] + [OUTPUT] * bool(checks.made)
@@ -132,14 +131,17 @@ def _array(value: Any, dtype: torch.dtype) -> Any:
     return tensor.numpy(force=True)
 
 
-class BoundSession(_Session):
-    """Elsewhere, and for dtypes numpy lacks: inputs and outputs bound by address.
+class BoundSession(Session):
+    """Inputs and outputs bound by address: for dtypes numpy lacks, and where a device holds them.
 
     Each thread has a binding of its own, bound anew at every call.
     """
 
-    def __init__(self, net: Network, session: Any, weights: object, device: str, checks: Checks) -> None:
-        super().__init__(net, session, weights, device, checks)
+    device = "cpu"
+
+    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
+        super().__init__(net, session, weights, checks)
+        self.index = 0  # of the device
         self._bindings = threading.local()
         self._inputs = [(t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
         self._outputs = [
@@ -152,15 +154,15 @@ class BoundSession(_Session):
         binding = self._bindings.__dict__.get("binding")
         if binding is None:
             binding = self._bindings.binding = self._session.io_binding()
-        device = self._device
+        where = torch.device(self.device, self.index)
         kept = []  # copies made here must outlive the run
         for (name, element, dtype), tensor in zip(self._inputs, tensors, strict=True):
             if not isinstance(tensor, torch.Tensor):
-                tensor = torch.tensor(tensor, dtype=dtype, device=device)
+                tensor = torch.tensor(tensor, dtype=dtype, device=where)
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
             kept.append(tensor.detach())
-            binding.bind_input(name, device, 0, element, tensor.shape, tensor.data_ptr())
+            binding.bind_input(name, self.device, self.index, element, tensor.shape, tensor.data_ptr())
         if self._given:
             broken = self._broken_input(lambda place: kept[place].numpy(), tensors)
             if broken is not None:
@@ -168,19 +170,19 @@ class BoundSession(_Session):
         results: list[torch.Tensor | None] = []
         for name, element, dtype, shape in self._outputs:
             if shape is None:
-                binding.bind_output(name, device)
+                binding.bind_output(name, self.device, self.index)
                 results.append(None)
                 continue
-            out = torch.empty(shape, dtype=dtype, device=device)
+            out = torch.empty(shape, dtype=dtype, device=where)
             if out.numel():
-                binding.bind_output(name, device, 0, element, shape, out.data_ptr())
+                binding.bind_output(name, self.device, self.index, element, shape, out.data_ptr())
             else:  # an empty tensor has no address, and ONNX Runtime wants one
-                binding.bind_output(name, device)
+                binding.bind_output(name, self.device, self.index)
             results.append(out)
         if self._made:
             binding.bind_output(OUTPUT, "cpu")
         try:
-            self._session.run_with_iobinding(binding)
+            self._run_bound(binding)
         except self._refusal as error:
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
         made = binding.get_outputs() if self._some_unknown or self._made else []
@@ -191,6 +193,9 @@ class BoundSession(_Session):
         if self._some_unknown:
             results = [_to_torch(made[i]) if out is None else out for i, out in enumerate(results)]
         return tuple(results)  # type: ignore[arg-type]
+
+    def _run_bound(self, binding: Any) -> None:
+        self._session.run_with_iobinding(binding)
 
 
 def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:

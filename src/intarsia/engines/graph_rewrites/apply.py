@@ -1,0 +1,50 @@
+"""The rewrites by name, and how they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import fx, nn
+
+from intarsia.engines.graph_rewrites.attention import flash_attention
+from intarsia.engines.graph_rewrites.batch_norm import fold_batch_norms
+from intarsia.engines.graph_rewrites.cudnn import fuse_convolutions
+from intarsia.engines.graph_rewrites.epilogues import activation_epilogues
+from intarsia.engines.graph_rewrites.merged_products import merge_products
+from intarsia.engines.graph_rewrites.patch_convolution import patch_convolutions_as_products
+
+Rewrite = Callable[[fx.GraphModule], int]
+
+REWRITES: dict[str, Rewrite] = {
+    "batch_norms": fold_batch_norms,
+    "fused_convolutions": fuse_convolutions,
+    "patch_convolutions": patch_convolutions_as_products,
+    "merged_products": merge_products,
+    "activation_epilogues": activation_epilogues,
+    "flash_attention": flash_attention,
+}
+
+
+def apply_rewrites(module: fx.GraphModule, names: Iterable[str]) -> dict[str, int]:
+    """Run rewrites by name, in that order; how often each one was applied."""
+    counts = {name: REWRITES[name](module) for name in names}
+    if any(counts.values()):
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+        for name in [name for name in module._buffers if name not in used]:
+            delattr(module, name)
+        module.recompile()
+    return counts
+
+
+def own_copy(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph for an engine to change, its weights as buffers; they are shared, not copied."""
+    root = nn.Module()
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and str(node.target) not in root._buffers:
+            root.register_buffer(str(node.target), getattr(module, str(node.target)))
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    return fx.GraphModule(root, graph)

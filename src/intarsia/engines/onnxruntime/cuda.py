@@ -1,0 +1,79 @@
+"""Calls of an ONNX Runtime session on an NVIDIA GPU, in the order of torch's stream.
+
+A session launches its kernels on the stream that it was made with. Events put that stream between what torch
+has queued before and what it queues after; nobody waits on the host, and a graph recorded by torch holds
+the session's kernels too:
+
+    torch's stream   ── … ──●                      ●── … ──
+                            └▶ session's kernels ──┘
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from intarsia.engines.onnxruntime.checks import Checks
+from intarsia.engines.onnxruntime.session import BoundSession
+from intarsia.network import Network
+from intarsia.network.serialize import Weights
+
+
+def side_stream() -> torch.cuda.Stream:
+    """The stream of every session on the current device: their working memory is used in its order."""
+    return _stream(torch.cuda.current_device())
+
+
+@functools.cache
+def _stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+
+
+class CudaSession(BoundSession):
+    """Results are torch's memory where their sizes are known; guards are read back, and wait for the GPU."""
+
+    device = "cuda"
+    own_workspace = True  # what it works in is not torch's, and is the same at every call
+
+    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
+        super().__init__(net, session, weights, checks)
+        import onnxruntime
+
+        self._stream = side_stream()
+        self.index = self._stream.device_index
+        self._options = onnxruntime.RunOptions()
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    @property
+    def waits_for(self) -> list[str]:
+        """What it reads back from the GPU at every call, in words."""
+        return self.guards
+
+    def _run_bound(self, binding: Any) -> None:
+        callers = torch.cuda.current_stream(self.index)
+        self._stream.wait_stream(callers)
+        try:
+            self._session.run_with_iobinding(binding, self._options)
+        finally:
+            callers.wait_stream(self._stream)
+        if self._made:
+            self._stream.synchronize()
+
+
+def is_static(net: Network) -> bool:
+    """Whether every size is a number; those that vary are computed on the CPU, by ONNX Runtime too."""
+    tensors = [*net.get_inputs(), *(t for layer in net.get_layers() for t in layer.get_outputs())]
+    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+def weights_on_gpu(ort: Any, weights: Weights) -> dict[str, tuple[Any, torch.Tensor]]:
+    """Views of the weights that are on a GPU, for ONNX Runtime to read where they lie."""
+    found = {}
+    for name, array in weights.items():
+        raw = getattr(array, "raw", None)
+        if isinstance(raw, torch.Tensor) and raw.is_cuda:
+            tensor = raw.detach()
+            found[name] = (ort.OrtValue.from_dlpack(tensor), tensor)
+    return found
