@@ -51,6 +51,12 @@ class CudaSession(BoundSession):
         """What it reads back from the GPU at every call, in words."""
         return self.guards
 
+    def _as_torch(self, value: Any) -> torch.Tensor:
+        """A copy in torch's memory: the session would use its own again in the order of its stream only."""
+        made = super()._as_torch(value).clone()
+        self._stream.wait_stream(torch.cuda.current_stream(self.index))
+        return made
+
     def _run_bound(self, binding: Any) -> None:
         callers = torch.cuda.current_stream(self.index)
         self._stream.wait_stream(callers)

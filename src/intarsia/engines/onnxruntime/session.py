@@ -191,8 +191,13 @@ class BoundSession(Session):
             if broken is not None:
                 return self._left(tensors, broken)
         if self._some_unknown:
-            results = [_to_torch(made[i]) if out is None else out for i, out in enumerate(results)]
+            results = [self._as_torch(made[i]) if out is None else out for i, out in enumerate(results)]
         return tuple(results)  # type: ignore[arg-type]
+
+    def _as_torch(self, value: Any) -> torch.Tensor:
+        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
+        # DLPack says uint8
+        return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
     def _run_bound(self, binding: Any) -> None:
         self._session.run_with_iobinding(binding)
@@ -205,8 +210,3 @@ def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:
 def _element_type(dtype: ir.DataType) -> Any:
     # numpy has no bfloat16 or float8; ONNX Runtime takes ONNX's own number for those.
     return dtypes.to_numpy(dtype).type if dtype in _NUMPY else int(dtype)
-
-
-def _to_torch(value: Any) -> torch.Tensor:
-    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
-    return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor  # DLPack says uint8
