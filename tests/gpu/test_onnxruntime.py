@@ -96,6 +96,22 @@ def test_weights_stay_where_torch_has_them() -> None:
     close(fast(x), model(x))
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_tf32_follows_torch(allowed: bool) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).eval().cuda()
+    x = torch.randn(64, 1024, device="cuda")
+    exact = model.double()(x.double()).float()
+    model.float()
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        fast = intarsia.compile(model, (x,), engines=[ORT], require_full_compilation=True)
+        error = (fast(x) - exact).abs().max()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert (error > 1e-4) == allowed
+
+
 def test_threads_and_streams() -> None:
     model = net()
     fast = intarsia.compile(
@@ -108,9 +124,10 @@ def test_threads_and_streams() -> None:
     wrong: list[int] = []
 
     def work(seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(seed)
         with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
             for turn in range(40):
-                x = image(1 + (seed + turn) % 5)
+                x = torch.randn(1 + (seed + turn) % 5, 3, 16, 16, device="cuda", generator=generator)
                 answer, expected = fast(x), model(x)
                 torch.cuda.current_stream().synchronize()
                 if not torch.allclose(answer, expected, atol=1e-3):
