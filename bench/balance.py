@@ -1,23 +1,36 @@
-"""How good and how fast the exact balance is, beside the block-partition heuristic and equal-count cuts.
+"""How good and how fast the exact balance is, and how near a training step of two CPU stages comes to the ideal.
 
-    python bench/balance.py [--layers 200] [--stages 8] [--rounds 20]
+    python bench/balance.py [--layers 200] [--stages 8] [--rounds 20] [--steps 10]
 
 For every kind of cost it prints the bottleneck (the most expensive stage) as a multiple of the least
 possible one, the mean and the worst over the rounds, and the median time to find the cuts.
+
+Then models are cut by `split` into two stages, one thread each, and a step of 8 micro-batches is set against the
+plain model's on one thread: the ideal step takes (m + n - 1) / (n * m) of its time. `by time` compares the clock,
+and needs two free cores. `by work` compares what the threads did (CPU time of the plain step, of the slowest stage
+and of the caller), so it tells balance and overhead on a busy machine too, but not time spent waiting.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from intarsia.cli.pipeline_demo import TinyGPT
+from intarsia.pipeline import split
 from intarsia.pipeline.balance import blockpartition
 
 Costs = list[float]
@@ -114,6 +127,76 @@ def measure(
     ]
 
 
+def models() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Models whose micro-batches take some ten milliseconds a stage."""
+    torch.manual_seed(0)
+    convolutions = (nn.Conv2d(128, 128, 3, padding=1) for _ in range(16))
+    conv = nn.Sequential(*(nn.Sequential(c, nn.ReLU()) for c in convolutions))
+    return {
+        "convolutions": (conv, torch.rand(32, 128, 12, 12)),
+        "gpt": (TinyGPT(width=256, layers=8), torch.randint(0, 256, (32, 64))),
+    }
+
+
+def training_shares(
+    model: nn.Module, x: Tensor, recompute: bool, steps: int, stages: int = 2, chunks: int = 8
+) -> list[str]:
+    """The cells of a row: milliseconds plain and piped, the balance, and the shares of the ideal."""
+    parts = split(model, (x[: len(x) // chunks],), stages=stages)
+    pipe = parts.gpipe(chunks, checkpoint="always" if recompute else "never", concurrent_backward=True)
+
+    def plain_step() -> None:
+        rows = [checkpoint(model, p, use_reentrant=False) if recompute else model(p) for p in x.chunk(chunks)]
+        torch.cat(rows).square().mean().backward()
+
+    def stage_work() -> list[float]:
+        threads = pipe.engine._threads
+        return [threads.submit(j, time.thread_time).result() for j in range(stages)]
+
+    walls: dict[str, list[float]] = {"plain": [], "pipe": []}
+    work: dict[str, list[float]] = {"plain": [], "pipe": [], "balance": []}
+    for i in range(steps + 1):
+        model.zero_grad()
+        clocks = time.perf_counter(), time.process_time()
+        plain_step()
+        plain = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+        model.zero_grad()
+        begin, clocks = stage_work(), (time.perf_counter(), time.thread_time())
+        pipe(x).square().mean().backward()
+        piped = time.perf_counter() - clocks[0], time.thread_time() - clocks[1]
+        each = [b - a for a, b in zip(begin, stage_work(), strict=True)]
+        if i:
+            walls["plain"].append(plain[0])
+            walls["pipe"].append(piped[0])
+            work["plain"].append(plain[1])
+            work["pipe"].append(max(each) * (chunks + stages - 1) / chunks + piped[1])
+            work["balance"].append(statistics.mean(each) / max(each))
+    ideal = (chunks + stages - 1) / (stages * chunks)
+    return [
+        f"{min(walls['plain']) * 1e3:.1f}",
+        f"{min(walls['pipe']) * 1e3:.1f}",
+        f"{parts.report.balance:.0%}",
+        f"{statistics.median(work['balance']):.0%}",
+        f"{ideal * min(walls['plain']) / min(walls['pipe']):.0%}",
+        f"{ideal * statistics.median(work['plain']) / statistics.median(work['pipe']):.0%}",
+    ]
+
+
+def training_table(steps: int) -> Table:
+    """A row for every model, with and without recomputation."""
+    torch.set_num_threads(1)
+    table = Table(title="a training step on 2 CPU stages, 8 micro-batches: share of the ideal")
+    for column in ("model", "recomputing", "plain ms", "pipe ms", "cut balance", "work balance"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    table.add_column("by time", justify="right")
+    table.add_column("by work", justify="right")
+    for name, (model, x) in models().items():
+        for recompute in (False, True):
+            shares = training_shares(model, x, recompute, steps)
+            table.add_row(name, "yes" if recompute else "no", *shares)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -121,6 +204,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[24, 200, 2000])
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8, 32])
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="training steps measured; 0 leaves them out")
     arguments = parser.parse_args()
     console = Console()
     for layers, stages in zip(arguments.layers, arguments.stages, strict=True):
@@ -132,6 +216,8 @@ def main() -> None:
                 table.add_row(kind.__name__.replace("_", "-"), *row)
             table.add_section()
         console.print(table)
+    if arguments.steps:
+        console.print(training_table(arguments.steps))
 
 
 if __name__ == "__main__":

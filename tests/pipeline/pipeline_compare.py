@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -31,3 +35,12 @@ def assert_same(plain: nn.Module, piped: nn.Module) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     for (name, a), b in zip(plain.named_buffers(), piped.buffers(), strict=True):
         assert torch.equal(a, b), name
+
+
+def threads_end(before: int) -> bool:
+    """Whether the threads of pipelines that nothing holds any more end, so that only `before` are left."""
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threading.active_count() <= before

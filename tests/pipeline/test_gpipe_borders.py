@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from pipeline_compare import MODES, one_thread  # noqa: F401  (a fixture)
+from pipeline_compare import MODES, one_thread, threads_end  # noqa: F401  (a fixture)
 from torch import nn
 
 from intarsia.pipeline import GPipe
@@ -146,4 +146,6 @@ def test_threads_end():
     piped = GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=["cpu"] * 2, chunks=2)
     for _ in range(5):
         piped(torch.rand(2, 1)).sum().backward()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before + 2  # a stage keeps its thread
+    del piped
+    assert threads_end(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import gc
 import os
 import signal
@@ -15,13 +16,14 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from pipeline_compare import threads_end
 from torch import nn
 
 from intarsia.pipeline import GPipe
 from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.pipeline import Pipeline, clock_cycles
-from intarsia.pipeline.gpipe.worker import Task, spawn_workers
+from intarsia.pipeline.gpipe.worker import StageThreads, Task, lend_workers
 
 
 def test_clock_cycles():
@@ -81,7 +83,7 @@ def test_stages_run_at_the_same_time_each_on_its_thread():
             return x
 
     GPipe(nn.Sequential(Meet(0), Meet(1)), [1, 1], devices=["cpu"] * 2, chunks=4)(torch.rand(4))
-    assert threads == [{"stage 0"}, {"stage 1"}]
+    assert threads == [{"stage 0_0"}, {"stage 1_0"}]
 
 
 def test_context_variables_follow():
@@ -110,22 +112,26 @@ def test_an_interrupt_of_the_caller_ends_the_workers():
     model = GPipe(nn.Sequential(nn.Identity(), Interrupt()), [1, 1], devices=["cpu"] * 2, chunks=2)
     with pytest.raises(KeyboardInterrupt):
         model(torch.rand(2))
-    assert threading.active_count() == before
+    del model
+    assert threads_end(before)
 
 
-def test_workers_end_when_the_caller_fails():
+def test_tasks_end_when_the_caller_fails():
     before = threading.active_count()
+    ended = []
 
     def fail():
         done = SimpleQueue()
-        with spawn_workers(3, done.put) as queues:
-            queues[1].put(Task(0, 1, lambda: Batch(torch.ones(1))))
+        with lend_workers(StageThreads(3), done.put) as hand_out:
+            hand_out(Task(0, 1, lambda: Batch(torch.ones(1))))
             assert done.get().result.tensor == 1
+            hand_out(Task(0, 2, lambda: Batch(time.sleep(0.1) or ended.append(1))))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert threading.active_count() == before
+    assert ended == [1]
+    assert threads_end(before)
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -166,7 +172,36 @@ def test_a_failure_between_tasks_reaches_the_caller(where, monkeypatch):
     model = GPipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=4)
     with pytest.raises(ZeroDivisionError):
         model(torch.rand(4))
-    assert threading.active_count() == before
+    monkeypatch.undo()
+    assert torch.equal(model(torch.ones(4)), torch.ones(4))  # the threads are still good
+    del model
+    assert threads_end(before)
+
+
+def test_a_stage_keeps_its_thread_from_step_to_step_and_a_copy_has_its_own():
+    seen = []
+
+    class See(nn.Module):
+        def forward(self, x):
+            seen.append(threading.get_ident())
+            return x * 1
+
+    model = GPipe(nn.Sequential(See(), nn.Identity()), [1, 1], devices=["cpu"] * 2, chunks=2)
+    for _ in range(3):
+        model(torch.rand(2, 1))
+    assert len(set(seen)) == 1
+    copy.deepcopy(model)(torch.rand(2, 1))
+    assert len(set(seen)) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_threads_are_made_anew_after_a_fork():
+    threads = StageThreads(1)
+    assert threads.submit(0, os.getpid).result() == os.getpid()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if threads.submit(0, os.getpid).result(timeout=20) == os.getpid() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_cores_are_shared_and_given_back():

@@ -230,3 +230,14 @@ def test_too_many_stages():
         split(nn.Linear(2, 2), (torch.randn(2, 2),), stages=0)
     with pytest.raises(PartitionError, match="by='size'"):
         split(nn.Linear(2, 2), (torch.randn(2, 2),), by="size")
+
+
+def test_few_bytes_do_not_cost_the_balance():
+    """A narrow waist a little off the middle is not worth several percent of every step."""
+    wide = [nn.Linear(64, 64) for _ in range(20)]
+    model = nn.Sequential(*wide[:9], nn.Linear(64, 4), nn.Linear(4, 64), *wide[9:])
+    x = torch.randn(2, 64)
+    near = split(model, (x,), stages=2, by="memory").report
+    narrow = split(model, (x,), stages=2, by="memory", slack=0.3).report
+    assert narrow.crossing[0] < near.crossing[0] and narrow.balance < 0.92
+    assert near.balance > 0.97

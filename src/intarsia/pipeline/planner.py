@@ -98,7 +98,7 @@ def plan_pipeline(
     microbatches: Sequence[int] | None = None,
     bandwidth: float = 10e9,
     latency: float = 20e-6,
-    slack: float = 0.1,
+    slack: float = 0.02,
 ) -> PipelinePlan:
     """The fastest predicted way to train `model` on batches like `args` over `devices` devices.
 

@@ -48,7 +48,7 @@ def split(
     speeds: Sequence[float] | None = None,
     memory: Sequence[int] | None = None,
     in_flight: int = 1,
-    slack: float = 0.1,
+    slack: float = 0.02,
     dynamic_batch: bool = True,
     dynamic_shapes: Any = None,
     batch_dims: BatchDims | None = None,

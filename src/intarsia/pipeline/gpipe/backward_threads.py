@@ -13,9 +13,8 @@ returns the gradients of the input.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,54 +23,43 @@ from torch import Tensor
 
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.phony import get_phony
+from intarsia.pipeline.gpipe.worker import StageThreads
 
 Gradients = tuple[Tensor | None, ...]
 
 
 class BackwardThreads:
-    """Threads that start with the first job of their stage and end with the last one waiting."""
+    """The backward jobs of one forward pass, done by the threads of the stages."""
 
-    def __init__(self, stages: int) -> None:
-        self.stages = stages
+    def __init__(self, threads: StageThreads) -> None:
+        self.stages = threads.count
         # The gradients of a stage's input, by (micro-batch, stage), until the stage before takes them.
         self.gradients: dict[tuple[int, int], Future[Gradients]] = {}
         self.recomputed: dict[tuple[int, int], Future[None]] = {}
         self._lock = threading.Lock()
-        self._jobs: list[deque[tuple[Callable[[], Any], Future[Any]]]] = [deque() for _ in range(stages)]
-        self._working: set[int] = set()
-        self._threads = 1
-        self._members: list[threading.Thread] = []
+        self._threads = threads
+        self._pending: set[Future[Any]] = set()
+        self._cores = 1
 
     def submit(self, stage: int, job: Callable[[], Any]) -> Future[Any]:
         """Let a stage's thread do a job, after those it was given before."""
-        future: Future[Any] = Future()
         with self._lock:
-            self._jobs[stage].append((job, future))
-            if stage in self._working:
-                return future
-            if not self._working:
-                self._threads = torch.get_num_threads()
-            self._working.add(stage)
-        member = threading.Thread(target=self._work, args=(stage,), name=f"backward {stage}", daemon=True)
-        self._members.append(member)
-        member.start()
+            if not self._pending:
+                self._cores = torch.get_num_threads()
+            future = self._threads.submit(stage, self._work, job)
+            self._pending.add(future)
+        future.add_done_callback(self._ended)
         return future
 
-    def _work(self, stage: int) -> None:
-        torch.set_num_threads(max(1, self._threads // self.stages))
-        while True:
-            with self._lock:
-                if not self._jobs[stage]:
-                    self._working.remove(stage)
-                    if not self._working:
-                        torch.set_num_threads(self._threads)  # torch and MKL keep one number for all, too
-                    return
-                job, future = self._jobs[stage].popleft()
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-            del job, future
+    def _work(self, job: Callable[[], Any]) -> Any:
+        torch.set_num_threads(max(1, self._cores // self.stages))
+        return job()
+
+    def _ended(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+            if not self._pending:
+                torch.set_num_threads(self._cores)  # torch and MKL keep one number for all, too
 
     def finish(self) -> dict[int, Gradients]:
         """Wait for the first stage; the gradients of its input, by micro-batch. Raises what a job raised."""
@@ -81,13 +69,11 @@ class BackwardThreads:
         try:
             return {i: future.result() for i, future in waiting}
         except BaseException:
-            with self._lock:  # what has not begun will not
-                for jobs in self._jobs:
-                    jobs.clear()
+            for future in list(self._pending):  # what has not begun will not
+                future.cancel()
             raise
         finally:
-            while self._members:
-                self._members.pop().join()
+            wait(list(self._pending))
 
 
 @dataclass(frozen=True)

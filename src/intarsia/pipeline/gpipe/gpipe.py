@@ -17,6 +17,7 @@ from intarsia.pipeline.gpipe.skip.layout import inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
 from intarsia.pipeline.gpipe.statedict import fit_state_dict, plain_state_dict
 from intarsia.pipeline.gpipe.stream import AbstractStream, new_stream
+from intarsia.pipeline.gpipe.worker import StageThreads
 
 Device = torch.device | int | str
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -150,6 +151,7 @@ class GPipe(nn.Module):
         verify_splitting(self.partitions, self.devices)
         self._skip_layout = inspect_skip_layout(cast(Iterable[nn.Sequential], self.partitions))
         self._effects = [StageEffects() for _ in self.balance]
+        self._threads = StageThreads(len(self.balance))
         self._copy_streams: list[list[AbstractStream]] = []
         self.register_load_state_dict_pre_hook(fit_state_dict)  # type: ignore[no-untyped-call]
 
@@ -217,6 +219,7 @@ class GPipe(nn.Module):
             stop if self.training else 0,
             self._effects,
             self.concurrent_backward,
+            self._threads,
         )
         pipeline.run()
         return microbatch.gather(batches)

@@ -24,7 +24,7 @@ from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortal
 from intarsia.pipeline.gpipe.stage_run import StageRun
 from intarsia.pipeline.gpipe.stream import AbstractStream, current_stream, new_stream, use_device, use_stream
 from intarsia.pipeline.gpipe.thread_state import ThreadState
-from intarsia.pipeline.gpipe.worker import Task, TaskResult, run_task, spawn_workers
+from intarsia.pipeline.gpipe.worker import StageThreads, Task, TaskResult, lend_workers, run_task
 
 
 def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
@@ -101,6 +101,7 @@ class Pipeline:
         checkpoint_stop: int = 0,
         effects: list[StageEffects] | None = None,
         concurrent_backward: bool | None = None,
+        threads: StageThreads | None = None,
     ) -> None:
         self.batches = batches
         self.partitions = list(partitions)
@@ -111,6 +112,7 @@ class Pipeline:
         self.checkpoint_stop = checkpoint_stop
         self.concurrent_backward = checkpoint_stop > 0 if concurrent_backward is None else concurrent_backward
         self.effects = effects or [StageEffects() for _ in range(count)]
+        self.threads = threads or StageThreads(count)
 
     def run(self) -> None:
         """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
@@ -148,7 +150,7 @@ class Pipeline:
         m, n = len(self.batches), len(self.partitions)
         seeds = Seeds()
         if self._concurrent():
-            self._backward_threads = BackwardThreads(n)
+            self._backward_threads = BackwardThreads(self.threads)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
         progress = Progress(m, n)
         inbox: SimpleQueue[TaskResult | None] = SimpleQueue()
@@ -161,7 +163,7 @@ class Pipeline:
                     if result is not None and progress.note(result):
                         self._finish(result)
                     for i, j in progress.possible():
-                        queues[j].put(self._task(i, j, seeds))
+                        hand_out(self._task(i, j, seeds))
                         progress.submitted[j] += 1
                 except BaseException as error:
                     progress.failures.append(TaskResult(Task(m, n, _nothing), error))
@@ -171,7 +173,7 @@ class Pipeline:
         # On the CPU a worker goes on by itself. CUDA streams are a thread's own: there the caller does it.
         alone = all(device.type != "cuda" for device in self.devices)
         report = advance if alone else inbox.put
-        with shared_cores(self.devices) as prepare, spawn_workers(n, report, prepare) as queues:
+        with shared_cores(self.devices) as prepare, lend_workers(self.threads, report, prepare) as hand_out:
             try:
                 advance()
                 while not progress.over:

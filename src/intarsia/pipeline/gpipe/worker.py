@@ -1,15 +1,20 @@
-"""One worker thread a stage: it takes tasks from its queue until it is told to stop."""
+"""One thread a stage, kept from call to call, that does what it is given in order."""
 
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
 
 from intarsia.pipeline.gpipe.microbatch import Batch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,39 @@ class TaskResult:
     result: Batch | BaseException
 
 
+class StageThreads:
+    """A thread for each stage, started when first needed; they end when nothing holds this object.
+
+    A stage keeps its thread, forward and backward, step after step: what it allocates comes from memory that
+    this thread used before, and its team of OpenMP threads is there already. New threads in every step cost
+    thousands of page faults.
+
+    >>> threads = StageThreads(2)
+    >>> threads.submit(1, max, 3, 4).result()
+    4
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._lock = threading.Lock()
+        self._process = 0
+        self._pools: list[ThreadPoolExecutor] = []
+
+    def submit(self, stage: int, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Let a stage's thread do a job, after those it was given before."""
+        with self._lock:
+            if self._process != os.getpid():  # threads do not survive a fork
+                self._process = os.getpid()
+                self._pools = [
+                    ThreadPoolExecutor(1, thread_name_prefix=f"stage {j}") for j in range(self.count)
+                ]
+            return self._pools[stage].submit(job, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy, or what is loaded in another process, has threads of its own.
+        return StageThreads, (self.count,)
+
+
 def run_task(task: Task) -> TaskResult:
     """Run a task; whatever it raises is part of the answer, so that no thread dies with it."""
     try:
@@ -38,46 +76,32 @@ def run_task(task: Task) -> TaskResult:
         return TaskResult(task, error)
 
 
-def _work(
-    tasks: SimpleQueue[Task | None], report: Callable[[TaskResult], None], prepare: Callable[[], None]
-) -> None:
-    prepare()
-    while (task := tasks.get()) is not None:
-        report(run_task(task))
-        del task  # its tensors must not live until the next one comes
-
-
 @contextmanager
-def spawn_workers(
-    count: int, report: Callable[[TaskResult], None], prepare: Callable[[], None] = lambda: None
-) -> Iterator[list[SimpleQueue[Task | None]]]:
-    """Start workers, hand out a task queue for each, and end them all; they report what became of tasks.
+def lend_workers(
+    threads: StageThreads, report: Callable[[TaskResult], None], prepare: Callable[[], None] = lambda: None
+) -> Iterator[Callable[[Task], None]]:
+    """Hand out tasks to the threads of their stages, which report what became of them; waits for all.
 
-    >>> done = SimpleQueue()
-    >>> with spawn_workers(1, done.put) as [tasks]:
-    ...     tasks.put(Task(0, 0, lambda: Batch(1)))
-    >>> done.get().result.value
+    >>> done = []
+    >>> with lend_workers(StageThreads(1), done.append) as hand_out:
+    ...     hand_out(Task(0, 0, lambda: Batch(1)))
+    >>> done[0].result.value
     1
     """
-    queues: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in range(count)]
-    threads = []
-    for j, queue in enumerate(queues):
-        # Context variables follow the caller as torch's own state does.
-        context = contextvars.copy_context()
-        # A daemon cannot keep the interpreter alive when the caller is interrupted twice.
-        threads.append(
-            threading.Thread(
-                target=context.run, args=(_work, queue, report, prepare), name=f"stage {j}", daemon=True
-            )
-        )
-    started: list[threading.Thread] = []
+    # Context variables follow the caller as torch's own state does.
+    contexts = [contextvars.copy_context() for _ in range(threads.count)]
+    jobs: list[Future[None]] = []
+
+    def work(task: Task) -> None:
+        prepare()
+        report(run_task(task))
+
+    def hand_out(task: Task) -> None:
+        jobs.append(threads.submit(task.stage, contexts[task.stage].run, work, task))
+
     try:
-        for thread in threads:
-            thread.start()
-            started.append(thread)
-        yield queues
+        yield hand_out
     finally:
-        for queue in queues:
-            queue.put(None)
-        for thread in started:
-            thread.join()
+        # Whoever reports may hand out more, but only before its own job is done.
+        while pending := [job for job in jobs if not job.done()]:
+            wait(pending)
