@@ -1,14 +1,14 @@
-"""How good and how fast the exact balance is, and how near a training step of two CPU stages comes to the ideal.
+"""How good and fast the exact balance is, and how near a training step on two CPU stages comes to the ideal.
 
     python bench/balance.py [--layers 200] [--stages 8] [--rounds 20] [--steps 10]
 
 For every kind of cost it prints the bottleneck (the most expensive stage) as a multiple of the least
 possible one, the mean and the worst over the rounds, and the median time to find the cuts.
 
-Then models are cut by `split` into two stages, one thread each, and a step of 8 micro-batches is set against the
-plain model's on one thread: the ideal step takes (m + n - 1) / (n * m) of its time. `by time` compares the clock,
-and needs two free cores. `by work` compares what the threads did (CPU time of the plain step, of the slowest stage
-and of the caller), so it tells balance and overhead on a busy machine too, but not time spent waiting.
+Then models are cut by `split` into two stages, one thread each, and a step of 8 micro-batches is set against
+the plain model's on one thread: the ideal step takes (m + n - 1) / (n * m) of its time. `by time` compares the
+clock, and needs two free cores. `by work` compares what the threads did (CPU time of the plain step, of the
+slowest stage and of the caller): it tells balance and overhead on a busy machine too, but not waiting.
 """
 
 from __future__ import annotations
