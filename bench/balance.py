@@ -6,7 +6,7 @@ For every kind of cost it prints the bottleneck (the most expensive stage) as a 
 possible one, the mean and the worst over the rounds, and the median time to find the cuts.
 
 Then models are cut by `split` into two stages, one thread each, and a step of 8 micro-batches is set against
-the plain model's on one thread: the ideal step takes (m + n - 1) / (n * m) of its time. `by time` compares the
+the plain step on one thread: the ideal one takes (m + n - 1) / (n * m) of its time. `by time` compares the
 clock, and needs two free cores. `by work` compares what the threads did (CPU time of the plain step, of the
 slowest stage and of the caller): it tells balance and overhead on a busy machine too, but not waiting.
 """
