@@ -1,4 +1,4 @@
-"""The command line: `intarsia demo | bench | explain | engines | pipeline`."""
+"""The command line: `intarsia demo | bench | explain | engines | run | serve | pipeline`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rich.table import Table
 from intarsia.cli import zoo
 from intarsia.cli.bench import bench
 from intarsia.cli.fuzz import fuzz
+from intarsia.cli.run import run
+from intarsia.cli.serve import serve
 from intarsia.compare import relative_error
 from intarsia.compiler import compile
 from intarsia.engines import default_engines, known_engines
@@ -119,6 +121,8 @@ def explain(
 
 app.command()(fuzz)
 app.command()(bench)
+app.command()(run)
+app.command()(serve)
 app.add_typer(importlib.import_module("intarsia.cli.pipeline").app, name="pipeline")
 
 

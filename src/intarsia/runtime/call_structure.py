@@ -43,17 +43,18 @@ def _is_same(value: Any, default: Any) -> bool:
 
 def split_spec(spec: pytree.TreeSpec) -> tuple[int, list[str]]:
     """How many arguments are given by position, and the names of the others."""
-    args, kwargs = _children(spec)
-    return len(_children(args)), list(kwargs.context)
+    args, kwargs = children(spec)
+    return len(children(args)), list(kwargs.context)
 
 
-def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    children = getattr(spec, "children", None)  # torch 2.11 may have the field alone
-    return list(children()) if callable(children) else list(spec.children_specs)
+def children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """The structures right below this one."""
+    found = getattr(spec, "children", None)  # torch 2.11 may have the field alone
+    return list(found()) if callable(found) else list(spec.children_specs)
 
 
 def flat_arguments(spec: pytree.TreeSpec) -> int:
     """The number of positional inputs if all are plain leaves and none is named, else -1."""
-    args, kwargs = _children(spec)
-    leaves = all(child.is_leaf() for child in _children(args))
-    return len(_children(args)) if leaves and not kwargs.context else -1
+    args, kwargs = children(spec)
+    leaves = all(child.is_leaf() for child in children(args))
+    return len(children(args)) if leaves and not kwargs.context else -1

@@ -143,6 +143,22 @@ class Compiled(nn.Module):
         """The graph that was cut, and how a call maps onto it."""
         return self._lowered
 
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """What each input of a call must be, in the order of the flattened call."""
+        return tuple(self._checks)
+
+    @property
+    def call_signature(self) -> inspect.Signature | None:
+        """The arguments of the model's `forward`, where they are known."""
+        return self._call_signature
+
+    def check(self, flat: list[Any]) -> None:
+        """Raise InputError, naming the input, unless a flattened call fits what was compiled."""
+        check_inputs(self._checks, flat, self._ranges)
+        if self._guards:
+            check_guards(self._guards, flat)
+
     def refit_from(self, old: Compiled, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what new weights do not change."""
         self._call_signature, self._state = old._call_signature, dict(state)
@@ -195,9 +211,7 @@ class Compiled(nn.Module):
         if not self._stands:
             return _run_as_it_is(self._as_it_is[0], args, kwargs)
         flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
-        check_inputs(self._checks, flat, self._ranges)
-        if self._guards:
-            check_guards(self._guards, flat)
+        self.check(flat)
         if self._as_it_is:
             return _run_as_it_is(self._as_it_is[0], args, kwargs)
         if self._written:

@@ -1,0 +1,1 @@
+"""A saved module in service: run on files, or served over HTTP."""

@@ -1,0 +1,29 @@
+"""`python -m intarsia.serve FILE`: the server without the rest of the command line, for containers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+
+from intarsia.errors import IntarsiaError
+from intarsia.serve.options import Options
+from intarsia.serve.server import serve
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m intarsia.serve", description=__doc__)
+    parser.add_argument("file", help="what intarsia.save wrote")
+    for option in fields(Options):
+        flag, default = f"--{option.name.replace('_', '-')}", option.default
+        parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
+    given = vars(parser.parse_args())
+    try:
+        serve(given.pop("file"), Options(**given))
+    except IntarsiaError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

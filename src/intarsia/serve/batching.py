@@ -1,0 +1,117 @@
+"""Whether requests may share a call, and up to how many rows; with the reason where they may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from intarsia.compare import disagreement
+from intarsia.errors import IntarsiaError
+from intarsia.serve.interface import Interface
+from intarsia.serve.rows import mixing
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Requests share calls of up to `rows` rows; or, where that is 0, none do, and why."""
+
+    rows: int
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        return f"up to {self.rows} rows a call" if self.rows else f"off: {self.why_not}"
+
+
+def decide(interface: Interface, most: int) -> Batching:
+    """Batching as far as the module is known to compute every row by itself.
+
+    The first axis of every input must be one size that varies; the graph must keep rows apart; and a batch,
+    run, must answer as its rows do alone.
+    """
+    if most < 2:
+        return Batching(0, "it was not asked for")
+    symbol = _batch_symbol(interface)
+    if isinstance(symbol, str):
+        return Batching(0, symbol)
+    low, high = interface.symbols()[symbol]
+    if high < 2:
+        return Batching(0, f"the module was compiled for at most {high} rows")
+    first = max(low, 2)
+    calls = [(rows, _flat(interface, {**interface.usual(), symbol: rows})) for rows in (first, first + 1)]
+    reason = mixing(interface.compiled.lowered.module, calls)
+    if reason is not None:
+        return Batching(0, reason)
+    if low <= 1 and high >= 3:
+        reason = _tried(interface, {**interface.usual(), symbol: 3}, {**interface.usual(), symbol: 1})
+    return Batching(min(most, high)) if reason is None else Batching(0, reason)
+
+
+def _batch_symbol(interface: Interface) -> Any:
+    """The size that is the batch's, or a clause that says why there is none."""
+    if not interface.inputs:
+        return "the module takes no tensor"
+    if interface.stateful:
+        return "a call changes the module's buffers or its inputs"
+    found: dict[Any, str] = {}
+    for name, check in interface.inputs.items():
+        if not check.shape or isinstance(check.shape[0], int) or check.shape[0].is_Integer:
+            return f"the first axis of input {name} was compiled with a fixed size; compile it with a range"
+        if not check.shape[0].is_Symbol or any(
+            check.shape[0] in getattr(d, "free_symbols", ()) for d in check.shape[1:]
+        ):
+            return f"the first axis of input {name} is tied to another size"
+        if check.strides is not None:
+            return f"the module reads input {name} by its strides"
+        found[check.shape[0]] = name
+    if len(found) > 1:
+        return f"the first axes of inputs {' and '.join(found.values())} vary each by itself"
+    return next(iter(found))
+
+
+def _flat(interface: Interface, sizes: dict[Any, int]) -> list[Any]:
+    """The inputs of the graph at some sizes: zeros, constants where the graph has them."""
+    given = iter(interface.example(sizes).values())
+    return [
+        item.constant if item.is_constant else next(given).to(_device(interface))
+        for item in interface.compiled.lowered.inputs
+    ]
+
+
+def _device(interface: Interface) -> torch.device:
+    return next(iter(interface.inputs.values())).device
+
+
+def _tried(interface: Interface, three: dict[Any, int], one: dict[Any, int]) -> str | None:
+    """Three rows at once against each alone: what the graph promises, seen of the engines too."""
+    random = torch.Generator().manual_seed(0)
+    given = interface.example(three, random)
+    try:
+        together = interface.call(given)
+        alone = [
+            interface.call({name: value[row : row + 1] for name, value in given.items()}) for row in range(3)
+        ]
+    except (IntarsiaError, RuntimeError, ValueError, IndexError) as error:
+        return f"the module does not run on 3 rows and on 1 ({next(iter(str(error).splitlines()), '')})"
+    rows = [joined([answer[name] for answer in alone]) for name in interface.outputs]
+    wrong = disagreement([together[name] for name in interface.outputs], rows)
+    return None if wrong is None else f"a batch answers unlike its rows alone: {wrong}"
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Rows one after the other; what is no tensor is the same for all."""
+    return torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
+
+
+def split(outputs: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Each request's own rows of what a batch gave."""
+    total, parts, at = sum(sizes), [], 0
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor) and (not value.dim() or value.shape[0] != total):
+            raise RuntimeError(f"output {name} has the shape {tuple(value.shape)} for {total} rows")
+    for size in sizes:
+        parts.append({n: v[at : at + size] if isinstance(v, torch.Tensor) else v for n, v in outputs.items()})
+        at += size
+    return parts

@@ -1,0 +1,183 @@
+"""What a compiled module takes and gives, by name: tensors in, tensors out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import InputError
+from intarsia.lower.lowered import Role
+from intarsia.runtime import Compiled
+from intarsia.runtime.call_structure import children
+from intarsia.runtime.input_checks import ConstantCheck, TensorCheck
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A module by the names of its inputs and outputs; what is nested has a name like `pair.a`."""
+
+    compiled: Compiled
+    inputs: Mapping[str, TensorCheck]
+    outputs: tuple[str, ...]
+    stateful: bool  # whether a call changes buffers or the tensors it is given
+    _order: tuple[str | ConstantCheck, ...]
+
+    @staticmethod
+    def of(compiled: Compiled) -> Interface:
+        """The interface of a loaded module; InputError if it takes what is no tensor and may vary."""
+        lowered = compiled.lowered
+        names = _input_names(lowered.in_spec, compiled.call_signature)
+        inputs: dict[str, TensorCheck] = {}
+        order: list[str | ConstantCheck] = []
+        for name, check in zip(names, compiled.checks, strict=True):
+            if check is None:
+                raise InputError(f"input {name} is a number that varies; only tensors are taken from outside")
+            if isinstance(check, ConstantCheck):
+                order.append(check)
+                continue
+            inputs[name] = check
+            order.append(name)
+        roles = [output.role for output in lowered.outputs]
+        outputs = tuple(_names(lowered.out_spec)) if not lowered.out_spec.is_leaf() else ("output",)
+        return Interface(compiled, inputs, outputs, any(r is not Role.USER for r in roles), tuple(order))
+
+    def prepared(self, given: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The flat call that these inputs make, checked; InputError, in a sentence, where they do not fit."""
+        known = ", ".join(self.inputs)
+        for name in given:
+            if name not in self.inputs:
+                raise InputError(f"there is no input {name!r}; the inputs are {known}")
+        missing = [name for name in self.inputs if name not in given]
+        if missing:
+            raise InputError(f"input {missing[0]} is missing; the inputs are {known}")
+        flat = [
+            item.value if isinstance(item, ConstantCheck) else self._laid(item, given) for item in self._order
+        ]
+        self.compiled.check(flat)
+        return flat
+
+    def run(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """Call the module: what it returns, by name, tensors on the CPU."""
+        args, kwargs = pytree.tree_unflatten(list(flat), self.compiled.lowered.in_spec)
+        made = pytree.tree_leaves(self.compiled(*args, **kwargs), is_leaf=lambda value: value is None)
+        return {
+            name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+            for name, value in zip(self.outputs, made, strict=True)
+        }
+
+    def call(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Check inputs given by name, and call the module with them."""
+        return self.run(self.prepared(given))
+
+    def _laid(self, name: str, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """An input on its device, with the strides that a model asks for which reads them."""
+        check, value = self.inputs[name], given[name].to(self.inputs[name].device)
+        if check.strides is None or value.dim() != len(check.strides):
+            return value
+        return torch.empty_strided(value.shape, check.strides, dtype=value.dtype, device=value.device).copy_(
+            value
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Names, dtypes and shapes, sizes that vary with their ranges; plain enough for JSON."""
+        ranges = self.compiled.lowered.range_constraints
+        return {
+            "inputs": {
+                name: {
+                    "dtype": str(check.dtype).removeprefix("torch."),
+                    "shape": [_size(d, ranges) for d in check.shape],
+                }
+                for name, check in self.inputs.items()
+            },
+            "outputs": list(self.outputs),
+        }
+
+    def example(self, sizes: Mapping[Any, int], random: torch.Generator | None = None) -> Tensors:
+        """Inputs of given sizes for every symbol: zeros, or random numbers (0 and 1 for whole ones)."""
+        made: Tensors = {}
+        for name, check in self.inputs.items():
+            shape = [size if isinstance(size, int) else int(size.subs(dict(sizes))) for size in check.shape]
+            if random is None:
+                made[name] = torch.zeros(shape, dtype=check.dtype)
+            elif check.dtype.is_floating_point or check.dtype.is_complex:
+                kind = torch.complex64 if check.dtype.is_complex else torch.float32
+                made[name] = torch.randn(shape, generator=random, dtype=kind).to(check.dtype)
+            else:
+                made[name] = torch.randint(0, 2, shape, generator=random).to(check.dtype)
+        return made
+
+    def symbols(self) -> dict[Any, tuple[int, int]]:
+        """Every size that varies, with the least it may be and the largest (capped where there is none)."""
+        ranges = self.compiled.lowered.range_constraints
+        found = {
+            s for check in self.inputs.values() for d in check.shape for s in getattr(d, "free_symbols", ())
+        }
+        return {symbol: _bounds(ranges.get(symbol)) for symbol in sorted(found, key=str)}
+
+    def usual(self) -> dict[Any, int]:
+        """A small size for every one that varies."""
+        return {symbol: min(max(low, 4), high) for symbol, (low, high) in self.symbols().items()}
+
+
+_LARGEST = 2**31 - 1
+
+
+def _bounds(found: Any) -> tuple[int, int]:
+    if found is None:
+        return 0, _LARGEST
+    return int(max(found.lower, 0)), int(min(found.upper, _LARGEST))
+
+
+def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:
+    if isinstance(size, int) or size.is_Integer:
+        return int(size)
+    if not size.is_Symbol:
+        return str(size)
+    low, high = _bounds(ranges.get(size))
+    return f"{size}: {low} to {high}" if high < _LARGEST else f"{size}: from {low}"
+
+
+def _input_names(spec: pytree.TreeSpec, signature: inspect.Signature | None) -> list[str]:
+    args, kwargs = children(spec)
+    places = [p.name for p in signature.parameters.values() if p.kind in _BY_PLACE] if signature else []
+    named = [*places[: len(children(args))], *(str(i) for i in range(len(places), len(children(args))))]
+    found = []
+    for name, child in zip([*named, *kwargs.context], [*children(args), *children(kwargs)], strict=True):
+        found += [_joined(name, inner) for inner in _names(child)]
+    return found
+
+
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _names(spec: pytree.TreeSpec) -> list[str]:
+    """A name for every leaf: keys and fields where the structure has them, else numbers, joined by dots."""
+    if spec.is_leaf():
+        return [""]
+    below = children(spec)
+    return [
+        _joined(key, inner)
+        for key, child in zip(_keys(spec, below), below, strict=True)
+        for inner in _names(child)
+    ]
+
+
+def _keys(spec: pytree.TreeSpec, below: Sequence[pytree.TreeSpec]) -> list[str]:
+    context = spec.context
+    if isinstance(context, list | tuple) and context and isinstance(context[0], list):
+        context = context[0]  # a registered dataclass: its fields, then those that are None
+    if isinstance(context, list | tuple) and len(context) == len(below):
+        return [str(key) for key in context]
+    fields = getattr(context, "_fields", None)  # of a named tuple
+    return list(fields) if fields is not None else [str(i) for i in range(len(below))]
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}" if inner else outer

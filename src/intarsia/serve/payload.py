@@ -1,0 +1,139 @@
+"""Tensors on the wire: JSON numbers, or safetensors as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from intarsia.errors import InputError
+from intarsia.serve.interface import Tensors
+
+JSON, SAFETENSORS = "application/json", "application/x-safetensors"
+_MOST_DIMENSIONS = 32
+
+
+class Unfit(InputError):
+    """The answer has no form in what the client accepts."""
+
+
+def decode(body: bytes, kind: str, dtypes: Mapping[str, torch.dtype]) -> Tensors:
+    """The inputs in a request's body; InputError, in a sentence, for anything else."""
+    return _from_json(body, dtypes) if kind == JSON else from_safetensors(body)
+
+
+def encode(outputs: Mapping[str, Any], kind: str) -> bytes:
+    """An answer as a body; Unfit where it has no form there."""
+    return _to_json(outputs) if kind == JSON else to_safetensors(outputs)
+
+
+def _from_json(body: bytes, dtypes: Mapping[str, torch.dtype]) -> Tensors:
+    try:
+        found = json.loads(body, parse_constant=_refuse, object_pairs_hook=_distinct)
+    except RecursionError:
+        raise InputError("the body is nested too deeply") from None
+    except ValueError as error:  # no UTF-8, no JSON, a number of thousands of digits
+        raise InputError(f"the body is no JSON: {error}") from None
+    inputs = found.get("inputs") if isinstance(found, dict) else None
+    if not isinstance(inputs, dict) or len(found) != 1:
+        raise InputError('the body must be {"inputs": {name: nested lists of numbers, ...}}')
+    for name in inputs:
+        if name not in dtypes:
+            raise InputError(f"there is no input {name!r}; the inputs are {', '.join(dtypes)}")
+    return {name: _tensor(name, value, dtypes[name]) for name, value in inputs.items()}
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number there; send safetensors for NaN and infinities")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return made
+
+
+def _tensor(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError, RecursionError):
+        raise InputError(f"input {name} is no nested list of equal lengths") from None
+    if array.dtype.kind not in "bifu" or array.ndim > _MOST_DIMENSIONS:
+        raise InputError(f"input {name} is no nested list of numbers of equal lengths")
+    if dtype.is_complex:
+        raise InputError(f"input {name} is complex, for which JSON has no numbers; send safetensors")
+    wanted = "b" if dtype is torch.bool else "iu" if not dtype.is_floating_point else "ifu"
+    if array.size and array.dtype.kind not in wanted:
+        raise InputError(f"input {name} must be of {_said(dtype)}; it holds {array.dtype.name}")
+    if dtype.is_floating_point:
+        made = torch.from_numpy(array.astype(np.float64)).to(dtype)
+        if not bool(torch.isfinite(made.double()).all()):
+            raise InputError(f"input {name} holds a number that {_said(dtype)} cannot")
+        return made
+    if array.size and dtype is not torch.bool:
+        limits = torch.iinfo(dtype)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            raise InputError(f"input {name} holds a number that {_said(dtype)} cannot")
+    return torch.from_numpy(array.astype(_said(dtype)))
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def from_safetensors(body: bytes) -> Tensors:
+    """The tensors in a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return dict(load(body))
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"the body is no safetensors file: {error}") from None
+
+
+def to_safetensors(outputs: Mapping[str, Any]) -> bytes:
+    """Tensors, and numbers as tensors of no dimension; None is left out."""
+    from safetensors.torch import save
+
+    kept: Tensors = {}
+    for name, value in outputs.items():
+        if isinstance(value, torch.Tensor):
+            kept[name] = value.clone(
+                memory_format=torch.contiguous_format
+            )  # rows of a batch share its memory
+        elif isinstance(value, bool | int | float):
+            kept[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        elif value is not None:
+            raise Unfit(
+                f"output {name} is a {type(value).__name__}, which safetensors cannot hold; ask for JSON"
+            )
+    try:
+        return bytes(save(kept))
+    except (KeyError, ValueError) as error:
+        raise Unfit(f"the outputs have a dtype that safetensors cannot hold ({error})") from None
+
+
+def _to_json(outputs: Mapping[str, Any]) -> bytes:
+    made: dict[str, Any] = {}
+    for name, value in outputs.items():
+        if not _has_json(value):
+            raise Unfit(
+                f"output {name} holds NaN, infinities or complex numbers, for which JSON has none;"
+                f" ask for {SAFETENSORS}"
+            )
+        made[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+    try:
+        return json.dumps({"outputs": made}, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise Unfit(f"the outputs have no form in JSON ({error})") from None
+
+
+def _has_json(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return bool(torch.isfinite(value.double()).all())
+    return not value.is_complex() if isinstance(value, torch.Tensor) else not isinstance(value, complex)

@@ -1,0 +1,165 @@
+"""Requests that wait for the module: bounded, joined into batches, answered each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from intarsia.serve.batching import Batching, joined, split
+from intarsia.serve.interface import Interface
+from intarsia.serve.metrics import Metrics
+
+Outputs = dict[str, Any]
+
+
+@dataclass(eq=False)
+class Job:
+    """One request: its flat inputs, and the future that its client waits for."""
+
+    inputs: list[Any]
+    done: asyncio.Future[Outputs]
+    born: float = field(default_factory=time.monotonic)
+
+    @property
+    def rows(self) -> int:
+        return next((int(v.shape[0]) for v in self.inputs if isinstance(v, torch.Tensor) and v.dim()), 1)
+
+    def fits(self, other: Job) -> bool:
+        """Whether they differ in nothing but rows; a request's own inputs were checked before."""
+        return all(
+            a.shape[1:] == b.shape[1:]
+            for a, b in zip(self.inputs, other.inputs, strict=True)
+            if isinstance(a, torch.Tensor)
+        )
+
+
+class Queue:
+    """Jobs in the order they came, run one batch at a time in a thread of its own."""
+
+    def __init__(self, interface: Interface, batching: Batching, wait_s: float, metrics: Metrics) -> None:
+        self._interface, self.batching, self._wait_s, self._metrics = interface, batching, wait_s, metrics
+        self._waiting: deque[Job] = deque()
+        self._came = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "intarsia-model")
+        self._worker: asyncio.Task[None] | None = None
+        self._mean_s = 0.0  # of a call, for Retry-After
+        self.running_since: float | None = None
+
+    def start(self) -> None:
+        self._worker = asyncio.get_running_loop().create_task(self._work())
+
+    async def stop(self) -> None:
+        """Answer what waits, then end the thread."""
+        while self._waiting or self.running_since is not None:
+            await asyncio.sleep(0.005)
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        self._thread.shutdown(wait=True)
+
+    def put(self, inputs: list[Any]) -> asyncio.Future[Outputs]:
+        """The answer to come; cancel it, and the job is not run unless it already is."""
+        job = Job(inputs, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._came.set()
+        return job.done
+
+    def wait_s(self) -> float:
+        """About how long a request that comes now would wait."""
+        calls = -(-len(self._waiting) // max(1, self.batching.rows))
+        return self._mean_s * (calls + 1)
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            jobs = await self._next()
+            if not jobs:
+                continue
+            self.running_since = time.monotonic()
+            try:
+                answers = await loop.run_in_executor(self._thread, self._run, jobs)
+            except Exception as error:  # nothing in `_run` should raise, but nobody may wait for ever
+                answers = [error] * len(jobs)
+            took = time.monotonic() - self.running_since
+            self._mean_s = took if not self._mean_s else 0.9 * self._mean_s + 0.1 * took
+            self.running_since = None
+            self._metrics.ran(sum(job.rows for job in jobs), took)
+            for job, answer in zip(jobs, answers, strict=True):
+                if job.done.done():  # its client has gone
+                    continue
+                if isinstance(answer, BaseException):
+                    job.done.set_exception(answer)
+                else:
+                    job.done.set_result(answer)
+
+    async def _next(self) -> list[Job]:
+        """The oldest job and those that can go with it, once they are enough or it has waited enough."""
+        while True:
+            self._came.clear()
+            while self._waiting and self._waiting[0].done.done():
+                self._waiting.popleft()
+            if not self._waiting:
+                await self._came.wait()
+                continue
+            jobs, full = self._together()
+            left = self._waiting[0].born + self._wait_s - time.monotonic()
+            if full or left <= 0:
+                break
+            try:
+                async with asyncio.timeout(left):
+                    await self._came.wait()
+            except TimeoutError:
+                jobs, _ = self._together()
+                break
+        taken = set(map(id, jobs))
+        self._waiting = deque(job for job in self._waiting if id(job) not in taken)
+        for job in jobs:
+            self._metrics.waited(time.monotonic() - job.born)
+        return jobs
+
+    def _together(self) -> tuple[list[Job], bool]:
+        """Those that would share the next call, and whether no other could join them."""
+        first = next((job for job in self._waiting if not job.done.done()), None)
+        if first is None:
+            return [], True
+        rows = first.rows
+        if rows >= self.batching.rows:  # also where batching is off
+            return [first], True
+        jobs = [first]
+        for job in self._waiting:
+            if job is first or job.done.done() or not job.fits(first):
+                continue
+            if rows + job.rows > self.batching.rows:
+                return jobs, True
+            jobs.append(job)
+            rows += job.rows
+        return jobs, rows == self.batching.rows
+
+    def _run(self, jobs: Sequence[Job]) -> list[Outputs | BaseException]:
+        """In the thread: all at once; if that fails, each alone, so that one cannot spoil another."""
+        if len(jobs) > 1:
+            try:
+                flat = [joined(parts) for parts in zip(*(job.inputs for job in jobs), strict=True)]
+                return list(split(self._interface.run(flat), [job.rows for job in jobs]))
+            except Exception as error:
+                self._metrics.split.inc()
+                print(f"a batch failed and its requests run alone: {_first_line(error)}", file=sys.stderr)
+        return [self._alone(job) for job in jobs]
+
+    def _alone(self, job: Job) -> Outputs | BaseException:
+        try:
+            return self._interface.run(job.inputs)
+        except Exception as error:
+            return error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
