@@ -100,7 +100,7 @@ def compile(
     runs as it is, with "error" it is refused.
     `partition` is `Measured()`, the name of a strategy, or one of your own. With `Measured()` every engine
     alone, other options and the model as it is are measured on this machine, and the best is taken (see
-    `docs/choosing.md`). It is the default on a CPU where neither engines nor their order are named, unless
+    `docs/choosing.md`). It is the default where neither engines nor their order are named, unless
     the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
     `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
@@ -136,10 +136,11 @@ def compile(
                 f"cuda_graphs={cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
             )
         usable, notes = resolve_engines(engines, device)
-        if measured is not None and engines is None:
+        by_default = open_order and device in ("cpu", "cuda") and len(usable) > 1 and is_measuring()
+        if by_default:
+            wishes = replace(wishes, measured=Measured(), only_if_worth_it=device == "cpu")
+        if engines is None and (measured is not None or (by_default and device == "cuda")):
             usable = with_unasked_engines(usable, device)
-        if open_order and device == "cpu" and len(usable) > 1 and is_measuring():
-            wishes = replace(wishes, measured=Measured(), only_if_worth_it=True)
         call = args, kwargs
         try:
             return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])

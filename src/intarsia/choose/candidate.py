@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from intarsia.build.builder import Builder
@@ -83,6 +84,14 @@ class Workshop:
     eager: Callable[[], Compiled]  # the module that runs the model as it is
     may_vary_patterns: bool = True  # unless the user named them
     began: float = field(default_factory=time.perf_counter)  # when the compile began
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the graph is given tensors on a GPU."""
+        values = (
+            node.meta.get("val") for node in self.builder.module.graph.nodes if node.op == "placeholder"
+        )
+        return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
 
     def plan(self, candidate: Candidate) -> Plan:
         """What would be built, if nothing fails."""

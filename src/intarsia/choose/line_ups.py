@@ -19,7 +19,8 @@ def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) 
     for engine in measured.candidates or ():
         known.setdefault(engine.name, engine)  # an engine that is only named here
     alone = [Candidate(name, (engine, pytorch)) for name, engine in known.items()]
-    alone.sort(key=lambda candidate: candidate.is_slow_to_build)
+    if not workshop.on_gpu:  # there Inductor is the engine that would be taken without measuring
+        alone.sort(key=lambda candidate: candidate.is_slow_to_build)
     found = [*alone[:1], *_in_pytorch(workshop, pytorch), *alone[1:]]
     quick = [engine for engine in others if not engine.slow_to_build]
     if len(quick) < 2:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from intarsia.cache.directory import cache_directory
 from intarsia.cache.machine import machine_key, package_version
 from intarsia.cache.store import JsonStore
@@ -57,7 +59,8 @@ class Memory:
 def key_of(what: str, engines: Sequence[Engine], *more: str) -> str:
     """The key of a measurement: what was measured, on which engines and options, on which machine."""
     running = [f"{engine.key()} {package_version(_package(engine))}" for engine in engines]
-    return digest(what, machine_key(), package_version("torch"), *running, *more)
+    gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+    return digest(what, machine_key(), package_version("torch"), *gpu, *running, *more)
 
 
 def _package(engine: Engine) -> str:

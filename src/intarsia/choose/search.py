@@ -96,6 +96,10 @@ class Search:
 
     def _mixes(self) -> list[Candidate]:
         """Mixes that the costs of blocks promise to be faster than any plan so far."""
+        if (
+            self.workshop.on_gpu
+        ):  # one CUDA graph runs the whole: what blocks take one by one says little of it
+            return []
         quick = [engine for engine in self.engines if not engine.slow_to_build]
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
