@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, Unpack
 
 import torch
@@ -21,6 +22,7 @@ from intarsia.build.faithful import (
     faithful_lowering,
     judged_example,
     operators_of,
+    suspects,
     whole_fault,
 )
 from intarsia.build.judge import Answer, Judge
@@ -90,7 +92,7 @@ def compile(
     `plan` says why. With `verify` the model is run on the example inputs, and at the ends of sizes that vary:
     the graph made of it, every piece on its engine, and the whole must answer alike (see `compare`), or the
     nodes at fault, and at worst the model, stay in PyTorch. An engine that takes longer than `build_limit_s`
-    seconds to build a piece is given up; its thread cannot be ended and is left behind.
+    seconds to answer, build or first run a piece is given up; its thread cannot be ended and is left behind.
     `rewrite` chooses patterns: None those measured to pay here, True all, False none, or a list of shipped
     names, patterns and managers; `RewritePatternManager.instance()` holds those applied with None and True.
     On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
@@ -216,7 +218,9 @@ def _compile(
         )
 
     if not wishes.verify:
-        lowered, captured = lower()
+        with watched(model) as frozen:
+            lowered, captured = lower()
+        notes += frozen
         example = Example(captured, example_inputs(lowered, *captured))
         return _refittable(
             _built(model, lowered, usable, wishes, [example], notes, call), usable, wishes, [example]
@@ -235,6 +239,11 @@ def _compile(
     fault = whole_fault(judge, found.lowered, compiled, found.examples, coarsest)
     if fault is None:
         return _refittable(compiled, usable, wishes, found.examples)
+    own = replace(wishes, measured=None)
+    for refused, told in suspects(found.lowered.module.graph, compiled.plan, fault):
+        compiled = _built(model, found.lowered, usable, own, found.examples, [*notes, told], refused=refused)
+        if whole_fault(judge, found.lowered, compiled, found.examples, coarsest) is None:
+            return _refittable(compiled, usable, own, found.examples)
     return _as_it_is(model, replace(found, fault=fault), usable, wishes, notes)
 
 
@@ -284,6 +293,7 @@ def _built(
     notes: Sequence[str],
     call: Call = ((), {}),
     as_it_is: str | None = None,
+    refused: Mapping[fx.Node, Mapping[str, str]] = MappingProxyType({}),
 ) -> Compiled:
     """The pieces of a graph on engines, inlaid as one module; each tried on the examples, if asked for.
 
@@ -306,7 +316,7 @@ def _built(
         build_limit_s=wishes.build_limit_s,
         cases=Cases(lowered.module, [example.case for example in examples]),
     )
-    table = _table(lowered, usable, as_it_is)
+    table = _table(lowered, usable, as_it_is, wishes.build_limit_s).with_refusals(refused)
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
     own = model.module() if isinstance(model, ExportedProgram) else model
 
@@ -373,9 +383,11 @@ def _as_it_is(
     return _built(model, found.lowered, usable, wishes, [], [*notes, reason], as_it_is=reason)
 
 
-def _table(lowered: Lowered, usable: Sequence[Engine], as_it_is: str | None) -> SupportTable:
+def _table(
+    lowered: Lowered, usable: Sequence[Engine], as_it_is: str | None, limit_s: float | None
+) -> SupportTable:
     if as_it_is is None:
-        return support_table(lowered.module, usable)
+        return support_table(lowered.module, usable, limit_s)
     names = tuple(engine.name for engine in usable)
     refused = dict.fromkeys(names[:-1], as_it_is)
     return SupportTable(names, dict.fromkeys(compute_nodes(lowered.module.graph), refused))

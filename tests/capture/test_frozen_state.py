@@ -40,14 +40,24 @@ class Calls(nn.Module):
         return x + float(self.function())
 
 
-def notes_of(model: nn.Module) -> str:
-    return "\n".join(intarsia.compile(model, (torch.rand(3),)).notes)
+def notes_of(model: nn.Module, verify: bool = True) -> str:
+    return "\n".join(intarsia.compile(model, (torch.rand(3),), verify=verify).notes)
 
 
 def test_attributes_that_change_are_told() -> None:
     model = Counts()
     told = notes_of(model)
     assert "inner.n" in told and "seen" in told and "stays as it" in told
+
+
+def test_without_verification_it_is_told_too() -> None:
+    told = notes_of(Counts(), verify=False)
+    assert "inner.n" in told and "seen" in told and "stays as it" in told
+    assert "draws from Python's random" in notes_of(Calls(random.random), verify=False)
+    hooked = nn.Sequential(nn.Linear(3, 3))
+    hooked[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    assert "hooks of 0" in notes_of(hooked, verify=False)
+    assert "frozen" not in notes_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), verify=False)
 
 
 @pytest.mark.parametrize(

@@ -324,3 +324,19 @@ def test_threads_have_guards_of_their_own() -> None:
         for thread in threads:
             thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_least_integer_is_true(dtype: torch.dtype) -> None:
+    """OpenVINO takes -2**31 for zero where it is made a truth value; such a call is PyTorch's."""
+
+    class Truth(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.logical_not(x)
+
+    x = torch.tensor([0, 1, -1], dtype=dtype)
+    fast = intarsia.compile(Truth(), (x,), engines=["openvino"], min_block_size=1)
+    assert fast.plan.on_engines == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the call is PyTorch's, which is told once
+        assert fast(torch.tensor([0, -(2**31), 2**31 - 1], dtype=dtype)).tolist() == [True, False, False]

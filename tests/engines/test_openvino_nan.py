@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
+import intarsia
 from intarsia.engines import OpenVINO
 from intarsia.engines.openvino.limits import HANDS_NAN_ON
 from intarsia.network import Network, Tensor, net_guard
@@ -185,3 +187,20 @@ def test_others(kind: str) -> None:
 def test_of_images(kind: str) -> None:
     for shape in ((1, 8, 7, 7), (2, 8, 32, 20)):
         check(IMAGES[kind], spotted(*shape))
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+def test_a_weight_that_comes_as_input_is_watched_where_there_is_padding(value: float) -> None:
+    """torch multiplies it with the zeros of the padding too, which is NaN; OpenVINO leaves those out."""
+
+    class Convolution(torch.nn.Module):
+        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return nn.conv2d(x, weight, padding=1)
+
+    x, weight = torch.randn(1, 2, 4, 4), torch.randn(3, 2, 3, 3)
+    fast = intarsia.compile(Convolution(), (x, weight), engines=["openvino"], min_block_size=1)
+    assert fast.plan.on_engines == 1
+    weight[1, 0, 0, 0] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the call is PyTorch's, which is told once
+        torch.testing.assert_close(fast(x, weight), Convolution()(x, weight), equal_nan=True)

@@ -43,6 +43,8 @@ class Faulty(OnnxRuntime):
 
     def probe(self, net: Network) -> str | None:
         self._fail("probe")
+        if self.fault == "hang in probe":
+            self.released.wait(60)
         return super().probe(net)
 
     def build(self, net: Network) -> Program:
@@ -53,6 +55,8 @@ class Faulty(OnnxRuntime):
 
         def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self._fail("first run")
+            if self.fault == "hang in run":
+                self.released.wait(60)
             if self.broken.is_set():
                 self._fail("later run")
                 if self.fault == "dtype":
@@ -132,8 +136,9 @@ def test_an_error_of_eager_is_the_callers_and_no_failure_of_the_engine() -> None
     assert not any("failed at a call" in note for note in fast.notes)
 
 
-def test_an_engine_that_hangs_is_left_behind() -> None:
-    engine = Faulty(fault="hang")
+@pytest.mark.parametrize("fault", ["hang", "hang in probe", "hang in run"])
+def test_an_engine_that_hangs_is_left_behind(fault: str) -> None:
+    engine = Faulty(fault=fault)
     try:
         fast = compiled(engine, build_limit_s=0.3)
         torch.testing.assert_close(fast(X), Net()(X))
@@ -141,6 +146,47 @@ def test_an_engine_that_hangs_is_left_behind() -> None:
         assert fast.plan.engines == ("pytorch",)
     finally:
         engine.released.set()
+
+
+class Forgetful(OnnxRuntime):
+    """ONNX Runtime whose programs with a Tanh in them answer rightly once, when they are tried."""
+
+    name = "forgetful"
+
+    def build(self, net: Network) -> Program:
+        program, calls = super().build(net), []
+        wrong = "Tanh" in [layer.kind for layer in net.get_layers()]
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            calls.append(1)
+            return tuple(t + (wrong and len(calls) > 1) for t in program(*tensors))
+
+        return run
+
+
+class Halves(nn.Module):
+    """Two segments with an operator between that no engine has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.erf(torch.special.i0(torch.tanh(x * 2) + 1)) - 0.5
+
+
+def test_a_fault_that_only_the_whole_shows_costs_one_engine() -> None:
+    others = [f"aten.{name}.Tensor" for name in ("mul", "add", "sub")]
+    support = {"forgetful": ["aten.tanh.default"], "onnxruntime": [*others, "aten.erf.default"]}
+    engines = [Forgetful(), "onnxruntime"]
+    options = {"engines": engines, "min_block_size": 1, "backend_support_map": support}
+    fast = intarsia.compile(Halves(), (X,), **options)
+    torch.testing.assert_close(fast(X), Halves()(X))
+    assert "onnxruntime" in fast.plan.engines and "forgetful" not in fast.plan.engines
+    assert any("forgetful is not used: with forgetful, the compiled model" in n for n in fast.notes)
+
+
+def test_a_fault_that_only_the_whole_shows_costs_one_segment() -> None:
+    fast = intarsia.compile(Halves(), (X,), engines=[Forgetful()], min_block_size=1)
+    torch.testing.assert_close(fast(X), Halves()(X))
+    assert fast.plan.engines[-1] == "forgetful" and fast.plan.engines[0] == "pytorch"
+    assert any("a segment is moved" in note for note in fast.notes)
 
 
 def test_an_engine_that_cannot_tell_whether_it_is_there() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 import intarsia
 from intarsia.capture import capture
@@ -70,3 +73,19 @@ def test_what_fails_at_the_end_only_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(range_ends, "_resized", noting)
     intarsia.compile(Rows(), (torch.rand(4, 3),), dynamic_shapes=({0: Dim("rows", min=2, max=40)},))
     assert 40 in seen
+
+
+@pytest.mark.parametrize("shapes", [{"tensors": ({0: "n"}, {0: "n"})}, (({0: "n"}, {0: "n"}),)])
+def test_sizes_of_a_forward_that_takes_any_number_of_tensors(shapes: Any) -> None:
+    class Several(nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return tensors[0] + tensors[1].sum()
+
+    size = torch.export.Dim("n", min=1, max=64)
+    named = pytree.tree_map(lambda leaf: size if leaf == "n" else leaf, shapes)
+    example = torch.randn(1, 3), torch.randn(1, 3)  # a size of 1 is looked at by itself
+    fast = intarsia.compile(
+        Several(), example, dynamic_shapes=named, engines=["onnxruntime"], min_block_size=1
+    )
+    call = torch.randn(5, 3), torch.randn(5, 3)
+    torch.testing.assert_close(fast(*call), Several()(*call))

@@ -115,6 +115,27 @@ def test_a_weight_replaced_leaves_the_answer_and_is_told_once(
         torch.testing.assert_close(fast(IDS), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("place", [0, 150, 199])
+def test_one_of_many_weights_replaced_is_told_within_eight_calls(place: int) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(200)])
+    fast = intarsia.compile(model, (torch.ones(1, 2),), engines=["pytorch"], verify=False)
+    fast(torch.ones(1, 2))
+    model[place].weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.warns(UserWarning, match=rf"^{place}\.weight of the model was replaced"):
+        _ = [fast(torch.ones(1, 2)) for _ in range(8)]
+
+
+@pytest.mark.parametrize("write", [lambda p: p.data.add_(1), lambda p: p.detach().numpy().fill(1)])
+def test_a_write_that_torch_does_not_count_shows_in_the_digest(write: Callable[[torch.Tensor], Any]) -> None:
+    model, fast = compiled("onnxruntime")
+    before = fast.weights_digest()
+    fast(IDS)
+    assert fast.weights_digest() == before
+    write(model.head.weight)
+    fast(IDS)  # it is not noticed, as documented
+    assert fast.weights_digest() != before
+
+
 def test_buffers_the_model_changes_are_no_weights() -> None:
     class Counter(nn.Module):
         def __init__(self) -> None:

@@ -13,9 +13,9 @@ from torch import fx
 from intarsia.build.cases import Cases, case_of, contents_of
 from intarsia.build.control_flow import bodies, examples_of
 from intarsia.build.repair import bisect_failure, repair
-from intarsia.build.time_limit import OutOfTime
 from intarsia.build.trial import Case, Failure, Rewrite, Tried, try_piece
 from intarsia.engines import Engine, Program, PyTorch
+from intarsia.engines.time_limit import OutOfTime
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
@@ -136,7 +136,7 @@ class Builder:
                 body, self.engines, self.options, self.strategy, self.rewrite, tries, self.build_limit_s
             )
             inner._lost, inner.deadline = self._lost, self.deadline
-            plan, pieces, programs = inner.run(support_table(body, self.engines))
+            plan, pieces, programs = inner.run(support_table(body, self.engines, self.build_limit_s))
             setattr(module, name, Inlay(body.graph, pieces, programs))
             key = f"{node.name}.{name}"
             self.body_plans[key] = plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +12,13 @@ from torch import fx
 from intarsia.build.judge import Answer, Call, Judge, call_of
 from intarsia.build.trial import Case
 from intarsia.capture.example import copied_call
+from intarsia.graph.nodes import compute_nodes
+from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
 from intarsia.lower.decompositions import decomposition_table, keeping_whole
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import corners
+from intarsia.partition.table import PYTORCH
 
 Lower = Callable[[], tuple[Lowered, Call]]
 _MOST_SUSPECTS = 12
@@ -154,6 +157,21 @@ def whole_fault(
         if fault is not None:
             return f"answers unlike the model: {fault}"
     return None
+
+
+def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.Node, dict[str, str]], str]]:
+    """What to leave out of a plan whose pieces answer rightly and whose whole does not: refusals, and a note.
+
+    First each engine, where there are several, then each segment.
+    """
+    ran = [segment for segment in plan.segments if segment.engine != PYTORCH]
+    used = list(dict.fromkeys(segment.engine for segment in ran))
+    for engine in used if len(used) > 1 else ():
+        reason = f"with {engine}, the compiled model {fault}"
+        yield {node: {engine: reason} for node in compute_nodes(graph)}, f"{engine} is not used: {reason}"
+    for segment in ran[:_MOST_SUSPECTS] if len(ran) > 1 else ():
+        reason = f"with {segment.nodes[0].name} and what runs with it on {segment.engine}, the model {fault}"
+        yield {node: {segment.engine: reason} for node in segment.nodes}, f"a segment is moved: {reason}"
 
 
 def operators_of(graph: fx.Graph) -> set[Any]:

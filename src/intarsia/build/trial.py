@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from intarsia.build.time_limit import OutOfTime, within
 from intarsia.compare import disagreement
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
+from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.errors import IntarsiaError
 from intarsia.network import Network
 from intarsia.rounding import Rounding
@@ -61,7 +62,7 @@ def try_piece(
     limit_s: float | None,
     notes: list[str],
 ) -> Tried | Failure:
-    """The program of a piece, if it builds in time and answers as PyTorch does; else why not.
+    """The program of a piece, if it builds and runs in time and answers as PyTorch does; else why not.
 
     Whatever an engine or a converter throws concerns this piece alone.
     """
@@ -78,7 +79,9 @@ def try_piece(
         return Failure(f"{engine.name} failed to build it: {_said(error)}")
     for case in cases:
         try:
-            answers = tried.program(*case.inputs)
+            answers = within(limit_s, f"{engine.name}'s run", partial(tried.program, *case.inputs))
+        except OutOfTime as error:
+            return Failure(str(error), for_good=True)
         except Exception as error:
             return Failure(f"{engine.name} failed to run it: {_said(error)}")
         wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from intarsia.build.time_limit import OutOfTime
 from intarsia.choose.block_costs import Costing
 from intarsia.choose.blocks import Blocks, find_blocks
 from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
@@ -20,6 +19,7 @@ from intarsia.choose.mixes import mix, promising_mixes
 from intarsia.choose.progress import Progress
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
+from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import EngineError, IntarsiaError
 from intarsia.partition import PYTORCH
 

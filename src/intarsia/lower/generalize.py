@@ -116,13 +116,16 @@ def _ones(
     """Where the example has a size of 1 that may vary."""
     if not isinstance(dynamic_shapes, dict | list | tuple) or not isinstance(model, nn.Module):
         return []
+    try:  # torch.export reads what was said of sizes by the parameters of forward, `*args` as one of them
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError:  # not a call of this model, which whoever captures it will say
+        return []
     asked: Any = dynamic_shapes
     if isinstance(asked, dict):
-        names = [*inspect.signature(model.forward).parameters][: len(args)]
-        asked = [asked.get(name) for name in (*names, *kwargs)]
+        asked = [asked.get(name) for name in bound]
     found: list[Place] = []
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    for value, dims in _pairs([*args, *kwargs.values()], asked):
+    for value, dims in _pairs([*bound.values()], asked):
         index = next(index for index, leaf in enumerate(leaves) if leaf is value)
         axes = dims.items() if isinstance(dims, dict) else enumerate(dims)
         found += [(index, axis) for axis, dim in axes if _varies(dim) and value.shape[axis] == 1]

@@ -138,6 +138,14 @@ class Compiled(nn.Module):
         self.__dict__.update({name: made[name] for name in made if name not in of_modules})
         self._modules = made["_modules"]
 
+    def weights_digest(self) -> str:
+        """SHA-256 of the model's weights that were compiled, as they are now.
+
+        A call notices what torch counts: changes in place. Writes through `p.data` or numpy are not counted;
+        where they may happen, keep the digest and compare it.
+        """
+        return self._frozen.digest()
+
     @property
     def lowered(self) -> Lowered:
         """The graph that was cut, and how a call maps onto it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
@@ -14,7 +15,8 @@ from intarsia.errors import StaleWeightsError
 
 # torch's count of in-place changes; it has no public name. A tensor made in inference mode keeps none.
 VERSION = attrgetter("_version")
-_LOOKED_AT = 8  # weights a call looks up in the model, to see whether they are still its own
+# To see whether they are still its own, a call looks up an eighth of the weights in the model, at least 8.
+_LOOKED_AT = 8
 
 
 class FrozenWeights:
@@ -23,8 +25,8 @@ class FrozenWeights:
     Engines and PyTorch read the weights where the model has them; some pack them into a layout of their own.
     A weight written to in place would so be taken by some segments and not by others: the next call is an
     error that names it. A weight that was replaced (`model.weight = ...`, `p.data = ...`, `model.half()`)
-    leaves the compiled module as it was: it goes on with the old ones, and warns once. Writing through
-    `p.data` or numpy is not counted by torch, and is not seen.
+    leaves the compiled module as it was: it goes on with the old ones, and warns once, at one of the next
+    eight calls. Writing through `p.data` or numpy is not counted by torch, and is not seen; `digest` sees it.
     """
 
     def __init__(
@@ -48,9 +50,9 @@ class FrozenWeights:
         places = self._places
         if self._told or not places:
             return
-        start = self._next if len(places) > _LOOKED_AT else 0
-        self._next = (start + _LOOKED_AT) % len(places)
-        for name, table, key, tensor, address in places[start : start + _LOOKED_AT]:
+        start, end = self._next, self._next + max(_LOOKED_AT, -(-len(places) // _LOOKED_AT))
+        self._next = end if end < len(places) else 0
+        for name, table, key, tensor, address in places[start:end]:
             if table.get(key) is not tensor or tensor.data_ptr() != address:
                 self._told = True
                 warnings.warn(
@@ -59,6 +61,16 @@ class FrozenWeights:
                     stacklevel=3,
                 )
                 return
+
+    def digest(self) -> str:
+        """SHA-256 of the weights as they are now, with their names."""
+        whole = hashlib.sha256()
+        for name, _, _, tensor, _ in self._places:
+            whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            if tensor.layout is torch.strided:
+                flat = tensor.detach().cpu().contiguous().flatten()
+                whole.update(flat.view(torch.uint8).numpy().data)
+        return whole.hexdigest()
 
     def _raise(self) -> None:
         changed = [

@@ -72,6 +72,7 @@ _SQUARES = frozenset(
 )
 _INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 _WIDE = Interval(-(2**31), 2**31 - 1)
+_HAS_NEGATIVE = Interval(-(2**31) + 1, 2**31 - 1)  # as a truth value, -2**31 is taken for zero
 _NARROW = Interval(-(2**24), 2**24)  # what float32 holds exactly
 _ANY_NUMBER = Interval(-math.inf, math.inf)
 
@@ -115,6 +116,8 @@ class OpenVINOLimits:
 
     def integers(self, layer: Layer) -> Interval:
         kind = layer.kind
+        if kind == "Cast" and layer.get_outputs(0)[0].dtype == ir.DataType.BOOL:
+            return _HAS_NEGATIVE
         return _WIDE if kind in _MOVES or (kind in _NATIVE and layer not in self._narrow) else _NARROW
 
     def index_axes(self, layer: Layer) -> list[int] | None:
@@ -135,6 +138,8 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         if made in dtypes.INTEGERS:
             return Interval(-(2.0**30), 2.0**30)
         return _ANY_NUMBER if made == ir.DataType.BOOL else None
+    if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
+        return Interval(-(2.0**100), 2.0**100)  # torch multiplies what is padded too: infinity by 0
     if kind in HANDS_NAN_ON:
         return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:

@@ -27,13 +27,20 @@ def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
         return work()
     made: list[T] = []
     failed: list[BaseException] = []
-    threads = torch.get_num_threads()
+    threads, grad, inference = (
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
+    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream() if on_gpu else None
 
     def run() -> None:
         try:
-            if torch.get_num_threads() != threads:  # the count belongs to a thread, and engines ask for it
+            if torch.get_num_threads() != threads:  # what belongs to a thread is as it is in the caller's
                 torch.set_num_threads(threads)
-            made.append(work())
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.cuda.stream(stream):
+                made.append(work())
         except BaseException as error:
             failed.append(error)
 
