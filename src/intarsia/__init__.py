@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from intarsia.runtime import PartlyCompiled as PartlyCompiled
     from intarsia.runtime.archive import load as load
     from intarsia.runtime.archive import save as save
+    from intarsia.tuning.recording import recording as recording
+    from intarsia.tuning.tune import tune as tune
 
 # A process that only loads and runs a saved module needs neither converters nor patterns: each name is
 # imported when it is first asked for.
@@ -44,6 +46,8 @@ _HOMES = {
     "PartlyCompiled": "intarsia.runtime",
     "load": "intarsia.runtime.archive",
     "save": "intarsia.runtime.archive",
+    "recording": "intarsia.tuning.recording",
+    "tune": "intarsia.tuning.tune",
 }
 
 if not TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The command line: `intarsia demo | bench | explain | engines | run | serve | pipeline`."""
+"""The command line: `intarsia demo | bench | explain | engines | run | serve | pipeline | tune`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from intarsia.cli.bench import bench
 from intarsia.cli.fuzz import fuzz
 from intarsia.cli.run import run
 from intarsia.cli.serve import serve
+from intarsia.cli.tune import tune
 from intarsia.compare import relative_error
 from intarsia.compiler import compile
 from intarsia.engines import default_engines, known_engines
@@ -120,6 +121,8 @@ def explain(
 
 
 app.command()(fuzz)
+# What follows the script is the script's.
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(tune)
 app.command()(bench)
 app.command()(run)
 app.command()(serve)

@@ -1,0 +1,6 @@
+"""Tuning programs that somebody else wrote: recorded calls, compiled modules in their places."""
+
+from intarsia.tuning.recorded import Recorded as Recorded
+from intarsia.tuning.recording import recording as recording
+from intarsia.tuning.tune import tune as tune
+from intarsia.tuning.tuned import Tuned as Tuned

@@ -1,0 +1,129 @@
+"""A module compiled for its recorded calls, verified on them and timed; or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from intarsia.build.faithful import Example, judged_example, whole_fault
+from intarsia.build.judge import Judge
+from intarsia.capture.device import device_kind
+from intarsia.compiler import compile
+from intarsia.engines import Engine, resolve_engines
+from intarsia.errors import InputError, IntarsiaError
+from intarsia.graph.segment import PYTORCH
+from intarsia.lower.lowered import example_inputs
+from intarsia.runtime.compiled import Compiled
+from intarsia.timing import race
+from intarsia.tuning.placed import PlacedForward
+from intarsia.tuning.recorded import CallsOfKind, Recorded, RecordedCall, foreign
+
+_MOST_KINDS = 4  # of calls, each of which costs a compile
+_LEAST_SHARE = 0.1  # of a module's time: a rarer kind of call is not worth a program
+
+
+def compiled_for(
+    path: str, module: nn.Module, calls: Recorded, options: Mapping[str, Any], *, only_if_faster: bool
+) -> PlacedForward | str:
+    """A `forward` for the module, or a clause that says why it stays as it is."""
+    reason = _not_now(module, calls)
+    if reason is not None:
+        return reason
+    programs: list[Compiled] = []
+    reasons: list[str] = []
+    for kind in calls.kinds[:_MOST_KINDS]:
+        if kind.seconds < _LEAST_SHARE * calls.seconds:
+            continue
+        made = _program(module, kind, options, only_if_faster)
+        if isinstance(made, str):
+            reasons.append(made)
+        else:
+            programs.append(made)
+    return PlacedForward(path, module, programs) if programs else reasons[0]
+
+
+def _not_now(module: nn.Module, calls: Recorded) -> str | None:
+    if not calls.total:
+        return "it was not called"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is TorchScript's"
+    if any(part.training for part in module.modules()):
+        return "it is in training mode"
+    if "forward" in module.__dict__:
+        return "its forward was replaced by somebody else"
+    if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
+        return "it has hooks"
+    if any(kind.autocast for kind in calls.kinds):
+        return "it is called under autocast"
+    if any(kind.fills for kind in calls.kinds):
+        return "it puts something into what it is given"
+    strange = [foreign(call.args, call.kwargs) for call in calls]
+    return next((f"it is given a {kind}" for kind in strange if kind is not None), None)
+
+
+def _program(
+    module: nn.Module, kind: CallsOfKind, options: Mapping[str, Any], only_if_faster: bool
+) -> Compiled | str:
+    example, reason = kind.example, ""
+    for shapes in dict.fromkeys((kind.dynamic_shapes is not None, False)):
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                made = compile(
+                    module,
+                    example.args,
+                    example.kwargs,
+                    dynamic_shapes=kind.dynamic_shapes if shapes else None,
+                    fallback="error",
+                    **options,
+                )
+        except IntarsiaError as error:
+            reason = str(error).splitlines()[0]
+            continue
+        assert isinstance(made, Compiled)
+        device = device_kind(module, example.args, example.kwargs)
+        engines, _ = resolve_engines(options.get("engines"), device)
+        reason = _fault(module, made, kind, engines, only_if_faster) or ""
+        if not reason:
+            return made
+    return reason
+
+
+def _fault(
+    module: nn.Module, made: Compiled, kind: CallsOfKind, engines: Sequence[Engine], only_if_faster: bool
+) -> str | None:
+    """Why the program must not, or need not, take the module's place."""
+    if set(made.plan.engines) <= {PYTORCH}:
+        return "no engine takes any of it"
+    changed = next((note for note in made.notes if note.startswith("frozen by capture")), None)
+    if changed is not None:
+        return changed
+    judge, coarsest = Judge(module), max(engine.coarsest for engine in engines)
+    for recorded in kind.calls:
+        call = (recorded.args, recorded.kwargs)
+        try:
+            judge.answer(call, made)
+        except InputError:
+            continue  # the module's own forward answers such calls
+        example = judged_example(judge, made.lowered, Example(call, example_inputs(made.lowered, *call)))
+        wrong = whole_fault(judge, made.lowered, made, [example], coarsest)
+        if wrong is not None:
+            return f"compiled, it {wrong}"
+    return _slower(module, made, kind.example) if only_if_faster else None
+
+
+def _slower(module: nn.Module, made: Compiled, call: RecordedCall) -> str | None:
+    """That the program is not faster, in a clause."""
+    with torch.no_grad():
+        times = race(
+            {
+                "own": lambda: module(*call.args, **call.kwargs),
+                "compiled": lambda: made(*call.args, **call.kwargs),
+            },
+            rounds=15,
+            budget_s=3,
+        )
+    own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
+    return None if ours < own else f"compiled, it takes {ours:.3g} ms; as it is, {own:.3g} ms"

@@ -1,0 +1,33 @@
+"""Options of `tune` that are `compile`'s, checked by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from intarsia.compiler import compile
+from intarsia.errors import InputError
+from intarsia.partition.options import PartitionChoices
+
+_OURS = ("model", "args", "kwargs", "dynamic_shapes", "fallback", "choices")
+
+
+def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, if each is one of `compile`'s; InputError, with near names, if not.
+
+    >>> checked({"engine": "openvino"})
+    Traceback (most recent call last):
+    ...
+    intarsia.errors.InputError: tune has no option 'engine'; near is 'engines'
+    """
+    own = [name for name in inspect.signature(compile).parameters if name not in _OURS]
+    known = [*own, *PartitionChoices.__annotations__]
+    for name in options:
+        if name in _OURS:
+            raise InputError(f"tune finds {name} by itself; it is no option")
+        if name not in known:
+            near = get_close_matches(name, known, n=3, cutoff=0.5)
+            raise InputError(f"tune has no option {name!r}" + (f"; near is {near[0]!r}" if near else ""))
+    return dict(options)

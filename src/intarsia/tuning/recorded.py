@@ -1,0 +1,200 @@
+"""The calls of a module, recorded as they happened, and what of them varies."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from intarsia.capture.example import copied_call
+
+_KEPT = 6  # calls of one kind kept with their tensors; of the others, sizes and times are
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+Kind = tuple[Any, ...]  # what calls that one program may answer have in common
+Sizes = tuple[Any, ...]  # the shape of each tensor of a call, and each whole number
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call: its arguments, tensors copied before the module saw them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def sizes(self) -> Sizes:
+        """The shape of each tensor, and each whole number."""
+        return sizes_of(self.args, self.kwargs)
+
+
+@dataclass
+class CallsOfKind:
+    """Calls alike in structure, dtypes, ranks and everything else that is neither a size nor a number.
+
+    `dynamic_shapes` is what `intarsia.compile` needs to let vary what varied.
+    """
+
+    signature: inspect.Signature | None = None
+    calls: list[RecordedCall] = field(default_factory=list)
+    seen: dict[Sizes, int] = field(default_factory=dict)  # how often calls of these sizes happened
+    seconds: float = 0.0
+    fills: bool = False  # the module put something into a list, dictionary or cache that it was given
+    autocast: bool = False  # autocast was on around a call
+
+    def __len__(self) -> int:
+        return sum(self.seen.values())
+
+    @property
+    def example(self) -> RecordedCall:
+        """The call to compile with: the most usual of those that have no size of 1 where sizes vary."""
+        varying = [
+            place
+            for place, values in enumerate(zip(*map(_flat, self.seen), strict=True))
+            if len({*values}) > 1
+        ]
+
+        def rank(call: RecordedCall) -> tuple[int, int]:
+            flat = _flat(call.sizes)
+            return sum(flat[place] in (0, 1) for place in varying), -self.seen[call.sizes]
+
+        return min(self.calls, key=rank)
+
+    @property
+    def dynamic_shapes(self) -> dict[str, Any] | None:
+        """What varied, by parameter: each size from the least to twice the largest that was seen."""
+        example = self.example
+        leaves, structure = pytree.tree_flatten((example.args, example.kwargs))
+        columns = iter(list(zip(*self.seen, strict=True)))
+        asked: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                shapes = next(columns)
+                axes = {a: _range({s[a] for s in shapes}) for a in range(leaf.dim())}
+                asked.append({a: held for a, held in axes.items() if held is not None} or None)
+            elif isinstance(leaf, int) and not isinstance(leaf, bool):
+                asked.append(_range(set(next(columns))))
+            else:
+                asked.append(None)
+        if not any(asked) or self.signature is None:
+            return None
+        args, kwargs = pytree.tree_unflatten(asked, structure)
+        return dict(self.signature.bind(*args, **kwargs).arguments)
+
+
+class Recorded(Sequence[RecordedCall]):
+    """The calls of one module. `kinds` groups those that one program may answer, the most costly first.
+
+    As a sequence it has the calls whose tensors were kept: a few of each kind.
+    """
+
+    def __init__(self, signature: inspect.Signature | None = None) -> None:
+        self._signature = signature
+        self._kinds: dict[Kind, CallsOfKind] = {}
+        self.total = 0
+        self.seconds = 0.0
+
+    @property
+    def kinds(self) -> list[CallsOfKind]:
+        """Calls alike in all but sizes and whole numbers, the most costly first."""
+        return sorted(self._kinds.values(), key=lambda kind: -kind.seconds)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments to compile with."""
+        return self.kinds[0].example.args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The named arguments to compile with."""
+        return self.kinds[0].example.kwargs
+
+    @property
+    def dynamic_shapes(self) -> dict[str, Any] | None:
+        """What to let vary when the module is compiled."""
+        return self.kinds[0].dynamic_shapes
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallsOfKind:
+        """Keep a call, if none of its sizes was kept yet."""
+        self.total += 1
+        kind = self._kinds.setdefault(kind_of(args, kwargs), CallsOfKind(self._signature))
+        sizes = sizes_of(args, kwargs)
+        if sizes not in kind.seen and len(kind.calls) < _KEPT:
+            with torch.inference_mode(False):
+                kind.calls.append(RecordedCall(*copied_call((args, kwargs))))
+        kind.seen[sizes] = kind.seen.get(sizes, 0) + 1
+        kind.autocast = kind.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        return kind
+
+    def end(self, kind: CallsOfKind, seconds: float, fills: bool) -> None:
+        """The call took so long; `fills` if it put something into what it was given."""
+        kind.fills = kind.fills or fills
+        kind.seconds += seconds
+        self.seconds += seconds
+
+    def __len__(self) -> int:
+        return sum(len(kind.calls) for kind in self._kinds.values())
+
+    def __iter__(self) -> Iterator[RecordedCall]:
+        return (call for kind in self.kinds for call in kind.calls)
+
+    def __getitem__(self, place: Any) -> Any:
+        return list(self)[place]
+
+
+def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    """What calls must have in common to be answered by one program.
+
+    >>> kind_of((torch.ones(2), 3), {}) == kind_of((torch.ones(5), 4), {})
+    True
+    >>> kind_of((torch.ones(2), True), {}) == kind_of((torch.ones(2), False), {})
+    False
+    """
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    return str(structure), tuple(_trait(leaf) for leaf in leaves)
+
+
+def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
+    """The shapes and whole numbers of a call."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return tuple(
+        tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor | int) and not isinstance(leaf, bool)
+    )
+
+
+def nesting(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[int]]:
+    """How the arguments are nested, and which objects they are."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    return structure, [id(leaf) for leaf in leaves]
+
+
+def foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The type of an argument that capture cannot take apart, such as a cache."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
+    return type(strange[0]).__name__ if strange else None
+
+
+def _trait(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.dim(), leaf.device, leaf.requires_grad
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return int
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else type(leaf)
+
+
+def _flat(sizes: Sizes) -> list[int]:
+    return [n for size in sizes for n in (size if isinstance(size, tuple) else (size,))]
+
+
+def _range(seen: set[int]) -> Any:
+    if len(seen) < 2:
+        return None
+    return Dim.AUTO(min=max(0, min(seen)), max=2 * max(seen))

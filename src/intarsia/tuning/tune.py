@@ -1,0 +1,145 @@
+"""`tune`: find the modules worth compiling in somebody else's program, compile them, put them in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from intarsia.errors import InputError
+from intarsia.timing import race
+from intarsia.tuning.call_tree import CallTree, call_tree
+from intarsia.tuning.candidate import compiled_for
+from intarsia.tuning.holders import held_modules
+from intarsia.tuning.options import checked
+from intarsia.tuning.placed import PlacedForward
+from intarsia.tuning.recorded import Recorded
+from intarsia.tuning.recording import new_recorded, watch
+from intarsia.tuning.tuned import Tuned
+
+
+def tune(
+    target: Any,
+    call: Callable[[], object],
+    *,
+    least_share: float = 0.05,
+    only_if_faster: bool = True,
+    rounds: int = 5,
+    **options: Any,
+) -> Tuned:
+    """Speed up a program that you did not write: `intarsia.tuning(pipe, lambda: pipe(prompt))`.
+
+    `target` is any object that holds modules: a pipeline, a service, a model. `call` runs your own code, a
+    few times. Modules that take at least `least_share` of its time are compiled, the outermost first, for the
+    calls that were seen: sizes that varied become ranges. A module that cannot be compiled stays as it is,
+    and the modules inside it are looked at. Each is verified on the recorded calls and, with
+    `only_if_faster`, kept only if it is faster, alone and then in the whole call, which is timed before and
+    after in `rounds` turns. Only `forward` of a module is replaced; `restore()` gives it back. `options` are
+    those of `compile`.
+
+    >>> import torch
+    >>> class Service:
+    ...     def __init__(self):
+    ...         self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
+    ...     def answer(self, x):
+    ...         with torch.no_grad():
+    ...             return self.model(x).argmax(-1)
+    >>> service = Service()
+    >>> tuned = tune(service, lambda: service.answer(torch.ones(2, 64)), only_if_faster=False)
+    >>> list(tuned.placed)
+    ['model']
+    >>> tuned.restore()
+    """
+    if not callable(call):
+        raise InputError(f"tune(target, call): call must be a function, not a {type(call).__name__}")
+    options = checked(options)
+    modules = held_modules(target)
+    if not modules:
+        raise InputError(f"tune found no nn.Module in this {type(target).__name__}")
+    paths = {module: path for path, module in modules.items()}
+    call()  # what happens but once, at the first call, is nobody's time
+    tree = call_tree(modules.values(), call)
+    if not tree.callers:
+        raise InputError(f"the call ran none of the {len(modules)} modules in this {type(target).__name__}")
+    placed, left = _search(paths, tree, call, least_share, options, only_if_faster)
+    shares = {path: tree.share(made.module) for path, made in placed.items()}
+    tuned = Tuned(placed, left, shares)
+    for made in placed.values():
+        made.put()
+    if placed:
+        _measure(tuned, call, rounds, only_if_faster)
+    return tuned
+
+
+def _search(
+    paths: Mapping[nn.Module, str],
+    tree: CallTree,
+    call: Callable[[], object],
+    least_share: float,
+    options: Mapping[str, Any],
+    only_if_faster: bool,
+) -> tuple[dict[str, PlacedForward], dict[str, str]]:
+    """From the outermost modules inwards: compiled where it can be, else what is inside is looked at."""
+    placed: dict[str, PlacedForward] = {}
+    left: dict[str, str] = {}
+    seen: set[nn.Module] = set()
+    frontier = tree.called_by(None)
+    for module in frontier:
+        if tree.share(module) < least_share:
+            left[paths[module]] = f"it takes {tree.share(module):.1%} of the time"
+    while frontier:
+        worth = [module for module in frontier if module not in seen and tree.share(module) >= least_share]
+        seen.update(frontier)
+        calls = _recorded(worth, call)
+        frontier = []
+        for module in worth:
+            made = compiled_for(paths[module], module, calls[module], options, only_if_faster=only_if_faster)
+            if isinstance(made, PlacedForward):
+                placed[paths[module]] = made
+                seen.update(module.modules())
+            else:
+                left[paths[module]] = made
+                frontier += tree.called_by(module)
+    return placed, _told_once(left)
+
+
+def _told_once(left: Mapping[str, str]) -> dict[str, str]:
+    """The reasons, without those of modules within one that has the same."""
+    return {
+        path: reason
+        for path, reason in left.items()
+        if not any(path.startswith(f"{outer}.") and reason == other for outer, other in left.items())
+    }
+
+
+def _recorded(modules: list[nn.Module], call: Callable[[], object]) -> dict[nn.Module, Recorded]:
+    if not modules:
+        return {}
+    calls = {module: new_recorded(module) for module in modules}
+    handles = [handle for module, held in calls.items() for handle in watch(module, held)]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _measure(tuned: Tuned, call: Callable[[], object], rounds: int, only_if_faster: bool) -> None:
+    """The whole call in turns, as it was and as it is."""
+
+    def timed(on: bool) -> Callable[[], object]:
+        def run() -> object:
+            tuned.enable(on)
+            return call()
+
+        return run
+
+    times = race({"before": timed(False), "after": timed(True)}, rounds=rounds, warmup=1, budget_s=120)
+    tuned.enable()
+    tuned.before, tuned.after = times["before"], times["after"]
+    if only_if_faster and tuned.speedup < 1:
+        note = f"everything stays as it is: compiled, the whole call is slower ({tuned.speedup:.2f}x)"
+        tuned.restore()
+        tuned.notes = [*tuned.notes, note]

@@ -1,0 +1,135 @@
+"""Unmodified programs of others: a diffusers pipeline, a transformers pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import intarsia
+
+ANYHOW: dict[str, Any] = {"only_if_faster": False, "rounds": 1, "least_share": 0.0}
+
+
+def stable_diffusion() -> Any:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        sample_size=16,
+    )
+    config = transformers.CLIPTextConfig(
+        vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    pipe = diffusers.StableDiffusionPipeline(
+        vae=vae.eval(),
+        text_encoder=transformers.CLIPTextModel(config).eval(),
+        tokenizer=None,
+        unet=unet.eval(),
+        scheduler=diffusers.DDIMScheduler(steps_offset=1, clip_sample=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_a_small_diffusers_pipeline() -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    unet = diffusers.UNet2DModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(8,),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        add_attention=False,
+    )
+    pipe = diffusers.DDPMPipeline(unet=unet.eval(), scheduler=diffusers.DDPMScheduler(num_train_timesteps=8))
+    pipe.set_progress_bar_config(disable=True)
+
+    def draw() -> Any:
+        seed = torch.Generator().manual_seed(0)
+        return pipe(batch_size=1, num_inference_steps=2, output_type="np", generator=seed).images
+
+    before = draw()
+    with intarsia.tune(pipe, draw, **ANYHOW) as tuned:
+        assert list(tuned.placed) == ["unet"] and tuned.placed["unet"].refused is None
+        np.testing.assert_allclose(draw(), before, atol=1e-4)
+    assert np.array_equal(draw(), before)
+
+
+@pytest.mark.full
+def test_a_diffusers_pipeline() -> None:
+    pipe = stable_diffusion()
+    words = torch.randn(1, 7, 16)
+
+    def draw() -> Any:
+        return pipe(
+            prompt_embeds=words,
+            negative_prompt_embeds=torch.zeros_like(words),
+            num_inference_steps=2,
+            height=16,
+            width=16,
+            output_type="np",
+            generator=torch.Generator().manual_seed(0),
+        ).images
+
+    before = draw()
+    tuned = intarsia.tune(pipe, draw, **ANYHOW)
+    assert "unet" in tuned.placed and tuned.placed["unet"].refused is None
+    np.testing.assert_allclose(draw(), before, atol=1e-4)
+    assert pipe.unet.config.sample_size == 8  # whatever else the pipeline asks of its modules
+    tuned.restore()
+    assert np.array_equal(draw(), before)
+
+
+def test_a_transformers_pipeline() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    words = {"<pad>": 0, **{f"w{i}": i for i in range(1, 50)}}
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=fast)
+
+    def write() -> str:
+        made = pipe("w3 w4 w5", max_new_tokens=6, do_sample=False)
+        return str(made[0]["generated_text"])
+
+    before = write()
+    tuned = intarsia.tune(pipe, write, **ANYHOW)
+    assert any("mlp" in path for path in tuned.placed), str(tuned)
+    assert any("DynamicCache" in reason for reason in tuned.left.values())
+    assert write() == before
+    tuned.restore()
+    assert write() == before
