@@ -42,7 +42,7 @@ import intarsia
 from intarsia.capture.export import capture
 from intarsia.convert import registry
 from intarsia.convert.interpreter import convert
-from intarsia.lower.lower import lower
+from intarsia.lower.lowering import lower
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.rewrite import apply

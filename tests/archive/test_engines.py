@@ -38,7 +38,7 @@ def test_values_of_nodes_are_described_and_have_no_memory() -> None:
     x.meta["val"] = torch.empty_strided((2, 3), (1, 2), dtype=torch.float16)
     plain.graph.output((x,))
     written = graph_to_json(plain, TensorTable(), lambda _: None, values=True)
-    again = graph_from_json(json.loads(json.dumps(written)), {}, lambda _: exported)
+    again = graph_from_json(json.loads(json.dumps(written)), {}, lambda _: exported).module
     value = next(iter(again.graph.nodes)).meta["val"]
     assert (value.dtype, value.shape, value.stride()) == (torch.float16, (2, 3), (1, 2))
     assert value.device.type == "cpu"

@@ -15,7 +15,7 @@ from intarsia.convert import registry
 from intarsia.convert.interpreter import convert
 from intarsia.engines import OnnxRuntime, OpenVINO
 from intarsia.errors import RewriteError
-from intarsia.lower.lower import lower
+from intarsia.lower.lowering import lower
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.rewrite import FUSIONS, Benefits, apply

@@ -12,7 +12,7 @@ from intarsia.cli import zoo
 from intarsia.convert import registry
 from intarsia.convert.interpreter import convert
 from intarsia.engines import OnnxRuntime, OpenVINO
-from intarsia.lower.lower import lower
+from intarsia.lower.lowering import lower
 from intarsia.rewrite import apply
 
 pytest.importorskip("transformers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -26,6 +27,17 @@ def package_version(module: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         providers = importlib.metadata.packages_distributions().get(module, [])
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(providers))) or "?"
+
+
+@functools.cache
+def processor_features() -> str:
+    """A digest of what the processor can do: a virtual one of the same name may lack instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    told = sorted({line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model")})
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
 
 @functools.cache

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
 
-from intarsia.errors import GuardError
-from intarsia.network import Network
+from intarsia.errors import EngineError, GuardError
+
+if TYPE_CHECKING:  # a module that is only loaded and run does without networks
+    from intarsia.network import Network
 
 # Tensors in, tensors out, in the order of the piece's inputs and outputs; safe to call from many threads.
 # Results lie in memory of their own, which no later call writes to.
@@ -61,6 +64,23 @@ class Engine(abc.ABC):
         return repr(self)
 
 
+@dataclass(frozen=True)
+class WeightFile:
+    """A file with the weights of a network, which an engine may read there instead of holding them."""
+
+    path: str
+    places: Mapping[str, int]  # where a weight begins, by name; one that lies there otherwise is left out
+    append: Callable[[bytes], int]  # puts more into the file; where that begins, at a multiple of 64
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A network in an engine's own form: for one version of the engine, on one kind of machine."""
+
+    blob: bytes
+    about: Mapping[str, Any]  # what its program takes, gives and checks, in plain values
+
+
 class NetworkEngine(Engine):
     """An engine that reads layer networks."""
 
@@ -71,6 +91,16 @@ class NetworkEngine(Engine):
     @abc.abstractmethod
     def build(self, net: Network) -> Program:
         """The program that runs a network; EngineError if the engine fails."""
+
+    def pack(self, net: Network, file: WeightFile) -> Packed | None:
+        """The network in the engine's own form, weights left in the file; None if it has no such form."""
+        return None
+
+    def unpack(
+        self, blob: memoryview, about: Mapping[str, Any], path: str, weights: Mapping[str, torch.Tensor]
+    ) -> Program:
+        """The program of a packed network, its weights in that file; EngineError if the engine refuses it."""
+        raise EngineError(f"{self.name} has no form of its own for networks")
 
 
 class GraphEngine(Engine):

@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program
-from intarsia.network import Network
 from intarsia.runtime.empty import UnlessEmpty
 from intarsia.runtime.ownership import Ownership, constants_of
+
+if TYPE_CHECKING:  # a module that is only loaded and run does without networks
+    from intarsia.network import Network
 
 Made = tuple[torch.dtype, torch.Size | None]  # dtype of a result, and its shape where that is fixed
 
 
-@dataclass(frozen=True, eq=False)
 class Origin:
-    """What a program was made of, so that it can be made again."""
+    """What a program was made of, so that it can be made again.
 
-    engine: Engine
-    module: fx.GraphModule  # the piece
-    network: Network | None  # what a network engine was given: converted and rewritten
-    only_full: bool = False  # whether calls with an empty tensor are left to PyTorch
+    The piece as a `module`, and what a network engine was given, converted and rewritten, as a `network`;
+    each may be given as a function that makes it when it is asked for. With `only_full`, calls with an empty
+    tensor are left to PyTorch.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: fx.GraphModule | Callable[[], fx.GraphModule],
+        network: Network | Callable[[], Network] | None,
+        only_full: bool = False,
+    ) -> None:
+        self.engine, self.only_full = engine, only_full
+        self._module, self._network = module, network
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        return self._module if isinstance(self._module, fx.GraphModule) else self._module()
+
+    @cached_property
+    def network(self) -> Network | None:
+        return self._network() if callable(self._network) else self._network
 
 
 class WithFallback:
@@ -91,7 +110,7 @@ class WithFallback:
 
 def with_fallback(program: Program, origin: Origin, makes: Sequence[Made | None]) -> WithFallback:
     """A program that PyTorch answers for where it may not, will not or cannot."""
-    in_pytorch = run_in_pytorch(origin.module)
+    in_pytorch = InPyTorch(origin)
     if isinstance(program, GuardedProgram):
         program.otherwise = in_pytorch
     if origin.only_full:
@@ -100,16 +119,21 @@ def with_fallback(program: Program, origin: Origin, makes: Sequence[Made | None]
     return WithFallback(program, in_pytorch, origin.engine.name, makes, fresh, origin)
 
 
-def run_in_pytorch(module: fx.GraphModule) -> Program:
+class InPyTorch:
     """A piece in PyTorch in place of an engine: results lie in memory of their own, as an engine's do."""
-    returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
-    ownership = Ownership(constants_of(module), [], [False] * len(returned))
 
-    def program(*inputs: Any) -> tuple[Any, ...]:
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+
+    @cached_property
+    def _ownership(self) -> Ownership:
+        module = self._origin.module
+        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        return Ownership(constants_of(module), [], [False] * len(returned))
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         with torch.no_grad():
-            return tuple(ownership.own(tuple(module(*inputs)), inputs))
-
-    return program
+            return tuple(self._ownership.own(tuple(self._origin.module(*inputs)), inputs))
 
 
 def makes_of(outputs: Sequence[Any]) -> list[Made | None]:

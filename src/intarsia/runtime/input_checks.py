@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 
 from intarsia.errors import InputError
+
+if TYPE_CHECKING:  # sizes that vary come with sympy's symbols; where none does, it is not imported
+    import sympy
 
 
 @dataclass(frozen=True)

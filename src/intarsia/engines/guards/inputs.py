@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 
 from intarsia.engines.guards.kinds import AnyGuard, ValueGuard
 
 _SMALL = 8192  # numpy is sooner done with fewer elements, torch with more
-LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
 Array = np.ndarray[Any, Any]
 
 

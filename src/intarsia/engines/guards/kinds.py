@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
+if TYPE_CHECKING:  # a module that is only loaded and run does without onnx_ir, which takes long to import
+    import onnx_ir as ir
+
+# The longest dimension an input may have where sizes vary; checked at the call.
+LONGEST_INPUT = 2**22
 
 
 @dataclass(frozen=True)

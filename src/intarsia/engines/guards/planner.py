@@ -11,19 +11,19 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
-from intarsia.engines.guards.kinds import Guards, Index, NonZero, Product, ValueGuard
+from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.engines.guards.limits import Limits
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
+# Inputs of these are looked at before the engine runs.
+LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
 LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 # A tensor is watched by the sum of its magnitudes, which is one cheap layer; activations stay far below.
 CALM = 2.0**36
 # Beyond this the next layer might overflow.
 HIGH = 2.0**120
 HIGHISH = 2.0**80
-# The longest dimension an input may have where sizes vary; checked at the call.
-LONGEST_INPUT = 2**22
 _HANDED_ON = frozenset(
     {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
 )

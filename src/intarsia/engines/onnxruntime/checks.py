@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-from intarsia.engines.guards.inputs import LOOKED_AT
+from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.kinds import AnyGuard, Guards, ValueGuard
+from intarsia.engines.guards.planner import LOOKED_AT
+from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.errors import EngineError
 from intarsia.network import Network
-
-OUTPUT = "intarsia_guards"
-
-
-@dataclass(frozen=True)
-class Checks:
-    """Guards of inputs by name, and those of the last output with the most its numbers may be."""
-
-    given: dict[str, list[ValueGuard]]
-    made: list[AnyGuard]
-    most: np.ndarray[Any, np.dtype[np.float32]]
 
 
 def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool) -> Checks:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from intarsia.engines.onnxruntime.checks import Checks
+from intarsia.engines.guards.checks import Checks
 from intarsia.engines.onnxruntime.session import BoundSession
-from intarsia.network import Network
-from intarsia.network.serialize import Weights
+from intarsia.engines.ports import Ports
 
 
 def side_stream() -> torch.cuda.Stream:
@@ -37,8 +36,8 @@ class CudaSession(BoundSession):
     device = "cuda"
     own_workspace = True  # what it works in is not torch's, and is the same at every call
 
-    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
-        super().__init__(net, session, weights, checks)
+    def __init__(self, ports: Ports, session: Any, weights: object, checks: Checks) -> None:
+        super().__init__(ports, session, weights, checks)
         import onnxruntime
 
         self._stream = side_stream()
@@ -66,20 +65,3 @@ class CudaSession(BoundSession):
             callers.wait_stream(self._stream)
         if self._made:
             self._stream.synchronize()
-
-
-def is_static(net: Network) -> bool:
-    """Whether every size is a number; those that vary are computed on the CPU, by ONNX Runtime too."""
-    tensors = [*net.get_inputs(), *(t for layer in net.get_layers() for t in layer.get_outputs())]
-    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
-
-
-def weights_on_gpu(ort: Any, weights: Weights) -> dict[str, tuple[Any, torch.Tensor]]:
-    """Views of the weights that are on a GPU, for ONNX Runtime to read where they lie."""
-    found = {}
-    for name, array in weights.items():
-        raw = getattr(array, "raw", None)
-        if isinstance(raw, torch.Tensor) and raw.is_cuda:
-            tensor = raw.detach()
-            found[name] = (ort.OrtValue.from_dlpack(tensor), tensor)
-    return found

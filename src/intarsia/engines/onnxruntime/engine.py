@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import onnx_ir as ir
-
-from intarsia.engines.base import NetworkEngine, Program
-from intarsia.engines.guards.kinds import Guards
-from intarsia.engines.guards.planner import plan_guards
-from intarsia.engines.onnxruntime.checks import Checks, add_checks
-from intarsia.engines.onnxruntime.cuda import CudaSession, is_static, weights_on_gpu
-from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
+from intarsia.engines.base import NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.guards.checks import Checks
+from intarsia.engines.onnxruntime.cuda import CudaSession
 from intarsia.engines.onnxruntime.providers import missing_provider, providers
-from intarsia.engines.onnxruntime.session import session_program
-from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
+from intarsia.engines.onnxruntime.session import session_program, weight_value
+from intarsia.engines.ports import Ports
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
-from intarsia.network import Network
-from intarsia.network.serialize import to_proto
+
+if TYPE_CHECKING:
+    import torch
+
+    from intarsia.network import Network
+
+# What reads networks (`onnxruntime.model`) is imported where one is read: loading a packed one does without.
 
 
 @dataclass(frozen=True)
@@ -64,22 +63,85 @@ class OnnxRuntime(NetworkEngine):
         return missing_provider(self.device, self.tensorrt, ort.get_available_providers())
 
     def probe(self, net: Network) -> str | None:
+        from intarsia.engines.onnxruntime.model import is_static, plain
+
         try:
-            self._session(net, optimize=False)
+            model = plain(net)
+            given = {name: value for name, (value, _) in {**model.weights, **model.on_gpu}.items()}
+            self._session(model.data, model.weights, given, static=is_static(net), optimize=False)
         except Exception as error:
             return f"ONNX Runtime refuses it: {_first_line(error)}"
         return None
 
     def build(self, net: Network) -> Program:
+        from intarsia.engines.onnxruntime.model import guarded, is_static
+
         try:
-            session, weights, checks = self._session(net, optimize=True)
-            if self.device == "cuda":
-                return CudaSession(net, session, weights, checks)
-            return session_program(net, session, weights, checks)
+            model = guarded(net, self.guards, self.device)
+            given = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
+            given |= {name: value for name, (value, _) in model.on_gpu.items()}
+            session = self._session(model.data, model.weights, given, static=is_static(net))
+            return self._program(Ports.of(net), session, (model.weights, model.on_gpu), model.checks)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
 
-    def _session(self, net: Network, optimize: bool) -> tuple[Any, object, Checks]:
+    def pack(self, net: Network, file: WeightFile) -> Packed | None:
+        """The model that a session is made of, guards and all.
+
+        What ONNX Runtime writes itself, optimised, is no sooner loaded (see `docs/measurements.md`).
+        """
+        from intarsia.engines.onnxruntime.model import guarded
+
+        if self.device != "cpu":
+            return None
+        model = guarded(net, self.guards, self.device)
+        told = {
+            "ports": Ports.of(net).as_json(),
+            "checks": model.checks.as_json(),
+            "shared": sorted(self._shared(net, model.weights)),
+        }
+        return Packed(model.data, told)
+
+    def unpack(
+        self, blob: memoryview, about: Mapping[str, Any], path: str, weights: Mapping[str, torch.Tensor]
+    ) -> Program:
+        ports, checks = Ports.from_json(about["ports"]), Checks.from_json(about["checks"])
+        values = {name: weight_value(tensor) for name, tensor in weights.items()}
+        given = {name: values[name][0] for name in about["shared"]}
+        try:
+            session = self._session(bytes(blob), values, given, static=True)
+        except Exception as error:
+            raise EngineError(f"ONNX Runtime refuses the packed model: {_first_line(error)}") from error
+        if len(session.get_outputs()) != len(ports.outputs) + bool(checks.made):
+            raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
+        return self._program(ports, session, values, checks)
+
+    def _program(self, ports: Ports, session: Any, weights: object, checks: Checks) -> Program:
+        if self.device == "cuda":
+            return CudaSession(ports, session, weights, checks)
+        return session_program(ports, session, weights, checks)
+
+    def _shared(self, net: Network, weights: Collection[str]) -> set[str]:
+        """The weights that stay where torch has them.
+
+        Kernels that pack their weights into a faster layout do not pack such ones; those are given once and
+        cost a packed copy.
+        """
+        from intarsia.engines.onnxruntime.model import is_packed
+
+        packed = {name for name in weights if self.prepack and is_packed(net.graph.initializers[name])}
+        return set(weights) - packed
+
+    def _session(
+        self,
+        model: bytes,
+        weights: Mapping[str, tuple[Any, object]],
+        given: Mapping[str, Any],
+        *,
+        static: bool,
+        optimize: bool = True,
+    ) -> Any:
+        """A session over weights; those `given` besides, as values, stay where these are."""
         ort = _import()
         options = ort.SessionOptions()
         options.log_severity_level = 4
@@ -89,63 +151,22 @@ class OnnxRuntime(NetworkEngine):
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
         for key, value in self.options.items():
             options.add_session_config_entry(key, value)
-        if self.device != "cpu" and is_static(net):
+        if self.device != "cpu" and static:
             # A layer that the GPU has no kernel for would take its tensors to the CPU and back.
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        model, weights = to_proto(net)
-        guards = plan_guards(net, OnnxRuntimeLimits()) if optimize and self.guards else Guards()
-        if optimize and self.device == "cpu":
-            keep_signed_zeros(net, model)
-        checks = add_checks(net, model, guards, look_at_inputs=self.device == "cpu")
-        shared = {name: _ort_value(ort, array) for name, array in weights.items()}
-        on_gpu = weights_on_gpu(ort, weights)
-        if shared:
-            options.add_external_initializers(list(shared), [value for value, _ in shared.values()])
-        # A weight named twice stays where torch has it. Kernels that pack their weights into a faster
-        # layout do not pack such ones, so those are given once and cost a packed copy.
-        for name, (value, _) in shared.items():
-            if name in on_gpu:
-                options.add_initializer(name, on_gpu[name][0])
-            elif not (self.prepack and _is_packed(net.graph.initializers[name])):
-                options.add_initializer(name, value)
-        session = ort.InferenceSession(
-            model.SerializeToString(), options, providers=providers(self.device, self.tensorrt)
-        )
-        return session, (shared, on_gpu), checks
-
-
-_PACKING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
-
-
-def _is_packed(weight: ir.Value) -> bool:
-    """Whether a kernel packs this weight, be it behind a transpose that is folded away."""
-    for use in weight.uses():
-        if use.node.op_type in _PACKING or use.node.domain:
-            return True
-        if any(
-            _is_packed(output) for output in use.node.outputs if use.node.op_type in ("Transpose", "Reshape")
-        ):
-            return True
-    return False
+        if weights:
+            options.add_external_initializers(list(weights), [value for value, _ in weights.values()])
+        for name, value in given.items():
+            options.add_initializer(name, value)
+        return ort.InferenceSession(model, options, providers=providers(self.device, self.tensorrt))
 
 
 def _import() -> ModuleType:
     import onnxruntime
 
     return onnxruntime  # type: ignore[no-any-return]
-
-
-def _ort_value(ort: Any, array: ir.TensorProtocol) -> tuple[Any, object]:
-    """A view of a weight for ONNX Runtime, without a copy, and what keeps its memory alive."""
-    data = array.numpy()
-    if not data.flags.c_contiguous:
-        data = np.ascontiguousarray(data)
-    if array.dtype in (ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2):
-        raw = data.view(np.uint16 if data.itemsize == 2 else np.uint8)
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, int(array.dtype)), raw
-    return ort.OrtValue.ortvalue_from_numpy(data), data
 
 
 def _first_line(error: Exception) -> str:

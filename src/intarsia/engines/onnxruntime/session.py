@@ -6,33 +6,40 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.utils.dlpack
 
 from intarsia.engines.base import GuardedProgram, Program
+from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.inputs import input_check, told_of
-from intarsia.engines.onnxruntime.checks import OUTPUT, Checks
-from intarsia.network import Network, dtypes
+from intarsia.engines.ports import Ports
 
-_NUMPY = (dtypes.FLOATS - {ir.DataType.BFLOAT16}) | dtypes.INTEGERS | {ir.DataType.BOOL}
+OUTPUT = "intarsia_guards"  # the last output, which has a number for each guard
+# numpy has no types for these; ONNX Runtime takes ONNX's own numbers.
+_ONNX_TYPES = {
+    torch.bfloat16: 16,
+    torch.float8_e4m3fn: 17,
+    torch.float8_e4m3fnuz: 18,
+    torch.float8_e5m2: 19,
+    torch.float8_e5m2fnuz: 20,
+}
 
 
-def session_program(net: Network, session: Any, weights: object, checks: Checks) -> Program:
+def session_program(ports: Ports, session: Any, weights: object, checks: Checks) -> Program:
     """The program of a session; `weights` are kept alive, since the session reads them where they lie."""
-    types = [tensor.dtype for tensor in (*net.get_inputs(), *net.get_outputs())]
-    kind = ArraySession if all(dtype in _NUMPY for dtype in types) else BoundSession
-    return kind(net, session, weights, checks)
+    types = [port.dtype for port in (*ports.inputs, *ports.outputs)]
+    kind = BoundSession if any(dtype in _ONNX_TYPES for dtype in types) else ArraySession
+    return kind(ports, session, weights, checks)
 
 
 class Session(GuardedProgram):
     """What every session keeps: its weights, the names of its inputs, and what must hold of values."""
 
-    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
+    def __init__(self, ports: Ports, session: Any, weights: object, checks: Checks) -> None:
         self._session = session
         self._weights = weights
-        self._names = [t.name for t in net.get_inputs()]
-        self._dtypes = [dtypes.to_torch(t.dtype) for t in net.get_inputs()]
+        self._names = [port.name for port in ports.inputs]
+        self._dtypes = [port.dtype for port in ports.inputs]
         self._refusal = refusal()
         self._made, self._most = checks.made, checks.most
         self._given = [
@@ -68,11 +75,11 @@ class ArraySession(Session):
     pays for at every call.
     """
 
-    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
-        super().__init__(net, session, weights, checks)
+    def __init__(self, ports: Ports, session: Any, weights: object, checks: Checks) -> None:
+        super().__init__(ports, session, weights, checks)
         # The session's own `run` checks names that cannot be wrong here, at a price a small model feels.
         self._run = _bare_run(session)
-        self._outputs = [t.name for t in net.get_outputs()] + [OUTPUT] * bool(checks.made)
+        self._outputs = [port.name for port in ports.outputs] + [OUTPUT] * bool(checks.made)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         try:
@@ -114,6 +121,19 @@ class ArraySession(Session):
         return lambda tensor: array(run(outputs, {name: tensor.numpy()}, None)[0])
 
 
+def weight_value(tensor: torch.Tensor) -> tuple[Any, object]:
+    """A weight for a session, where torch has it, and what keeps its memory alive."""
+    import onnxruntime
+
+    tensor = tensor.detach().contiguous()
+    number = _ONNX_TYPES.get(tensor.dtype)
+    if number is None:
+        array = tensor.numpy()
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array), array
+    raw = tensor.view(torch.uint16 if tensor.itemsize == 2 else torch.uint8).numpy()
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, number), raw
+
+
 def refusal() -> tuple[type[Exception], ...]:
     """What a session raises at values it does not take."""
     from onnxruntime.capi import onnxruntime_pybind11_state as state
@@ -139,14 +159,13 @@ class BoundSession(Session):
 
     device = "cpu"
 
-    def __init__(self, net: Network, session: Any, weights: object, checks: Checks) -> None:
-        super().__init__(net, session, weights, checks)
+    def __init__(self, ports: Ports, session: Any, weights: object, checks: Checks) -> None:
+        super().__init__(ports, session, weights, checks)
         self.index = 0  # of the device
         self._bindings = threading.local()
-        self._inputs = [(t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype)) for t in net.get_inputs()]
+        self._inputs = [(port.name, _element_type(port.dtype), port.dtype) for port in ports.inputs]
         self._outputs = [
-            (t.name, _element_type(t.dtype), dtypes.to_torch(t.dtype), _static(t.shape))
-            for t in net.get_outputs()
+            (port.name, _element_type(port.dtype), port.dtype, port.shape) for port in ports.outputs
         ]
         self._some_unknown = any(shape is None for *_, shape in self._outputs)
 
@@ -203,10 +222,6 @@ class BoundSession(Session):
         self._session.run_with_iobinding(binding)
 
 
-def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:
-    return shape if all(isinstance(d, int) for d in shape) else None
-
-
-def _element_type(dtype: ir.DataType) -> Any:
-    # numpy has no bfloat16 or float8; ONNX Runtime takes ONNX's own number for those.
-    return dtypes.to_numpy(dtype).type if dtype in _NUMPY else int(dtype)
+def _element_type(dtype: torch.dtype) -> Any:
+    number = _ONNX_TYPES.get(dtype)
+    return torch.empty(0, dtype=dtype).numpy().dtype.type if number is None else number

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from intarsia.engines.guards.inputs import LOOKED_AT
+from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.kinds import AnyGuard, Guards, Index, NonZero, Product, Quotient, ValueGuard
+from intarsia.engines.guards.planner import LOOKED_AT
 from intarsia.network import Network
 
 
@@ -44,15 +44,6 @@ def _remainder(ov: Any, a: Any, b: Any) -> Any:
         rest = ov.select(ov.less_equal(part, rest), ov.subtract(rest, part), rest)
         part = ov.multiply(part, half) if power else part
     return ov.select(ov.less(a, ov.constant(np.array(0.0), a.get_element_type())), ov.negative(rest), rest)
-
-
-@dataclass(frozen=True)
-class Checks:
-    """Guards of inputs, and those the model itself computes a number for, with the most it may be."""
-
-    given: dict[str, list[ValueGuard]]
-    made: list[AnyGuard]
-    most: np.ndarray[Any, np.dtype[np.float32]]
 
 
 def add_checks(net: Network, model: Any, guards: Guards) -> Checks:

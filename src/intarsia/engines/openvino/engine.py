@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-import onnx_ir as ir
-
-from intarsia.engines.base import NetworkEngine, Program
-from intarsia.engines.guards.planner import plan_guards
-from intarsia.engines.openvino.checks import add_checks, correct
-from intarsia.engines.openvino.limits import OpenVINOLimits, refuses
+from intarsia.engines.base import NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.guards.checks import Checks
+from intarsia.engines.openvino.core import core, last_line
+from intarsia.engines.openvino.packing import export, imported
 from intarsia.engines.openvino.program import CompiledModel
+from intarsia.engines.ports import Ports
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
-from intarsia.network import Network
-from intarsia.network.serialize import to_proto, weights_as_inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from intarsia.network import Network
+
+# What reads networks (`openvino.model`) is imported where one is read: loading a packed one does without.
 
 
 @dataclass(frozen=True)
@@ -46,80 +48,58 @@ class OpenVINO(NetworkEngine):
 
     def unavailable(self) -> str | None:
         try:
-            _core()
+            core()
         except ImportError:
             return "openvino is not installed; pip install 'intarsia[openvino]'"
         return None
 
     def probe(self, net: Network) -> str | None:
+        from intarsia.engines.openvino.model import refusal
+
         try:
-            model, _ = self._read(net)
-            if self.guards:
-                plan_guards(net, OpenVINOLimits(net), floats=False)
-            if any(op.get_type_name() == "FrameworkNode" for op in model.get_ops()):
-                return "OpenVINO's ONNX reader does not know it"
-            supported = _core().query_model(model, "CPU", {"INFERENCE_PRECISION_HINT": self.precision})
-            for operation in model.get_ops():
-                if operation.get_friendly_name() not in supported:
-                    return f"OpenVINO's CPU plugin does not take {operation.get_type_name()}"
+            return refusal(net, self.precision, self.guards)
         except Exception as error:
-            return f"OpenVINO refuses it: {_last_line(error)}"
-        return None
+            return f"OpenVINO refuses it: {last_line(error)}"
 
     def build(self, net: Network) -> Program:
+        from intarsia.engines.openvino.model import guarded
+
         try:
-            model, weights = self._read(net)
-            checks = add_checks(net, model, plan_guards(net, OpenVINOLimits(net))) if self.guards else None
-            config = {
-                "INFERENCE_PRECISION_HINT": self.precision,
-                "PERFORMANCE_HINT": "LATENCY",
-                "NUM_STREAMS": "1",
-                "INFERENCE_NUM_THREADS": str(thread_count(self.threads)),
-                **self.options,
-            }
-            return CompiledModel(net, _core().compile_model(model, "CPU", config), weights, checks)
+            model, weights, checks = guarded(net, self.guards)
+            compiled = core().compile_model(model, "CPU", self._config())
+            return CompiledModel(Ports.of(net), compiled, weights, checks)
         except Exception as error:
-            raise EngineError(f"OpenVINO failed to build {net.name}: {_last_line(error)}") from error
+            raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
 
-    def _read(self, net: Network) -> tuple[Any, object]:
-        """The model, its weights put in as constants over torch's own memory; the reader would copy them."""
-        import openvino
+    def pack(self, net: Network, file: WeightFile) -> Packed | None:
+        from intarsia.engines.openvino.model import guarded
 
-        reason = refuses(net)
-        if reason is not None:
-            raise EngineError(reason)
-        proto, weights = to_proto(net)
-        weights_as_inputs(proto, weights)
-        model = _core().read_model(proto.SerializeToString(), b"")
-        parameters = {name: p for p in model.get_parameters() for name in p.output(0).get_names()}
-        kept = []
-        for name, array in weights.items():
-            data = np.ascontiguousarray(array.numpy())
-            kept.append(data)
-            constant = openvino.op.Constant(_shared(openvino, data, array.dtype))
-            constant.set_friendly_name(name)
-            parameter = parameters[name]
-            for reader in parameter.output(0).get_target_inputs():
-                reader.replace_source_output(constant.output(0))
-            model.remove_parameter(parameter)
-        correct(model)
-        model.validate_nodes_and_infer_types()
-        return model, kept
+        try:
+            model, _, checks = guarded(net, self.guards)
+            blob = export(model, self._config(), file)
+        except Exception as error:
+            raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error
+        told = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}
+        return None if blob is None else Packed(blob, told)
 
+    def unpack(
+        self, blob: memoryview, about: Mapping[str, Any], path: str, weights: Mapping[str, torch.Tensor]
+    ) -> Program:
+        ports = Ports.from_json(about["ports"])
+        checks = None if about["checks"] is None else Checks.from_json(about["checks"])
+        try:
+            compiled, kept = imported(blob, self._config(), path)
+        except Exception as error:
+            raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
+        if len(compiled.outputs) != len(ports.outputs) + bool(checks and checks.made):
+            raise EngineError(f"the packed model has {len(compiled.outputs)} outputs")
+        return CompiledModel(ports, compiled, kept, checks)
 
-def _shared(openvino: Any, data: np.ndarray[Any, Any], dtype: ir.DataType) -> Any:
-    if dtype == ir.DataType.BFLOAT16:
-        return openvino.Tensor(data.view(np.uint16), data.shape, openvino.Type.bf16)
-    return openvino.Tensor(data, shared_memory=True)
-
-
-@functools.cache
-def _core() -> Any:
-    import openvino
-
-    return openvino.Core()
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    def _config(self) -> dict[str, Any]:
+        return {
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": "1",
+            "INFERENCE_NUM_THREADS": str(thread_count(self.threads)),
+            **self.options,
+        }

@@ -9,37 +9,33 @@ import numpy as np
 import torch
 
 from intarsia.engines.base import GuardedProgram
+from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.inputs import input_check, told_of
-from intarsia.engines.guards.planner import LONGEST_INPUT
-from intarsia.engines.openvino.checks import Checks
-from intarsia.network import Network, dtypes
+from intarsia.engines.guards.kinds import LONGEST_INPUT
+from intarsia.engines.ports import Ports
 
 
 class CompiledModel(GuardedProgram):
     """One compiled model; each thread has an inference request of its own."""
 
-    def __init__(self, net: Network, compiled: Any, weights: object, checks: Checks | None) -> None:
+    def __init__(self, ports: Ports, compiled: Any, weights: object, checks: Checks | None) -> None:
         import openvino
 
         self._guards = [] if checks is None else checks.made
         self._most = None if checks is None else checks.most
-        self._names = [t.name for t in net.get_inputs()]
-        self._vary = [i for i, t in enumerate(net.get_inputs()) if checks and _static(t.shape) is None]
+        self._names = [port.name for port in ports.inputs]
+        self._vary = [i for i, port in enumerate(ports.inputs) if checks and port.shape is None]
         self._compiled = compiled
         self._weights = weights  # the model reads them where they lie
         self._tensor = openvino.Tensor
         # An input that no layer reads is not an input of the model any more.
-        ports = {name: port for port, found in enumerate(compiled.inputs) for name in found.names}
+        places = {name: place for place, found in enumerate(compiled.inputs) for name in found.names}
         given = {} if checks is None else checks.given
         self._inputs = [
-            (
-                ports.get(t.name),
-                dtypes.to_torch(t.dtype),
-                [(g, input_check(g)) for g in given.get(t.name, [])],
-            )
-            for t in net.get_inputs()
+            (places.get(port.name), port.dtype, [(g, input_check(g)) for g in given.get(port.name, [])])
+            for port in ports.inputs
         ]
-        self._outputs = [(dtypes.to_torch(t.dtype), _static(t.shape)) for t in net.get_outputs()]
+        self._outputs = [(port.dtype, port.shape) for port in ports.outputs]
         self._types = {
             dtype: _ov_type(openvino, dtype)
             for dtype in [*(d for _, d, _ in self._inputs), *(d for d, _ in self._outputs)]
@@ -107,10 +103,6 @@ class CompiledModel(GuardedProgram):
             raw = tensor.view(torch.int16).numpy()
             return self._tensor(raw, tensor.shape, self._types[dtype])
         return self._tensor(tensor.numpy(), shared_memory=True)
-
-
-def _static(shape: tuple[Any, ...]) -> tuple[int, ...] | None:
-    return shape if all(isinstance(d, int) for d in shape) else None
 
 
 def _ov_type(openvino: Any, dtype: torch.dtype) -> Any:

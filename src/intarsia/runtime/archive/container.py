@@ -1,11 +1,13 @@
 """The file: a zip of stored members at multiples of 64 bytes, each with its digest in a JSON manifest.
 
 Stored and aligned members can be used where the file is mapped into memory. The last member is the digest of
-the manifest, which has the digests of all others: a flipped bit anywhere that matters is found before use.
+the manifest, which has the digests of all others: a flipped bit anywhere that matters is found before that
+member is given out or, in a large one that is checked while others are read, before loading ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -14,18 +16,21 @@ import os
 import stat
 import struct
 import tempfile
+import threading
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from intarsia.errors import ArchiveError
+from intarsia.runtime.archive.checksum import Checksum
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 ALIGNMENT = 64
 _PADDING = 0x4950  # the id of the extra field that holds nothing but padding
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _MOST_MEMBERS = 100_000
+_READ = 4 << 20  # bytes read at once
 
 
 class Writer:
@@ -35,6 +40,7 @@ class Writer:
         self._file = file
         self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True)
         self._members: dict[str, dict[str, Any]] = {}
+        self.places: dict[str, int] = {}  # where members begin
 
     def add(self, name: str, chunks: Iterable[Any]) -> str:
         """Write a member; its digest."""
@@ -43,14 +49,20 @@ class Writer:
         # Zip64 is forced, so that the length of the header is known: 20 bytes more.
         start = self._file.tell() + _LOCAL_HEADER.size + len(name.encode()) + 20
         info.extra = _padding(-(start + 4) % ALIGNMENT)
-        digest, size = hashlib.sha256(), 0
+        digest, sums, size = hashlib.sha256(), Checksum(), 0
         with self._zip.open(info, "w", force_zip64=True) as member:
+            self.places[name] = self._file.tell()
             for chunk in chunks:
                 member.write(chunk)
                 digest.update(chunk)
+                sums.update(chunk)
                 size += len(chunk)
-        self._members[name] = {"size": size, "sha256": digest.hexdigest()}
+        self._members[name] = {"size": size, "sha256": digest.hexdigest(), "sums": sums.hexdigest()}
         return digest.hexdigest()
+
+    def flush(self) -> None:
+        """Let others who open the file see what has been written."""
+        self._file.flush()
 
     def close(self, manifest: Mapping[str, Any]) -> None:
         """Write the manifest, with the digests of all members, and end the file."""
@@ -67,7 +79,13 @@ class Reader:
     """The members of a file, each checked against its digest before it is given out."""
 
     def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
-        self._buffer = memoryview(source) if isinstance(source, bytes) else memoryview(_mapped(source))
+        self.path = None if isinstance(source, bytes) else os.fspath(source)
+        self._file: BinaryIO | None = None
+        if isinstance(source, bytes):
+            self._buffer = memoryview(source)
+        else:
+            self._file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
+            self._buffer = memoryview(_mapped(self._file))
         try:
             self._places = _places(self._buffer)
             text = self._bytes(MANIFEST)
@@ -98,6 +116,34 @@ class Reader:
                 where = "its manifest" if name not in listed else "the file"
                 raise ArchiveError(f"{name!r} is not in {where}")
 
+    @contextlib.contextmanager
+    def checking(self, name: str) -> Iterator[memoryview]:
+        """A large member, checked by another thread meanwhile; ArchiveError at the end where it is damaged.
+
+        It is read from the file once more: checked where it is mapped, it would take up memory at once.
+        """
+        start, size = self._places[name]
+        told, found = self.manifest["members"][name], Checksum()
+
+        def read() -> None:
+            if self._file is None:
+                found.update(self._buffer[start : start + size])
+                return
+            self._file.seek(start)
+            buffer, left = memoryview(bytearray(_READ)), size
+            while left and (count := self._file.readinto(buffer[: min(left, _READ)])):  # type: ignore[attr-defined]
+                found.update(buffer[:count])
+                left -= count
+
+        thread = threading.Thread(target=read, name="intarsia-checksum", daemon=True)
+        thread.start()
+        try:
+            yield self._buffer[start : start + size]
+        finally:
+            thread.join()
+            if size != told["size"] or found.hexdigest() != told["sums"]:
+                raise ArchiveError(f"{name} does not fit its digest")
+
     def member(self, name: str) -> memoryview:
         """A member where the file is mapped; what is written there stays in this process."""
         start, size = self._places[name]
@@ -107,10 +153,9 @@ class Reader:
         return view
 
 
-def _mapped(path: str | os.PathLike[str]) -> mmap.mmap:
+def _mapped(file: BinaryIO) -> mmap.mmap:
     try:
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except ValueError as error:  # of an empty file
         raise ArchiveError("it is empty") from error
 
@@ -200,13 +245,16 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return found
 
 
-def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
-    """Write beside the path, then move there: whoever reads it finds the old file or the whole new one."""
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO, str], None]) -> None:
+    """Write beside the path, then move there: whoever reads it finds the old file or the whole new one.
+
+    `write` is given the file and where it lies for now.
+    """
     target = Path(path)
     descriptor, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            write(file)
+            write(file, beside)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(beside, 0o666 & ~_umask())

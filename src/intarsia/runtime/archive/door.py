@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
-from torch.utils._sympy import functions as torch_sympy
 
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.values import Devices, Json, from_json, to_json
@@ -17,11 +16,18 @@ from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck
 
 _FROM_TORCH = """FloorDiv ModularIndexing CleanDiv Mod PythonMod CeilToInt FloorToInt TruncToInt RoundToInt
  IntTrueDiv FloatTrueDiv PowByNatural ToFloat Max Min Where CeilDiv LShift RShift"""
-# What a size may be computed by; found by name, never evaluated as text.
-_FUNCTIONS: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (sympy.Add, sympy.Mul, sympy.Pow, sympy.floor, sympy.ceiling)},
-    **{name: getattr(torch_sympy, name) for name in _FROM_TORCH.split() if hasattr(torch_sympy, name)},
-}
+
+
+@functools.cache
+def _functions() -> dict[str, Any]:
+    """What a size may be computed by; found by name, never evaluated as text."""
+    import sympy  # which takes long to import: a module whose sizes are fixed does without
+    from torch.utils._sympy import functions as torch_sympy
+
+    return {
+        **{kind.__name__: kind for kind in (sympy.Add, sympy.Mul, sympy.Pow, sympy.floor, sympy.ceiling)},
+        **{name: getattr(torch_sympy, name) for name in _FROM_TORCH.split() if hasattr(torch_sympy, name)},
+    }
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ def size_to_json(size: Any) -> Json:
         return size.name
     if size.is_Rational:
         return ["/", int(size.p), int(size.q)]
-    if type(size).__name__ not in _FUNCTIONS:
+    if type(size).__name__ not in _functions():
         raise ArchiveError(f"the size {size} is computed by {type(size).__name__}, which has no form there")
     return [type(size).__name__, *(size_to_json(part) for part in size.args)]
 
@@ -49,12 +55,14 @@ def size_from_json(found: Json) -> Any:
     """The size as sympy has it; a plain number stays one."""
     if isinstance(found, int):
         return found
+    import sympy
+
     if isinstance(found, str):
         return sympy.Symbol(found, integer=True, positive=True)
     name, *parts = found
     if name == "/":
         return sympy.Rational(*parts)
-    return _FUNCTIONS[name](*(sympy.sympify(size_from_json(part)) for part in parts))
+    return _functions()[name](*(sympy.sympify(size_from_json(part)) for part in parts))
 
 
 def check_to_json(check: Check) -> Json:

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 
-from intarsia.cache.machine import package_version
+from intarsia.cache.machine import machine_key, package_version, processor_features
 from intarsia.engines import Engine, PyTorch, known_engines, resolve_engines
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.values import Json, from_json, to_json
@@ -31,6 +31,12 @@ def engine_to_json(engine: Engine) -> Json:
         "free": sorted(map(str, getattr(engine, _FREE, {}))),
         "version": package_version(engine.name if engine.name in _PACKAGES else "torch"),
     }
+
+
+def packed_for(engine: Engine) -> str:
+    """What must be the same where a packed program is used: engine, options, versions, machine."""
+    version = package_version(engine.name if engine.name in _PACKAGES else "torch")
+    return f"{engine.key()}, {engine.name} {version}, {machine_key()}, {processor_features()}"
 
 
 def engines_from_json(

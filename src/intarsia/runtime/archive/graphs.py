@@ -5,6 +5,8 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -75,13 +77,26 @@ def _value_to_json(value: Any) -> Json:
     return {"tensor": [to_json(part) for part in parts]}
 
 
+@dataclass(frozen=True, eq=False)
+class ReadGraph:
+    """A graph, and what it refers to."""
+
+    graph: fx.Graph
+    root: Mapping[str, Any]
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The graph as a module; made when it is asked for, since that takes as long as reading it."""
+        return fx.GraphModule(dict(self.root), self.graph)
+
+
 def graph_from_json(
     found: Json,
     tensors: Mapping[str, torch.Tensor],
     read_module: ReadModule,
     devices: Devices = same_device,
-) -> fx.GraphModule:
-    """The graph as a module; operators are looked up by name."""
+) -> ReadGraph:
+    """The graph; operators are looked up by name."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for written in found["nodes"]:
@@ -97,7 +112,7 @@ def graph_from_json(
     missing = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in root]
     if missing:
         raise ArchiveError(f"the graph reads {missing[0]!r}, which is not there")
-    return fx.GraphModule(root, graph)
+    return ReadGraph(graph, root)
 
 
 def _node_from_json(graph: fx.Graph, found: Json, nodes: Mapping[str, fx.Node], devices: Devices) -> fx.Node:

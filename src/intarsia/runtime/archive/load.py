@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
@@ -17,9 +19,8 @@ from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.door import check_from_json, ranges_from_json
-from intarsia.runtime.archive.engines import engines_from_json
-from intarsia.runtime.archive.graphs import graph_from_json
-from intarsia.runtime.archive.networks import network_from_onnx
+from intarsia.runtime.archive.engines import engines_from_json, packed_for
+from intarsia.runtime.archive.graphs import ReadGraph, graph_from_json
 from intarsia.runtime.archive.save import FORMAT, VERSION
 from intarsia.runtime.archive.structure import signature_from_json, spec_from_json
 from intarsia.runtime.archive.tensors import WEIGHTS, read_tensors
@@ -29,6 +30,9 @@ from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import Made, Origin, with_fallback
 from intarsia.runtime.inlay import Inlay
 
+if TYPE_CHECKING:
+    from intarsia.network import Network
+
 Place = str | torch.device | Mapping[str, str]
 
 
@@ -36,12 +40,16 @@ def load(
     path: str | os.PathLike[str],
     engines: Sequence[Engine | str] | Engine | str | None = None,
     map_location: Place | None = None,
+    *,
+    packed: bool = True,
 ) -> Compiled:
     """Read a compiled module that `save` wrote; ArchiveError, in a sentence, for any other file.
 
     Engines are those the file names, with its options; `engines` gives others of the same names, with options
     of your own. A segment whose engine is not here runs in PyTorch, and `notes` say so. `map_location` puts
     everything on another device, or each device of a mapping on another.
+    What engines have compiled is taken from the file if the same versions made it on such a machine; with
+    `packed=False` they are built again, as they are anywhere else.
     Types of arguments and results, and custom operators, must be known in this process: import what defines
     them first. The file is mapped into memory, so it must stay as it is while the module lives.
 
@@ -52,7 +60,7 @@ def load(
     ...     intarsia.load(pathlib.Path(folder, "tanh.intarsia")).plan.engines == fast.plan.engines
     True
     """
-    return _load(path, f"{os.fspath(path)} cannot be loaded", engines, map_location)
+    return _load(path, f"{os.fspath(path)} cannot be loaded", engines, map_location, packed)
 
 
 def load_bytes(data: bytes) -> Compiled:
@@ -65,14 +73,16 @@ def _load(
     complaint: str,
     engines: Sequence[Engine | str] | Engine | str | None,
     map_location: Place | None,
+    packed: bool = True,
 ) -> Compiled:
     try:
         reader = Reader(source)
         _check_version(reader.manifest)
         notes: list[str] = []
         found = engines_from_json(reader.manifest["engines"], engines, notes)
-        loader = _Loader(reader, found, _devices(map_location), notes)
-        return loader.compiled(reader.manifest["contents"])
+        with reader.checking(WEIGHTS) as weights:
+            loader = _Loader(reader, weights, found, _devices(map_location), notes, packed)
+            return loader.compiled(reader.manifest["contents"])
     except ArchiveError as error:
         raise ArchiveError(f"{complaint}: {error}") from error
     except (EngineError, OSError):
@@ -115,16 +125,22 @@ class _Loader:
     """Builds a module out of what the manifest describes."""
 
     def __init__(
-        self, reader: Reader, engines: Mapping[str, Engine], devices: Devices, notes: list[str]
+        self,
+        reader: Reader,
+        weights: memoryview,
+        engines: Mapping[str, Engine],
+        devices: Devices,
+        notes: list[str],
+        packed: bool,
     ) -> None:
-        self._reader, self._engines, self._devices = reader, engines, devices
-        self._tensors = read_tensors(reader.member(WEIGHTS), reader.manifest["tensors"], devices)
+        self._reader, self._engines, self._devices, self._packed = reader, engines, devices, packed
+        self._tensors = read_tensors(weights, reader.manifest["tensors"], devices)
         self.notes = notes
         self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # of control flow, with their plans
 
     def compiled(self, contents: Json) -> Compiled:
         call, found = contents["call"], contents["inlay"]
-        module = self._graph(found["graph"])
+        module = self._graph(found["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
         lowered = Lowered(
             module,
@@ -155,13 +171,13 @@ class _Loader:
             made.run_by(CudaGraphs(made.inlay.results, module.graph, results))
         return made
 
-    def _graph(self, found: Json) -> fx.GraphModule:
+    def _graph(self, found: Json) -> ReadGraph:
         return graph_from_json(found, self._tensors, self._body, self._devices)
 
     def _body(self, held: Json) -> nn.Module:
         if "graph" in held:
-            return self._graph(held["graph"])
-        owner = self._graph(held["inlay"]["graph"])
+            return self._graph(held["graph"]).module
+        owner = self._graph(held["inlay"]["graph"]).module
         plan, pieces, programs, inner = self._pieces(held["inlay"], owner)
         made = Inlay(owner.graph, pieces, programs)
         self._bodies[made] = plan, inner
@@ -177,8 +193,8 @@ class _Loader:
             name = item["engine"]
             if name != PYTORCH and name not in self._reader.manifest["engines"]:
                 raise ArchiveError(f"a segment runs on {name!r}, which is not among its engines")
-            module = self._graph(item["module"])
-            engine, program = self._program(item, module)
+            graph = self._graph(item["module"])
+            engine, program = self._program(item, graph)
             segment = Segment(
                 engine.name,
                 tuple(nodes[n] for n in item["nodes"]),
@@ -187,49 +203,69 @@ class _Loader:
                 tuple(nodes[n] for n in item["recomputed"]),
             )
             inputs, outputs = (tuple(nodes[n] for n in item[side]) for side in ("inputs", "outputs"))
-            body_plans |= self._plans_of_bodies(module)
-            pieces.append(Piece(segment, owner, module.graph, inputs, outputs))
+            body_plans |= self._plans_of_bodies(graph)
+            pieces.append(Piece(segment, owner, graph.graph, inputs, outputs))
             programs.append(program)
         segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
         return Plan(segments, str(found["strategy"])), pieces, programs, body_plans
 
-    def _plans_of_bodies(self, module: fx.GraphModule) -> dict[str, Plan]:
+    def _plans_of_bodies(self, read: ReadGraph) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}
-        for node in module.graph.nodes:
+        for node in read.graph.nodes:
             for source in node.all_input_nodes:
-                body = getattr(module, str(source.target), None) if source.op == "get_attr" else None
+                body = read.root.get(str(source.target)) if source.op == "get_attr" else None
                 if isinstance(body, Inlay):
                     key, (plan, inner) = f"{node.name}.{source.target}", self._bodies[body]
                     plans[key] = plan
                     plans |= {f"{key}/{below}": below_plan for below, below_plan in inner.items()}
         return plans
 
-    def _program(self, item: Json, module: fx.GraphModule) -> tuple[Engine, Program]:
+    def _program(self, item: Json, graph: ReadGraph) -> tuple[Engine, Program]:
         """A piece on its engine, or in PyTorch where that engine is not here (which is noted) or fails."""
         engine, pytorch = self._engines.get(item["engine"]), PyTorch()
         if engine is None or isinstance(engine, PyTorch):
-            return pytorch, pytorch.build(module)
+            return pytorch, pytorch.build(graph.module)
         try:
-            return engine, self._on_engine(item, module, engine)
+            return engine, self._on_engine(item, graph, engine)
         except EngineError as error:
             said = next(iter(str(error).splitlines()), "")
             self.notes.append(f"a segment runs in PyTorch: {said}")
             warnings.warn(self.notes[-1], stacklevel=6)
-            return pytorch, pytorch.build(module)
+            return pytorch, pytorch.build(graph.module)
 
-    def _on_engine(self, item: Json, module: fx.GraphModule, engine: Engine) -> Program:
+    def _on_engine(self, item: Json, graph: ReadGraph, engine: Engine) -> Program:
         makes: list[Made | None] = [
             None if made is None else (from_json(made[0]), None if made[1] is None else torch.Size(made[1]))
             for made in item["makes"]
         ]
-        network = None
+        only_full = bool(item["only_full"])
         if isinstance(engine, NetworkEngine):
-            network = network_from_onnx(self._reader.member(item["network"]), item["weights"], self._tensors)
-            program = engine.build(network)
-        else:
-            assert isinstance(engine, GraphEngine)
-            program = engine.build(module)
-        return with_fallback(program, Origin(engine, module, network, bool(item["only_full"])), makes)
+            origin = Origin(engine, lambda: graph.module, partial(self._network, item), only_full)
+            program = self._unpacked(item, engine)
+            if program is None:
+                assert origin.network is not None
+                program = engine.build(origin.network)
+            return with_fallback(program, origin, makes)
+        assert isinstance(engine, GraphEngine)
+        program = engine.build(graph.module)
+        return with_fallback(program, Origin(engine, graph.module, None, only_full), makes)
+
+    def _network(self, item: Json) -> Network:
+        from intarsia.runtime.archive.networks import network_from_onnx  # which takes long to import
+
+        return network_from_onnx(self._reader.member(item["network"]), item["weights"], self._tensors)
+
+    def _unpacked(self, item: Json, engine: NetworkEngine) -> Program | None:
+        """The program an engine has packed; None where it has not, or for another version or machine."""
+        told, path = item.get("packed"), self._reader.path
+        if told is None or path is None or not self._packed or told["for"] != packed_for(engine):
+            return None
+        weights = {name: self._tensors[key] for name, key in item["weights"].items()}
+        try:
+            return engine.unpack(self._reader.member(told["blob"]), told["about"], str(path), weights)
+        except EngineError as error:
+            self.notes.append(f"a segment is built anew: {next(iter(str(error).splitlines()), '')}")
+            return None
 
 
 def _input(name: str, index: int | None, buffer: str | None, constant: Json, is_constant: bool) -> GraphInput:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import io
 import os
 import platform
-from collections.abc import Mapping
-from typing import BinaryIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import fx, nn
 
 from intarsia.cache.machine import package_version, processor_name
 from intarsia.engines import Program
-from intarsia.engines.base import GraphEngine
+from intarsia.engines.base import GraphEngine, NetworkEngine, WeightFile
 from intarsia.engines.graph_program import GraphProgram
-from intarsia.errors import ArchiveError
+from intarsia.errors import ArchiveError, EngineError
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import Lowered
 from intarsia.runtime.archive.container import Writer, write_atomically
 from intarsia.runtime.archive.door import check_to_json, ranges_to_json
-from intarsia.runtime.archive.engines import engine_to_json
+from intarsia.runtime.archive.engines import engine_to_json, packed_for
 from intarsia.runtime.archive.graphs import graph_to_json
-from intarsia.runtime.archive.networks import network_to_onnx
 from intarsia.runtime.archive.structure import signature_to_json, spec_to_json
 from intarsia.runtime.archive.tensors import WEIGHTS, TensorTable
 from intarsia.runtime.archive.values import Json, to_json
@@ -32,14 +31,17 @@ from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
 
+if TYPE_CHECKING:
+    from intarsia.network import Network
+
 FORMAT, VERSION = "intarsia", 1
 
 
 def save(compiled: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a compiled module to a file that `load` reads, in any process, without the model or its code.
 
-    The file appears whole or not at all. It holds graphs, networks, weights and the plan; engines are built
-    again when it is loaded.
+    The file appears whole or not at all. It holds graphs, networks, weights, the plan, and what engines have
+    compiled, which is used where their versions and the machine are the same, and elsewhere built again.
 
     >>> import intarsia, pathlib, tempfile
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),))
@@ -49,13 +51,13 @@ def save(compiled: nn.Module, path: str | os.PathLike[str]) -> None:
     tensor([0., 2.])
     """
     manifest, saver = _prepared(compiled)
-    write_atomically(path, lambda file: _write(file, manifest, saver))
+    write_atomically(path, lambda file, beside: _write(file, manifest, saver, beside))
 
 
 def save_bytes(compiled: nn.Module) -> bytes:
-    """The file, in memory."""
+    """The file, in memory; engines will be built again, since theirs need a file to find weights in."""
     file = io.BytesIO()
-    _write(file, *_prepared(compiled))
+    _write(file, *_prepared(compiled), None)
     return file.getvalue()
 
 
@@ -71,12 +73,47 @@ def _prepared(compiled: nn.Module) -> tuple[dict[str, Json], _Saver]:
     return saver.manifest(compiled), saver
 
 
-def _write(file: BinaryIO, manifest: Mapping[str, Json], saver: _Saver) -> None:
+def _write(file: BinaryIO, manifest: dict[str, Json], saver: _Saver, path: str | None) -> None:
     writer = Writer(file)
     writer.add(WEIGHTS, saver.tensors.chunks())
     for name, data in saver.networks.items():
         writer.add(name, [data])
+    if path is not None:
+        writer.flush()
+        start = writer.places[WEIGHTS]
+        places = {key: start + place for key, place in saver.tensors.places().items()}
+        for number, packing in enumerate(saver.packings):
+            _pack(writer, packing, path, places, f"packed/{number}")
     writer.close(manifest)
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """A piece whose engine may have a form of its own for its network."""
+
+    written: dict[str, Json]  # the piece, in the manifest
+    engine: NetworkEngine
+    network: Network
+    keys: dict[str, str]  # of weights, by their names in the network
+
+
+def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], member: str) -> None:
+    """Add what the engine has compiled, if it can give that."""
+
+    def append(data: bytes) -> int:
+        writer.add(f"{member}.constants", [data])
+        writer.flush()
+        return writer.places[f"{member}.constants"]
+
+    known = {name: places[key] for name, key in packing.keys.items() if key in places}
+    try:
+        packed = packing.engine.pack(packing.network, WeightFile(path, known, append))
+    except EngineError:
+        return  # it is built again when the file is loaded, as any engine without a form of its own
+    if packed is not None:
+        writer.add(f"{member}.blob", [packed.blob])
+        told = {"blob": f"{member}.blob", "for": packed_for(packing.engine), "about": dict(packed.about)}
+        packing.written["packed"] = told
 
 
 class _Saver:
@@ -86,6 +123,7 @@ class _Saver:
         self._strategy = strategy  # of the plan, and of the plans of bodies
         self.tensors = TensorTable()
         self.networks: dict[str, bytes] = {}
+        self.packings: list[_Packing] = []
         self.engines: dict[str, Json] = {}
 
     def manifest(self, compiled: Compiled) -> dict[str, Json]:
@@ -170,10 +208,14 @@ class _Saver:
             "only_full": origin.only_full,
         }
         if origin.network is not None:
+            from intarsia.runtime.archive.networks import network_to_onnx  # which loading may do without
+
             data, keys = network_to_onnx(origin.network, self.tensors)
             member = f"networks/{len(self.networks)}.onnx"
             self.networks[member] = data
             written |= {"network": member, "weights": keys}
+            if isinstance(origin.engine, NetworkEngine):
+                self.packings.append(_Packing(written, origin.engine, origin.network, keys))
         return written
 
 

@@ -86,12 +86,23 @@ class TensorTable:
             told[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
         return told
 
-    def chunks(self) -> Iterator[Any]:
-        """The safetensors file, piece by piece."""
+    def places(self) -> dict[str, int]:
+        """Where tensors begin in the file, of those that lie there in plain order."""
+        stored, header, text = self._layout()
+        plain = {
+            key
+            for key, t in self._tensors.items()
+            if t.is_contiguous() and not t.is_complex() and t.device.type == "cpu"
+        }
+        return {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
+
+    def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
+        """The tensors as they are stored, the header that tells of them, and how it is written."""
         stored = [(key, _real(_in_order(tensor)[1])) for key, tensor in self._tensors.items()]
         # The format has no gaps: with the longest elements first, all of them lie aligned.
         stored.sort(key=lambda item: -item[1].element_size())
-        header, at = {}, 0
+        header: dict[str, Any] = {}
+        at = 0
         for key, tensor in stored:
             if tensor.dtype not in _NAMES:
                 raise ArchiveError(f"{key} holds {tensor.dtype}, for which safetensors has no name")
@@ -104,7 +115,12 @@ class TensorTable:
             at = end
         text = json.dumps(header).encode()
         text += b" " * (-(len(text) + 8) % ALIGNMENT)
-        yield struct.pack("<Q", len(text)) + text
+        return stored, header, struct.pack("<Q", len(text)) + text
+
+    def chunks(self) -> Iterator[Any]:
+        """The safetensors file, piece by piece."""
+        stored, _, text = self._layout()
+        yield text
         for _, tensor in stored:
             yield _bytes(tensor)
 

@@ -1,0 +1,103 @@
+"""A network as the model of a session: guards added, weights as values over torch's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from intarsia.engines.guards.checks import Checks
+from intarsia.engines.guards.kinds import Guards
+from intarsia.engines.guards.planner import plan_guards
+from intarsia.engines.onnxruntime.checks import add_checks
+from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
+from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
+from intarsia.network import Network
+from intarsia.network.serialize import Weights, to_proto
+
+Values = dict[str, tuple[Any, object]]  # weights for a session, each with what keeps its memory alive
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a session is made of."""
+
+    proto: Any
+    weights: Values
+    on_gpu: Values  # those that are there already, to be read where they lie
+    checks: Checks
+
+    @property
+    def data(self) -> bytes:
+        """The model as a file."""
+        return bytes(self.proto.SerializeToString(deterministic=True))
+
+
+def plain(net: Network) -> Model:
+    """The model as it is, for a session that is not run."""
+    proto, weights = to_proto(net)
+    return Model(proto, _values(weights), _weights_on_gpu(weights), Checks())
+
+
+def guarded(net: Network, guards: bool, device: str) -> Model:
+    """The model to run, its weights, and what must be checked at a call."""
+    proto, weights = to_proto(net)
+    planned = plan_guards(net, OnnxRuntimeLimits()) if guards else Guards()
+    if device == "cpu":
+        keep_signed_zeros(net, proto)
+    checks = add_checks(net, proto, planned, look_at_inputs=device == "cpu")
+    return Model(proto, _values(weights), _weights_on_gpu(weights), checks)
+
+
+_PACKING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
+
+
+def is_packed(weight: ir.Value) -> bool:
+    """Whether a kernel packs this weight, be it behind a transpose that is folded away."""
+    for use in weight.uses():
+        if use.node.op_type in _PACKING or use.node.domain:
+            return True
+        if any(
+            is_packed(output) for output in use.node.outputs if use.node.op_type in ("Transpose", "Reshape")
+        ):
+            return True
+    return False
+
+
+def _values(weights: Weights) -> Values:
+    return {name: _value(array) for name, array in weights.items()}
+
+
+def _value(array: ir.TensorProtocol) -> tuple[Any, object]:
+    """A view of a weight for ONNX Runtime, without a copy, and what keeps its memory alive."""
+    import onnxruntime as ort
+
+    data = array.numpy()
+    if not data.flags.c_contiguous:
+        data = np.ascontiguousarray(data)
+    if array.dtype in (ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2):
+        raw = data.view(np.uint16 if data.itemsize == 2 else np.uint8)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, int(array.dtype)), raw
+    return ort.OrtValue.ortvalue_from_numpy(data), data
+
+
+def is_static(net: Network) -> bool:
+    """Whether every size is a number; those that vary are computed on the CPU, by ONNX Runtime too."""
+    tensors = [*net.get_inputs(), *(t for layer in net.get_layers() for t in layer.get_outputs())]
+    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+def _weights_on_gpu(weights: Weights) -> Values:
+    """Views of the weights that are on a GPU, for ONNX Runtime to read where they lie."""
+    import onnxruntime as ort
+
+    found: Values = {}
+    for name, array in weights.items():
+        raw = getattr(array, "raw", None)
+        if isinstance(raw, torch.Tensor) and raw.is_cuda:
+            tensor = raw.detach()
+            found[name] = (ort.OrtValue.from_dlpack(tensor), tensor)
+    return found

@@ -1,0 +1,70 @@
+"""A network as an OpenVINO model over shared weights, with the guards it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from intarsia.engines.guards.checks import Checks
+from intarsia.engines.guards.planner import plan_guards
+from intarsia.engines.openvino.checks import add_checks, correct
+from intarsia.engines.openvino.core import core
+from intarsia.engines.openvino.limits import OpenVINOLimits, refuses
+from intarsia.errors import EngineError
+from intarsia.network import Network
+from intarsia.network.serialize import to_proto, weights_as_inputs
+
+
+def refusal(net: Network, precision: str, guards: bool) -> str | None:
+    """What of a small network OpenVINO's CPU plugin does not take; None if it takes all."""
+    model, _ = read(net)
+    if guards:
+        plan_guards(net, OpenVINOLimits(net), floats=False)
+    if any(op.get_type_name() == "FrameworkNode" for op in model.get_ops()):
+        return "OpenVINO's ONNX reader does not know it"
+    supported = core().query_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision})
+    for operation in model.get_ops():
+        if operation.get_friendly_name() not in supported:
+            return f"OpenVINO's CPU plugin does not take {operation.get_type_name()}"
+    return None
+
+
+def guarded(net: Network, guards: bool) -> tuple[Any, object, Checks | None]:
+    """The model to compile, what keeps its weights alive, and what must be checked at a call."""
+    model, weights = read(net)
+    checks = add_checks(net, model, plan_guards(net, OpenVINOLimits(net))) if guards else None
+    return model, weights, checks
+
+
+def read(net: Network) -> tuple[Any, object]:
+    """The model, its weights put in as constants over torch's own memory; the reader would copy them."""
+    import openvino
+
+    reason = refuses(net)
+    if reason is not None:
+        raise EngineError(reason)
+    proto, weights = to_proto(net)
+    weights_as_inputs(proto, weights)
+    model = core().read_model(proto.SerializeToString(), b"")
+    parameters = {name: p for p in model.get_parameters() for name in p.output(0).get_names()}
+    kept = []
+    for name, array in weights.items():
+        data = np.ascontiguousarray(array.numpy())
+        kept.append(data)
+        constant = openvino.op.Constant(_shared(openvino, data, array.dtype))
+        constant.set_friendly_name(name)
+        parameter = parameters[name]
+        for reader in parameter.output(0).get_target_inputs():
+            reader.replace_source_output(constant.output(0))
+        model.remove_parameter(parameter)
+    correct(model)
+    model.validate_nodes_and_infer_types()
+    return model, kept
+
+
+def _shared(openvino: Any, data: np.ndarray[Any, Any], dtype: ir.DataType) -> Any:
+    if dtype == ir.DataType.BFLOAT16:
+        return openvino.Tensor(data.view(np.uint16), data.shape, openvino.Type.bf16)
+    return openvino.Tensor(data, shared_memory=True)

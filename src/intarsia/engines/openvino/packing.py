@@ -1,0 +1,80 @@
+"""A model in OpenVINO's compiled form, whose weights stay in a file of ours."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from intarsia.engines.base import WeightFile
+from intarsia.engines.openvino.core import core
+
+# OpenVINO leaves weights out of what it exports if it has read them from a file: it knows their places there.
+_WITHOUT_WEIGHTS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
+_ALIGNMENT = 64
+
+
+def export(model: Any, config: Mapping[str, Any], file: WeightFile) -> bytes | None:
+    """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told.
+
+    The model is written as OpenVINO's own description, in which every constant is then said to lie in our
+    file; read from there and compiled, it is exported without weights.
+    """
+    import openvino
+
+    constants = {op.get_friendly_name(): op for op in model.get_ops() if op.get_type_name() == "Constant"}
+    with tempfile.TemporaryDirectory() as folder:
+        described = Path(folder, "model.xml")
+        openvino.serialize(model, described, os.devnull)
+        tree = ElementTree.parse(described)
+        found = [layer for layer in tree.iter("layer") if layer.get("type") == "Const"]
+        names = Counter(str(layer.get("name")) for layer in found)
+        if next(tree.iter("body"), None) is not None or names != Counter(list(constants)):
+            return None
+        inside = {name: op for name, op in constants.items() if name not in file.places}
+        places = {**file.places, **_appended(inside, file)}
+        for layer in found:
+            data = layer.find("data")
+            if data is None or int(data.get("size", -1)) != constants[str(layer.get("name"))].get_byte_size():
+                return None
+            data.set("offset", str(places[str(layer.get("name"))]))
+        tree.write(described)
+        read = core().read_model(described, file.path)
+        compiled = core().compile_model(read, "CPU", {**config, **_WITHOUT_WEIGHTS})
+        return bytes(compiled.export_model().getvalue())
+
+
+def _appended(constants: Mapping[str, Any], file: WeightFile) -> dict[str, int]:
+    """Put constants into the file; where each begins."""
+    joined, at = bytearray(), {}
+    for name, op in constants.items():
+        at[name] = len(joined)
+        joined += _bytes(op)
+        joined += bytes(-len(joined) % _ALIGNMENT)
+    start = file.append(bytes(joined)) if joined else 0
+    return {name: start + place for name, place in at.items()}
+
+
+def _bytes(op: Any) -> bytes:
+    raw = bytes(op.data.tobytes())
+    if len(raw) != op.get_byte_size():
+        raise ValueError(f"{op.get_friendly_name()} has {len(raw)} bytes, not {op.get_byte_size()}")
+    return raw
+
+
+def imported(blob: memoryview, config: Mapping[str, Any], path: str) -> tuple[Any, object]:
+    """The compiled model, and what keeps its memory alive."""
+    import openvino
+
+    array = np.frombuffer(blob, np.uint8)
+    if not array.flags.writeable:
+        array = array.copy()
+    tensor = openvino.Tensor(array, shared_memory=True)
+    settings = {**config, **_WITHOUT_WEIGHTS, "WEIGHTS_PATH": path}
+    return core().import_model(tensor, "CPU", settings), (array, tensor)

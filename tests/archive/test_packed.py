@@ -1,0 +1,140 @@
+"""What engines have compiled, in the file: used by the version and machine that made it, else rebuilt."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.archive.forge import members, sealed
+from torch import nn
+
+import intarsia
+from intarsia.engines import OnnxRuntime, OpenVINO
+from intarsia.errors import ArchiveError
+from intarsia.runtime.archive.container import MANIFEST
+
+ENGINES = {"openvino": OpenVINO, "onnxruntime": OnnxRuntime}
+X = torch.linspace(-1, 1, 64).reshape(2, 32)
+
+
+@pytest.fixture(params=ENGINES)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)).eval()
+    fast = intarsia.compile(model, (X,), engines=request.param, min_block_size=1)
+    intarsia.save(fast, tmp_path / "m")
+    return request.param, tmp_path / "m", fast(X)
+
+
+def _no_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let engines that read a network say so."""
+    built: list[str] = []
+    for name, kind in ENGINES.items():
+        old = kind.build
+
+        def build(self: object, net: object, old: object = old, name: str = name) -> object:
+            built.append(name)
+            return old(self, net)  # type: ignore[operator]
+
+        monkeypatch.setattr(kind, "build", build)
+    return built
+
+
+def test_no_engine_is_built_where_it_was_made(
+    saved: tuple[str, Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, path, expected = saved
+    built = _no_build(monkeypatch)
+    loaded = intarsia.load(path)
+    assert not built
+    assert loaded.plan.engines == (name,)
+    assert torch.equal(loaded(X), expected)
+    assert torch.equal(intarsia.load(path, packed=False)(X), expected)
+    assert built == [name]
+
+
+@pytest.mark.parametrize("what", ["version", "machine", "options"])
+def test_another_version_machine_or_option_builds_it_again(
+    saved: tuple[str, Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    name, path, expected = saved
+    built, given = _no_build(monkeypatch), None
+    if what == "version":
+        monkeypatch.setattr("intarsia.runtime.archive.engines.package_version", lambda name: "0.0")
+    elif what == "machine":
+        monkeypatch.setattr("intarsia.runtime.archive.engines.processor_features", lambda: "none")
+    else:
+        given = ENGINES[name](threads=3)
+    loaded = intarsia.load(path, engines=given)
+    assert built == [name]
+    assert torch.allclose(loaded(X), expected, atol=1e-6)
+
+
+def test_a_blob_that_its_engine_refuses_is_rebuilt_and_told(
+    saved: tuple[str, Path, torch.Tensor], tmp_path: Path
+) -> None:
+    _, path, expected = saved
+
+    def swap(manifest: dict[str, object], found: dict[str, bytes]) -> None:
+        found["packed/0.blob"] = b"no model" * 40
+
+    (tmp_path / "forged").write_bytes(sealed(path.read_bytes(), swap))
+    loaded = intarsia.load(tmp_path / "forged")
+    assert torch.equal(loaded(X), expected)
+    assert any("built anew" in note for note in loaded.notes)
+
+
+def test_a_loaded_module_is_saved_and_guarded_like_the_first(
+    saved: tuple[str, Path, torch.Tensor], tmp_path: Path
+) -> None:
+    _, path, expected = saved
+    loaded = intarsia.load(path)
+    intarsia.save(loaded, tmp_path / "again")
+    again = intarsia.load(tmp_path / "again")
+    assert torch.equal(again(X), expected)
+    odd = torch.full_like(X, float("nan"))
+    assert torch.equal(again(odd), loaded(odd)) or bool(again(odd).isnan().all())
+
+
+def test_damaged_weights_are_refused_though_they_are_checked_last(
+    saved: tuple[str, Path, torch.Tensor],
+) -> None:
+    _, path, _ = saved
+    data = bytearray(path.read_bytes())
+    weights = members(bytes(data))["weights.safetensors"]
+    at = bytes(data).index(weights) + len(weights) - 5
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(ArchiveError, match=r"weights\.safetensors does not fit its digest"):
+        intarsia.load(path)
+
+
+def test_weights_of_a_file_are_held_once_and_every_member_has_digests(
+    saved: tuple[str, Path, torch.Tensor],
+) -> None:
+    _, path, _ = saved
+    found = members(path.read_bytes())
+    told = json.loads(found[MANIFEST])["members"]
+    assert {"sha256", "sums", "size"} == set(told["weights.safetensors"])
+    assert len(found["packed/0.blob"]) < 20_000  # of 11 kB of weights, which are not in it
+
+
+def test_loading_imports_no_more_than_it_needs(saved: tuple[str, Path, torch.Tensor]) -> None:
+    """A second of sympy and ONNX is more than loading takes: fixed sizes and packed engines need neither."""
+    _, path, _ = saved
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import intarsia
+intarsia.load({str(path)!r})(torch.zeros(2, 32))
+unwanted = {{"onnx", "onnx_ir", "onnxscript", "sympy", "mpmath", "transformers", "typer", "rich", "fastapi"}}
+rooms = "convert rewrite partition build choose compiler report pipeline network cli fuzz"
+unwanted |= {{f"intarsia.{{room}}" for room in rooms.split()}}
+print(sorted(unwanted & (set(sys.modules) - before)))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
