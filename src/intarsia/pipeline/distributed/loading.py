@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from intarsia.errors import InputError
 from intarsia.pipeline.distributed.saved import is_checkpoint
+from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
 
-Gather = Callable[[Tensor], list[Tensor]]
-
 
 def materialise(
-    stages: StageSequence, weights: Weights, held: Sequence[int], device: torch.device, gather: Gather
+    stages: StageSequence, weights: Weights, held: Sequence[int], device: torch.device, world: World
 ) -> None:
     """Give the `held` stages memory, and their weights from safetensors; refused on every rank if on one.
 
@@ -31,8 +29,8 @@ def materialise(
             load_stages(stages, weights, held, device)
     except InputError as error:
         refusal = str(error)
-    told = gather(torch.tensor([int(bool(refusal))], device=device))
-    refused = [rank for rank, word in enumerate(told) if int(word)]
+    told = world.gather(torch.tensor([int(bool(refusal))], device=device))
+    refused = [rank for rank, word in told.items() if int(word)]
     if refused:
         raise InputError(refusal or f"rank {refused[0]} could not load its weights; its own error says why")
 

@@ -44,14 +44,22 @@ class MicrobatchLoss:
         self._targets: list[Any] = []
         self._shares: list[float] = []
 
-    def begin(self, targets: Sequence[Any]) -> None:
-        """Start a batch whose micro-batches have these targets."""
+    def weigh(self, targets: Sequence[Any]) -> list[float]:
+        """How much each micro-batch counts."""
+        return [1.0 if self.reduction == "sum" else self._weigh(t) for t in targets]
+
+    def knows(self, target: Any) -> bool:
+        """Whether the weights say over how much a loss averages, and are no mere ones."""
+        if self.reduction == "sum" or callable(self.weight):
+            return True
+        return self.weight != "equal" and token_count(self.loss_fn, target) is not None
+
+    def begin(self, targets: Sequence[Any], weights: Sequence[float], total: float) -> None:
+        """Start a batch of these micro-batches; `total` is the weight of all replicas."""
         self._targets = list(targets)
         if self.reduction == "sum":
             self._shares = [1.0] * len(targets)
             return
-        weights = [self._weigh(t) for t in targets]
-        total = sum(weights)
         # Nothing to average over: the plain loss is 0/0 too, and says so.
         self._shares = [w / total if total else 1 / len(targets) for w in weights]
 
@@ -70,10 +78,14 @@ class MicrobatchLoss:
         """Refuse a loss of micro-batches that is not the loss of the batch."""
         if not self.check:
             return
+        part = 1.0 if self.reduction == "sum" else sum(self._shares)  # of this replica
+        if part == 0.0:
+            return
         with torch.no_grad():
             whole = call_loss(self.loss_fn, output, target)
         if not isinstance(whole, Tensor) or whole.ndim:
             return
+        loss = loss / part
         tolerance = 2e-5 if whole.dtype in (torch.float32, torch.float64) else 2e-2
         if not torch.allclose(
             whole.to(loss.dtype), loss, rtol=tolerance, atol=tolerance / 10, equal_nan=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,9 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
-from intarsia.errors import InputError, PartitionError, PipelineError
-from intarsia.pipeline.distributed.batch import bare, divide, divide_target, join
+from intarsia.errors import PartitionError, PipelineError
+from intarsia.pipeline.distributed.agreement import Terms, agree
+from intarsia.pipeline.distributed.batch import bare, join
 from intarsia.pipeline.distributed.loading import materialise, weights_of
 from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction, mean_inside
 from intarsia.pipeline.distributed.placement import (
@@ -27,7 +29,6 @@ from intarsia.pipeline.distributed.placement import (
 )
 from intarsia.pipeline.distributed.precision import (
     Borders,
-    Precision,
     borders_under_autocast,
     current_precision,
     uncached_autocast,
@@ -36,17 +37,13 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint
 from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.wire import wire_spec
+from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.schedule.schedules import refusal
 from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.tied import TiedGradients
 from intarsia.pipeline.stages.weights import Weights
-
-_LOST = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|pair is not connected|NCCL", re.IGNORECASE
-)
-_PRECISIONS: tuple[Precision, ...] = (None, torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,9 @@ class DistributedPipeline(RankStages):
             (True), none, or some by number.
         device: where this rank's stages live.
         group: the process group of the pipeline's ranks.
+        mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
+            them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
+            the loss are those of all batches together.
         weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
             its own stages and no others; `Weights(path, ...)` for more. Stages on the meta device need it.
     """
@@ -97,6 +97,7 @@ class DistributedPipeline(RankStages):
         checkpoint: bool | Collection[int] = False,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         weights: str | Path | Weights | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -105,38 +106,43 @@ class DistributedPipeline(RankStages):
             )
         if n_microbatches < 1:
             raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
-        self.signature, self.group, self.n_microbatches = stages.signature, group, n_microbatches
+        self.signature, self.n_microbatches = stages.signature, n_microbatches
         if n_microbatches > 1:
             self.signature.check_divisible(front=True)
         self.loss = None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
         self.checkpoint = _numbers(checkpoint, len(stages))
         if self.loss is not None and loss_weight is None and n_microbatches > 1:
             _refuse_mean_inside(stages)
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        world = World(group, mesh)
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
-        self.stage_ranks = stage_ranks(len(stages), self.world, self.schedule_class)
-        reason = refusal(schedule, self.world, n_microbatches)
+        self.stage_ranks = stage_ranks(len(stages), world.size, self.schedule_class)
+        reason = refusal(schedule, world.size, n_microbatches)
         if reason is not None:
             raise PartitionError(reason)
-        check_agreement(stages, group, self.device)
-        connect(self.stage_ranks, group, self.device)
+        check_agreement(stages, world.everyone, self.device)
+        connect(self.stage_ranks, world.pipeline, self.device)
         self._stages = list(stages)
         for stage in self._stages:
             if isinstance(stage, Stage):
                 retarget(stage.program, self.device)  # those of other ranks run on fake tensors
         self._borders: Borders = [_border_specs(s) for s in stages]
-        held = [i for i, rank in enumerate(self.stage_ranks) if rank == self.rank]
+        held = [i for i, rank in enumerate(self.stage_ranks) if rank == world.rank]
         source = weights_of(weights)
         if source is None:
             stages.check_memory()
         else:
-            materialise(stages, source, held, self.device, self._gather)
+            materialise(stages, source, held, self.device, world)
         parts = {i: placed(stages[i], self.device) for i in held}
-        super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, group, self.device)
+        super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, world, self.device)
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
-        self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, group)
+        self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
+        world.begin_equal([t for part in parts.values() for t in (*part.parameters(), *part.buffers())])
+        written = [s for s in parts.values() if isinstance(s, Stage) and s.form.written]
+        self._statistics = [b for s in written for b in s.buffers()]
+        first, last = self.stage_ranks[0], self.stage_ranks[-1]
+        self._terms = Terms(self.signature, world, n_microbatches, self.device, first, last)
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
         # Every border is checked now, so that nothing is refused in the middle of a step.
         for takes, _ in self._borders[1:]:
@@ -164,6 +170,13 @@ class DistributedPipeline(RankStages):
             raise PartitionError("step needs loss_fn; without one call infer")
         return self._run(args, kwargs, target, self.loss)
 
+    def shard(self, batch: Any) -> Any:
+        """This replica's part of a batch: every tensor in it is cut along its first dimension.
+
+        `world.replica` and `world.replicas` are what a `DistributedSampler` takes.
+        """
+        return pytree.tree_map_only(Tensor, self.world.share, batch)
+
     def infer(self, *args: Any, **kwargs: Any) -> Any:
         """Forward alone over one batch; the outputs, on the rank of the last stage."""
         with torch.no_grad():
@@ -172,36 +185,35 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
-        tensors, lengths = self._agree(args, kwargs, target)
-        borders, run = self._schedule(loss, lengths)
+        batch = agree(self._terms, args, kwargs, target, loss)
+        borders, run = self._schedule(loss, batch.lengths)
+        if loss is not None:
+            self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
         losses: list[Tensor] = []
         options: dict[str, Any] = {}
-        try:
-            if self.is_last and loss is not None:
-                loss.begin(divide_target(target, self.n_microbatches))
-                options = {"target": torch.arange(self.n_microbatches), "losses": losses}
-            with (
-                uncached_autocast(self.device),
-                nullcontext() if loss is None else self._tied.collecting(),
-                _dense_gradients(self.parameters()),
-            ):
-                chunks = run.step(tensors if self.is_first else (), options)
-        except RuntimeError as error:
-            if _LOST.search(str(error)):
-                raise PipelineError(
-                    f"rank {self.rank} lost {self._neighbours()} in the middle of a step: {error}"
-                ) from error
-            raise
-        finally:
-            if loss is not None:
-                loss.end()
+        if self.is_last and loss is not None:
+            loss.begin(batch.targets, batch.weights, batch.total)
+            options = {"target": torch.arange(self.n_microbatches), "losses": losses}
+        with (
+            self.world.watched("in the middle of a step"),
+            uncached_autocast(self.device),
+            nullcontext() if loss is None else self.world.summing(self.parameters()),
+            nullcontext() if loss is None else self._tied.collecting(),
+            _dense_gradients(self.parameters()),
+        ):
+            chunks = run.step(batch.tensors if self.is_first else (), options)
         result = StepResult(None, None)
         if self.is_last and run.failure.error is None:
             try:
                 result = self._result(borders, chunks, losses, target, loss)
             except Exception as error:
                 run.failure.note(error, "the loss of the whole batch")
+        if loss is not None:
+            loss.end()
         self._raise_together(run.failure)
+        if result.loss is not None:
+            with self.world.watched("in the middle of a step"):
+                self.world.sum_over_replicas(result.loss)
         return result
 
     def _result(
@@ -222,64 +234,15 @@ class DistributedPipeline(RankStages):
 
     def _raise_together(self, failure: Failure) -> None:
         """Raise on every rank what any rank failed with."""
-        mine = torch.tensor([int(failure.error is not None)], device=self.device)
-        flags = self._gather(mine)
-        failed = [r for r, flag in enumerate(flags) if int(flag)]
+        flags = self.world.gather(torch.tensor([int(failure.error is not None)], device=self.device))
+        failed = [r for r, flag in flags.items() if int(flag)]
         if not failed:
             return
-        words = [f"{type(failure.error).__name__} in {failure.where}: {failure.error}"]
-        shared: list[Any] = [None] * self.world
-        dist.all_gather_object(shared, words, group=self.group)
+        words = f"{type(failure.error).__name__} in {failure.where}: {failure.error}"
+        shared = self.world.gather_objects(words)
         if failure.error is not None:
             raise failure.error
-        raise PipelineError(f"rank {failed[0]} failed with {shared[failed[0]][0]}")
-
-    def _agree(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[list[Tensor], dict[str, int]]:
-        """Let every rank know the lengths of this batch, or that some rank refused it."""
-        names = sorted(self.signature.example)
-        tensors: list[Tensor] = []
-        lengths: dict[str, int] = {}
-        refusal = ""
-        try:
-            if self.is_first:
-                given = self.signature.flatten(args, kwargs)
-                tensors, lengths = divide(self.signature, given, self.n_microbatches, self.device)
-            if self.is_last and target is not None:
-                divide_target(target, self.n_microbatches)
-        except InputError as error:
-            refusal = str(error)
-        precision = _PRECISIONS.index(current_precision(self.device))
-        message = [int(bool(refusal)), precision, *(lengths.get(n, -1) for n in names)]
-        gathered = self._gather(torch.tensor(message, device=self.device))
-        refused = [r for r, t in enumerate(gathered) if int(t[0])]
-        if refusal:
-            raise InputError(refusal)
-        if refused:
-            raise InputError(f"rank {refused[0]} refused this batch; its own error says why")
-        for rank, numbers in enumerate(gathered):
-            if int(numbers[1]) != precision:
-                mine, other = (_autocast(_PRECISIONS[p]) for p in (precision, int(numbers[1])))
-                raise InputError(f"rank {self.rank} steps {mine}, but rank {rank} {other}")
-        first = gathered[self.stage_ranks[0]]
-        return tensors, {n: int(v) for n, v in zip(names, first[2:], strict=True)}
-
-    def _gather(self, mine: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(mine) for _ in range(self.world)]
-        try:
-            dist.all_gather(gathered, mine, group=self.group)
-        except RuntimeError as error:
-            others = " or ".join(f"rank {r}" for r in range(self.world) if r != self.rank)
-            raise PipelineError(f"rank {self.rank} lost {others} between steps: {error}") from error
-        return gathered
-
-    def _neighbours(self) -> str:
-        """The ranks this one exchanges values with; a connection that closed leads to one of them."""
-        near = {
-            self.stage_ranks[s] for i in self.parts for s in (i - 1, i + 1) if s in range(len(self._stages))
-        }
-        return " or ".join(f"rank {r}" for r in sorted(near - {self.rank})) or "another rank"
+        raise PipelineError(f"rank {failed[0]} failed with {shared[failed[0]]}")
 
     def _schedule(
         self, loss: MicrobatchLoss | None, lengths: Mapping[str, int]
@@ -297,7 +260,7 @@ class DistributedPipeline(RankStages):
                 self.n_microbatches,
                 self.checkpoint,
                 self.device,
-                self.group,
+                self.world.pipeline,
             )
             specs: Any = borders[-1][1]
 
@@ -325,10 +288,6 @@ def _refuse_mean_inside(stages: StageSequence) -> None:
             " different numbers of them: give loss_weight=, a function of a micro-batch's target (with"
             " target=labels, say lambda labels: (labels != -100).sum()), or loss_weight='equal'"
         )
-
-
-def _autocast(precision: Precision) -> str:
-    return "without autocast" if precision is None else f"under autocast to {precision}"
 
 
 @contextmanager

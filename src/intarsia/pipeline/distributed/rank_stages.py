@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from intarsia.errors import InputError
 from intarsia.pipeline.distributed.clip import clip_by_global_norm
 from intarsia.pipeline.distributed.saved import load_checkpoint, save_checkpoint
+from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.stages.tied import Tied
 
 
@@ -25,12 +25,12 @@ class RankStages:
         keys: Iterable[str],
         ties: Sequence[Tied],
         stage_ranks: Sequence[int],
-        group: dist.ProcessGroup | None,
+        world: World,
         device: torch.device,
     ) -> None:
         self.parts, self.keys, self.ties = dict(parts), frozenset(keys), tuple(ties)
-        self.stage_ranks, self.group, self.device = list(stage_ranks), group, device
-        self.rank = dist.get_rank(group)
+        self.stage_ranks, self.world, self.device = list(stage_ranks), world, device
+        self.rank = world.rank
 
     @property
     def modules(self) -> nn.ModuleList:
@@ -69,11 +69,11 @@ class RankStages:
 
     def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of model and optimizer that any other cut can load. All ranks call it."""
-        save_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.group)
+        save_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.world.everyone)
 
     def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read this rank's share of a checkpoint, whatever cut wrote it. All ranks call it."""
-        load_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.group)
+        load_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.world.everyone)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this rank's parameters."""
@@ -93,7 +93,8 @@ class RankStages:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, which is the plain model's; returns it."""
         counted = [p for n, p in self.named_parameters().items() if self._counts(n)]
-        return clip_by_global_norm(self.parameters(), counted, max_norm, norm_type, self.group, self.device)
+        group = self.world.pipeline  # the replicas' gradients are the same
+        return clip_by_global_norm(self.parameters(), counted, max_norm, norm_type, group, self.device)
 
     def _counts(self, name: str) -> bool:
         """Whether this rank is the first that holds a parameter."""

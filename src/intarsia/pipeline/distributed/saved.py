@@ -89,6 +89,15 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / ".metadata").is_file()
 
 
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest whole checkpoint among the folders in `folder`, or None.
+
+    The metadata are written last, so a checkpoint that was cut off has none, and does not count.
+    """
+    found = [p for p in Path(folder).glob("*") if is_checkpoint(p)]
+    return max(found, key=lambda p: (p / ".metadata").stat().st_mtime_ns, default=None)
+
+
 def _stored(path: str | Path) -> dict[str, TensorStorageMetadata]:
     if not is_checkpoint(path):
         raise InputError(f"{path} holds no checkpoint")

@@ -55,9 +55,12 @@ class TiedGradients:
             if len(ranks) == 1:
                 continue  # one object on one rank: autograd sums by itself
             members = tuple(_global(r, group) for r in ranks)
-            # Every rank makes every group, in the same order, whether it is a member or not.
+            # Every rank of the world makes every group, in the same order, whether it is a member or not.
             if members not in groups:
-                groups[members] = dist.new_group(list(members))
+                if group is None:
+                    groups[members] = dist.new_group(list(members))
+                elif dist.get_rank() in members:  # beside other pipelines, which know nothing of this one
+                    groups[members] = dist.new_group(list(members), use_local_synchronization=True)
             stage = next((s for s in tie.stages if s in parts), None)
             if stage is None:
                 continue
