@@ -1,6 +1,8 @@
 """Pipelines: a model cut into balanced stages that work on different micro-batches at the same time."""
 
 from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_cost, balance_stages
+from intarsia.pipeline.cluster.cluster import Cluster
+from intarsia.pipeline.cluster_planner import ClusterPlan
 from intarsia.pipeline.gpipe.checkpoint import is_checkpointing, is_recomputing
 from intarsia.pipeline.gpipe.gpipe import BalanceError, GPipe
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
@@ -14,6 +16,8 @@ from intarsia.pipeline.split import split
 __all__ = [
     "SCHEDULES",
     "BalanceError",
+    "Cluster",
+    "ClusterPlan",
     "GPipe",
     "Namespace",
     "PipelinePlan",

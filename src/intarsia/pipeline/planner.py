@@ -6,13 +6,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.cluster.cluster import Cluster
+from intarsia.pipeline.cluster_planner import ClusterPlan, plan_on_cluster
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.schedule.schedules import SCHEDULES, refusal, schedule
@@ -87,6 +90,7 @@ class PipelinePlan:
         return "\n".join(lines)
 
 
+@overload
 def plan_pipeline(
     model: nn.Module,
     args: Sequence[Any],
@@ -94,23 +98,85 @@ def plan_pipeline(
     *,
     devices: int,
     memory: int | None = None,
+    schedules: Sequence[str] = ...,
+    microbatches: Sequence[int] | None = None,
+    bandwidth: float = ...,
+    latency: float = ...,
+    slack: float = ...,
+) -> PipelinePlan: ...
+
+
+@overload
+def plan_pipeline(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    cluster: Cluster | str | Path,
+    batch: int | None = None,
+    replicas: Sequence[int] | None = None,
+    schedules: Sequence[str] = ...,
+    microbatches: Sequence[int] | None = None,
+    agree: bool = False,
+) -> ClusterPlan: ...
+
+
+def plan_pipeline(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    devices: int | None = None,
+    cluster: Cluster | str | Path | None = None,
+    batch: int | None = None,
+    replicas: Sequence[int] | None = None,
+    agree: bool = False,
+    memory: int | None = None,
     schedules: Sequence[str] = tuple(SCHEDULES),
     microbatches: Sequence[int] | None = None,
     bandwidth: float = 10e9,
     latency: float = 20e-6,
     slack: float = 0.02,
-) -> PipelinePlan:
+) -> PipelinePlan | ClusterPlan:
     """The fastest predicted way to train `model` on batches like `args` over `devices` devices.
 
     Costs are measured here at each micro-batch size; `memory` is the bytes of a device (weights, gradients,
     two optimizer moments, and what waits for backward); `bandwidth` (bytes a second) and `latency` (seconds)
     are the links'.
 
+    With `cluster`, a description or its JSON file, in place of `devices`, the number of stages and replicas
+    is found too, for steps of `batch` samples (as many as the example has) in all: a `ClusterPlan`. Under
+    torchrun `agree` lets rank 0 measure and plan for all.
+
     >>> model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     >>> plan = plan_pipeline(model, (torch.randn(8, 16),), devices=2, schedules=["1F1B"], microbatches=[2])
     >>> plan.choice.schedule, len(plan.stages)
     ('1F1B', 2)
     """
+    unknown = [name for name in schedules if name not in SCHEDULES]
+    if unknown:
+        raise PartitionError(f"schedule={unknown[0]!r} is none of {', '.join(SCHEDULES)}")
+    if cluster is not None:
+        if devices is not None or memory is not None:
+            raise PartitionError(
+                "the cluster says how many devices there are and their memory; give one of them"
+            )
+        described = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
+        return plan_on_cluster(
+            model,
+            args,
+            kwargs,
+            described,
+            batch=batch,
+            schedules=schedules,
+            microbatches=microbatches,
+            replicas=replicas,
+            agree=agree,
+        )
+    if devices is None:
+        raise PartitionError("a plan needs devices=, their number, or cluster=, their description")
+    if batch is not None or replicas is not None or agree:
+        raise PartitionError("batch=, replicas= and agree= go with cluster=")
     captured = trace(model, args, kwargs)
     tensors = captured.signature.flatten(args, kwargs)
     tried: list[Candidate] = []

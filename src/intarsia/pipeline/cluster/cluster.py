@@ -1,0 +1,149 @@
+"""A cluster of equal devices: how many, their memory and speed, and the links between them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from intarsia.errors import PartitionError
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two devices: bytes a second, and seconds until the first byte arrives."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, count: float) -> float:
+        """How long so many bytes take.
+
+        >>> Link(bandwidth=1e9, latency=1e-3).seconds(1e6)
+        0.002
+        """
+        return self.latency + count / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many devices, in hosts of `per_host`; numbers are bytes, seconds and bytes a second.
+
+    `speed` is how many times as fast a device is as the one where costs were measured. `handover` is what a
+    rank spends on each pass of a micro-batch beside computing: taking its tensors, giving them on, Python.
+    """
+
+    devices: int
+    memory: int
+    within: Link  # between devices of a host
+    between: Link  # between hosts
+    per_host: int
+    speed: float = 1.0
+    handover: float = 0.0
+
+    @staticmethod
+    def read(path: str | Path) -> Cluster:
+        """The cluster of a JSON file; anything in it that means nothing, or cannot be, is refused."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise PartitionError(f"the cluster {path} cannot be read: {error.strerror}") from error
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise PartitionError(f"the cluster {path} is not JSON: {error}") from error
+        return Cluster.of(data)
+
+    @staticmethod
+    def of(data: Any) -> Cluster:
+        """The cluster of what a JSON file holds.
+
+        >>> Cluster.of({"devices": 4, "memory": 16e9, "link": {"bandwidth": 1e10}}).per_host
+        4
+        """
+        known = {*(f.name for f in fields(Cluster)), "link"}
+        found = _object(data, "the cluster", known)
+        for name in ("devices", "memory"):
+            if name not in found:
+                raise PartitionError(f"the cluster has no {name!r}")
+        devices = _whole(found["devices"], "devices")
+        per_host = _whole(found.get("per_host", devices), "per_host")
+        if "link" in found and ("within" in found or "between" in found):
+            raise PartitionError("the cluster has 'link', for all, and 'within' or 'between' too; give one")
+        inside = found.get("link", found.get("within"))
+        outside = found.get("link", found.get("between"))
+        if inside is None and per_host > 1 and devices > 1:
+            raise PartitionError("the cluster has no 'within': the link between devices of a host")
+        if outside is None and per_host < devices:
+            raise PartitionError(
+                f"the cluster has no 'between': {devices} devices are on hosts of {per_host}, to be linked"
+            )
+        unused = Link(math.inf)
+        return Cluster(
+            devices,
+            _whole(found["memory"], "memory"),
+            unused if inside is None else _link(inside, "within"),
+            unused if outside is None else _link(outside, "between"),
+            per_host,
+            _number(found.get("speed", 1.0), "speed"),
+            _number(found.get("handover", 0.0), "handover", least_open=False),
+        )
+
+    def link(self, first: int, second: int) -> Link:
+        """The link between two devices, by number."""
+        return self.within if first // self.per_host == second // self.per_host else self.between
+
+    def chain(self, ranks: int, replicas: int) -> list[Link]:
+        """For each rank of a pipeline the link to the next one, and from the last to the first: the slowest
+        of all replicas.
+
+        Replica k holds the devices k * ranks and following.
+        """
+        slow = [False] * ranks
+        for replica in range(min(replicas, math.lcm(ranks, self.per_host) // ranks)):
+            begin = replica * ranks
+            for r in range(ranks):
+                if self.link(begin + r, begin + (r + 1) % ranks) is self.between:
+                    slow[r] = True
+        return [self.between if s else self.within for s in slow]
+
+    def averaging(self, ranks: int, replicas: int) -> Link:
+        """The link over which replicas of a stage average their gradients."""
+        return self.within if ranks * replicas <= self.per_host else self.between
+
+
+def _object(data: Any, what: str, known: set[str]) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise PartitionError(f"{what} must be a JSON object, not {type(data).__name__}")
+    for name in data:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f": it has {', '.join(sorted(known))}"
+            raise PartitionError(f"{what} has {name!r}, which means nothing{hint}")
+    return data
+
+
+def _link(data: Any, name: str) -> Link:
+    found = _object(data, name, {"bandwidth", "latency"})
+    if "bandwidth" not in found:
+        raise PartitionError(f"{name} has no 'bandwidth', in bytes a second")
+    latency = _number(found.get("latency", 0.0), f"{name}.latency", least_open=False)
+    return Link(_number(found["bandwidth"], f"{name}.bandwidth"), latency)
+
+
+def _number(value: Any, name: str, *, least_open: bool = True) -> float:
+    right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not right or value < 0 or (least_open and value == 0):
+        raise PartitionError(
+            f"{name}={value!r} must be a number of {'more than' if least_open else 'at least'} 0"
+        )
+    return float(value)
+
+
+def _whole(value: Any, name: str) -> int:
+    number = _number(value, name)
+    if number != int(number):
+        raise PartitionError(f"{name}={value!r} must be a whole number")
+    return int(number)

@@ -1,0 +1,285 @@
+"""Clusters: their description, the fast simulation, and a search that never leaves the best out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_distributed import assert_passed, launch
+from torch import nn
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.cluster.bounds import least_memory, least_seconds, near_memory, near_seconds
+from intarsia.pipeline.cluster.cluster import Cluster
+from intarsia.pipeline.cluster.layers import LayerLine, StageTable, merge
+from intarsia.pipeline.cluster.play import order, peak_memory, play
+from intarsia.pipeline.cluster.search import search, simulate_layout
+from intarsia.pipeline.cluster.space import Layout, Space
+from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.planner import plan_pipeline
+from intarsia.pipeline.schedule.schedules import SCHEDULES, refusal, schedule
+from intarsia.pipeline.schedule.simulate import simulate
+
+FAST = {"bandwidth": 1e9, "latency": 1e-5}
+SLOW = {"bandwidth": 1e7, "latency": 1e-3}
+NUMBERS = st.floats(0, 4, allow_subnormal=False).map(lambda x: round(x, 3))
+
+
+def test_a_cluster_is_read_from_a_file(tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(
+        json.dumps(
+            {"devices": 16, "memory": 80e9, "per_host": 8, "within": FAST, "between": SLOW, "handover": 1e-4}
+        )
+    )
+    cluster = Cluster.read(path)
+    assert (cluster.devices, cluster.memory, cluster.handover) == (16, 80_000_000_000, 1e-4)
+    assert cluster.link(0, 7) is cluster.within and cluster.link(7, 8) is cluster.between
+    assert [link is cluster.between for link in cluster.chain(4, 1)] == [False] * 4
+    # Three ranks a replica: the second replica's first link, or the third's, may cross hosts.
+    assert [link is cluster.between for link in cluster.chain(3, 5)] == [False, True, True]
+    assert cluster.averaging(2, 4) is cluster.within and cluster.averaging(2, 5) is cluster.between
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ([], "the cluster must be a JSON object, not list"),
+        ({"memory": 1, "link": FAST}, "the cluster has no 'devices'"),
+        ({"devices": 2, "link": FAST}, "the cluster has no 'memory'"),
+        ({"devices": 2.5, "memory": 1, "link": FAST}, "devices=2.5 must be a whole number"),
+        ({"devices": 0, "memory": 1, "link": FAST}, "devices=0 must be a number of more than 0"),
+        ({"devices": True, "memory": 1, "link": FAST}, "devices=True must be a number"),
+        ({"devices": 2, "memory": 1}, "the cluster has no 'within'"),
+        (
+            {"devices": 2, "memory": 1, "per_host": 1},
+            "the cluster has no 'between': 2 devices are on hosts of 1",
+        ),
+        ({"devices": 2, "memory": 1, "link": FAST, "within": FAST}, "has 'link', for all, and 'within'"),
+        ({"devices": 2, "memory": 1, "link": {"latency": 1}}, "within has no 'bandwidth'"),
+        ({"devices": 2, "memory": 1, "link": {"bandwith": 1}}, "within has 'bandwith', .*mean 'bandwidth'"),
+        ({"devices": 2, "memory": 1, "link": FAST, "spead": 2}, "has 'spead', .*did you mean 'speed'"),
+        (
+            {"devices": 2, "memory": 1, "link": FAST, "handover": -1},
+            "handover=-1 must be a number of at least 0",
+        ),
+        ({"devices": 2, "memory": 1, "link": {"bandwidth": float("nan")}}, "within.bandwidth=nan must be"),
+    ],
+)
+def test_a_wrong_description_is_refused(data, sentence):
+    with pytest.raises(PartitionError, match=sentence):
+        Cluster.of(data)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    with pytest.raises(PartitionError, match="cannot be read"):
+        Cluster.read(tmp_path / "none.json")
+    (tmp_path / "junk.json").write_text("{")
+    with pytest.raises(PartitionError, match="is not JSON"):
+        Cluster.read(tmp_path / "junk.json")
+
+
+@st.composite
+def schedules(draw):
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    ranks = draw(st.integers(1, 5))
+    m = draw(st.integers(1, 10))
+    per_rank = draw(st.integers(1, 3)) if name == "Interleaved1F1B" else 1
+    return name, ranks, m * ranks if name == "Interleaved1F1B" else m, per_rank
+
+
+@given(schedules())
+def test_arrays_of_slots_are_the_schedule(problem):
+    name, ranks, m, per_rank = problem
+    slots = schedule(name, ranks, m, per_rank)
+    arrays = order(name, ranks, m, per_rank)
+    letters = "FBIW"
+    for rank, steps in enumerate(slots.ranks):
+        columns = zip(
+            arrays.stages[rank].tolist(),
+            arrays.actions[rank].tolist(),
+            arrays.microbatches[rank].tolist(),
+            strict=True,
+        )
+        assert [f"{s}{letters[a]}{i}" for s, a, i in columns] == list(map(str, steps))
+
+
+@given(schedules(), st.data())
+def test_the_fast_simulation_is_the_slow_one(problem, data):
+    name, ranks, m, per_rank = problem
+    count = ranks * per_rank
+    costs = data.draw(
+        st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=count, max_size=count).map(
+            lambda rows: [Cost(*row, saved=3 + i, weights=5 * i) for i, row in enumerate(rows)]
+        )
+    )
+    links = data.draw(st.lists(NUMBERS, min_size=count - 1, max_size=count - 1))
+    recompute = data.draw(st.booleans())
+    borders = list(range(1, count))
+    want = simulate(
+        schedule(name, ranks, m, per_rank), costs, links=links, borders=borders, checkpoint=recompute
+    )
+    table = StageTable(
+        np.array([[c.forward, c.backward_input, c.backward_weight] for c in costs]).T.reshape(3, count),
+        np.array([float(c.saved) for c in costs]),
+        np.array([float(c.weights) for c in costs]),
+        np.array(borders, float),
+    )
+    slots = order(name, ranks, m, per_rank)
+    ends = play(slots, table, np.array(links, float), recompute)
+    assert ends.max() == pytest.approx(want.step_time, rel=1e-12)
+    # A pass of no length holds nothing in the slow one, which looks at times; here every pass does.
+    if all(min(c.forward, c.backward_input, c.backward_weight) > 0 for c in costs):
+        assert peak_memory(slots, table, recompute, 4).tolist() == list(want.peak_memory_by_rank)
+
+
+@st.composite
+def spaces(draw):
+    n = draw(st.integers(1, 6))
+    seconds = st.floats(0.01, 2).map(lambda x: round(x, 2))
+
+    def rows(strategy):
+        return np.array([[draw(strategy) for _ in range(n)] for _ in range(3)])
+
+    line = LayerLine(
+        rows(st.sampled_from([0.0, 0.5])),
+        rows(seconds),
+        np.array([float(draw(st.integers(0, 9))) for _ in range(n)]),
+        np.array([float(draw(st.integers(0, 9))) for _ in range(n)]),
+        np.array([float(draw(st.integers(1, 9))) for _ in range(n)]),
+    )
+    devices = draw(st.integers(1, 8))
+    cluster = Cluster.of(
+        {
+            "devices": devices,
+            "memory": draw(st.sampled_from([40, 80, 120, 10_000])),
+            "per_host": draw(st.integers(1, devices)),
+            "within": {"bandwidth": draw(st.sampled_from([10.0, 1e6])), "latency": 0.01},
+            "between": {
+                "bandwidth": draw(st.sampled_from([3.0, 1e3])),
+                "latency": draw(st.sampled_from([0.0, 0.5])),
+            },
+            "speed": draw(st.sampled_from([1.0, 2.0])),
+            "handover": draw(st.sampled_from([0.0, 0.05])),
+        }
+    )
+    return Space(line, cluster, draw(st.sampled_from([1, 4, 6, 12])), least=draw(st.integers(1, 2)))
+
+
+def every_layout(space):
+    """All that torch would run, tried one by one."""
+    for replicas, m, samples in space.divisions():
+        for name, ranks, recompute in itertools.product(
+            SCHEDULES, range(1, space.cluster.devices // replicas + 1), (False, True)
+        ):
+            per_rank = 2 if name == "Interleaved1F1B" else 1
+            if ranks * per_rank > len(space.line) or refusal(name, ranks, m) is not None:
+                continue
+            if (name in ("Interleaved1F1B", "ZeroBubble") and ranks == 1) or (per_rank > 1 and m % ranks):
+                continue
+            yield Layout(name, ranks, per_rank, replicas, m, samples, recompute)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces())
+def test_the_search_never_leaves_the_best_out(space):
+    tried = [found for layout in every_layout(space) if (found := simulate_layout(space, layout)) is not None]
+    if not tried:
+        with pytest.raises(PartitionError, match=r"is too little|cannot be divided"):
+            search(space)
+        return
+    best = search(space)[0]
+    assert best.step_time == pytest.approx(min(f.step_time for f in tried), rel=1e-9)
+    assert best.memory <= space.cluster.memory
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces())
+def test_bounds_are_below_what_is_simulated(space):
+    for layout in every_layout(space):
+        group = (
+            layout.schedule,
+            layout.per_rank,
+            layout.checkpoint,
+            layout.replicas,
+            layout.microbatches,
+            layout.samples,
+        )
+        ranks = np.array([layout.ranks])
+        for by_memory in (False, True):
+            _, table = space.table(layout, by_memory)
+            links, averaging = space.links(layout, table), space.averaging(layout, table)
+            slots = order(layout.schedule, layout.ranks, layout.microbatches, layout.per_rank)
+            time = float((play(slots, table, links, layout.checkpoint) + averaging).max())
+            memory = peak_memory(slots, table, layout.checkpoint, 4)
+            near = near_seconds(layout, table, links, averaging)
+            assert float(least_seconds(space, group, ranks)[0]) <= time * (1 + 1e-9)
+            assert near <= time * (1 + 1e-9)
+            assert float(least_memory(space, group, ranks)[0]) <= memory.max()
+            assert (near_memory(layout, table, 4) <= memory).all()
+
+
+def test_a_thousand_layers_on_a_thousand_devices_take_seconds():
+    n, each = 1000, np.full((3, 1000), 1e-3)
+    line = LayerLine(0.1 * each, each, np.full(n, 2e7), np.full(n, 2e8), np.full(n, 4e6))
+    cluster = Cluster.of(
+        {
+            "devices": 1024,
+            "memory": 80e9,
+            "per_host": 8,
+            "within": {"bandwidth": 3e11, "latency": 5e-6},
+            "between": {"bandwidth": 2.5e10, "latency": 1e-5},
+            "handover": 3e-5,
+        }
+    )
+    begin = time.process_time()
+    best = search(Space(line, cluster, 4096))[0]
+    assert time.process_time() - begin < 30
+    ideal = 4096 * 3 * 1.0 / 1024  # every device busy all the time, nothing fixed
+    assert best.layout.devices == 1024 and best.memory <= 80e9 and ideal < best.step_time < 1.3 * ideal
+
+
+def test_nodes_are_merged_into_layers():
+    costs = [Cost(1.0, 2.0, 3.0, 4, 5)] * 5
+    assert merge(costs, [2]) == [Cost(2.0, 4.0, 6.0, 8, 10), Cost(3.0, 6.0, 9.0, 12, 15)]
+
+
+def test_noise_never_makes_a_larger_micro_batch_cheaper():
+    line = LayerLine.measured([(2, [Cost(4.0)]), (8, [Cost(3.0)])], [0.0], [0.0])
+    assert line.seconds(2)[0, 0] <= line.seconds(8)[0, 0]
+
+
+def test_every_plan_that_is_returned_runs():
+    results = launch(worker=Path(__file__).with_name("rank_plans.py"))
+    assert_passed(results, "kinds of plans ran")
+
+
+def test_a_plan_says_what_it_is_and_what_is_missing():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    x = torch.randn(8, 8)
+    cluster = {"devices": 4, "memory": 10**9, "link": {"bandwidth": 1e15}}
+    plan = plan_pipeline(model, (x,), cluster=Cluster.of(cluster), batch=32)
+    layout = plan.layout
+    assert layout.replicas * layout.microbatches * layout.samples == 32 and layout.samples >= 2
+    assert len(plan.stages) == layout.stages and f"{layout.replicas} replicas" in str(plan)
+    assert torch.equal(plan.stages(x), model(x))
+    with pytest.raises(PartitionError, match=f"the plan is for {layout.devices} processes.*; 0 take part"):
+        plan.distributed()
+    for options, sentence in (
+        ({}, "needs devices=, their number, or cluster="),
+        ({"devices": 2, "cluster": Cluster.of(cluster)}, "give one of them"),
+        ({"devices": 2, "batch": 8}, "go with cluster="),
+        ({"devices": 2, "schedules": ["1F2B"]}, "schedule='1F2B' is none of GPipe"),
+        ({"cluster": Cluster.of(cluster), "batch": 1}, "batch=1 is less than the 2 samples"),
+        ({"cluster": Cluster.of(cluster), "microbatches": [7]}, "a batch of 8 cannot be divided"),
+        ({"cluster": Cluster.of(cluster), "agree": True}, "agree=True needs"),
+    ):
+        with pytest.raises(PartitionError, match=sentence):
+            plan_pipeline(model, (x,), **options)
