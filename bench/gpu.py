@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 import intarsia
 from intarsia.compare import relative_error
-from intarsia.engines import Inductor
+from intarsia.engines import Inductor, OnnxRuntime
 
 Call = Callable[[], Any]
 
@@ -149,9 +149,9 @@ def cudnn(model: nn.Module, args: tuple[Any, ...]) -> Call:
     return ours(model, args, engines=["cudnn"], cuda_graphs="static")
 
 
-def measured(model: nn.Module, args: tuple[Any, ...]) -> Call:
-    """Ours, the engines chosen by timing them here."""
-    return ours(model, args, partition=intarsia.Measured(budget_s=60))
+def onnxruntime(model: nn.Module, args: tuple[Any, ...]) -> Call:
+    """Ours on ONNX Runtime's CUDA provider alone, inside our CUDA graph."""
+    return ours(model, args, engines=[OnnxRuntime(device="cuda", guards=False)], cuda_graphs="static")
 
 
 PEERS: dict[str, Callable[[nn.Module, tuple[Any, ...]], Call]] = {
@@ -160,10 +160,10 @@ PEERS: dict[str, Callable[[nn.Module, tuple[Any, ...]], Call]] = {
     "reduce-overhead": reduce_overhead,
     "freezing": freezing,
     "ours": ours,
-    "measured": measured,
     "static": static,
     "static, no rewrites": without_rewrites,
     "static, cudnn": cudnn,
+    "static, onnxruntime": onnxruntime,
 }
 
 
