@@ -50,6 +50,7 @@ from intarsia.errors import (
     PartitionError,
     RefitError,
 )
+from intarsia.graph.devices import uses_gpu
 from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
@@ -303,7 +304,7 @@ def _built(
         wishes.graphs.append(lowered.module)
     else:
         check_names(lowered.module, wishes.options, [engine.name for engine in usable])
-    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for example in examples for x in example.inputs)
+    on_gpu = uses_gpu(lowered.module.graph)
     builder = Builder(
         lowered.module,
         usable,

@@ -14,6 +14,8 @@ from torch import nn
 import intarsia
 from intarsia.choose import search
 from intarsia.choose.measured import Measured
+from intarsia.choose.variants import variants
+from intarsia.engines import Inductor
 from intarsia.errors import InputError, IntarsiaError
 
 Call = Callable[[], object]
@@ -175,3 +177,14 @@ def test_the_budget_is_kept_when_calls_are_slow(monkeypatch: pytest.MonkeyPatch)
     # One round of everybody is always run: four plans and their first calls, of 0.3 s each.
     assert found.spent_s < 1.5 + 3.0
     assert time.perf_counter() - start < 60
+
+
+def test_inductor_is_tried_without_the_rewrites_that_apply() -> None:
+    def words(measured: Measured, rewrites: list[str]) -> list[str]:
+        return [told for told, _ in variants(Inductor(), measured, rewrites)]
+
+    assert words(Measured(), []) == []
+    assert words(Measured(), ["flash_attention"]) == ["no rewrites"]
+    assert words(Measured(budget_s=90), ["flash_attention"]) == ["no rewrites", "without flash_attention"]
+    (other,) = [engine for told, engine in variants(Inductor(), Measured(), ["flash_attention"])]
+    assert isinstance(other, Inductor) and other.rewrites == ()

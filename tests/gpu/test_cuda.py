@@ -313,7 +313,8 @@ def test_a_model_on_the_second_device() -> None:
     assert fast(x).device == x.device
 
 
-def test_engines_are_measured_by_default() -> None:
+def test_engines_are_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_MEASURE", "1")
     model = nn.Sequential(*[Block(bias=False) for _ in range(3)]).eval().cuda().half()
     x = torch.randn(1, 8, 64, 64, device="cuda").half()
     fast = intarsia.compile(model, (x,))

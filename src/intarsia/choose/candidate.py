@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from intarsia.build.builder import Builder
@@ -15,6 +14,7 @@ from intarsia.choose.contents import digest
 from intarsia.choose.findings import Trial
 from intarsia.choose.plan import MOVED
 from intarsia.engines import Engine, Program
+from intarsia.graph.devices import uses_gpu
 from intarsia.graph.nodes import is_control_flow
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
 from intarsia.partition.constrain import constrain
@@ -87,11 +87,8 @@ class Workshop:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the graph is given tensors on a GPU."""
-        values = (
-            node.meta.get("val") for node in self.builder.module.graph.nodes if node.op == "placeholder"
-        )
-        return any(isinstance(value, torch.Tensor) and value.is_cuda for value in values)
+        """Whether any of the graph runs on a GPU."""
+        return uses_gpu(self.builder.module.graph)
 
     def plan(self, candidate: Candidate) -> Plan:
         """What would be built, if nothing fails."""

@@ -8,7 +8,9 @@ from dataclasses import replace
 from intarsia.choose.candidate import Candidate, Workshop
 from intarsia.choose.measured import Measured
 from intarsia.choose.variants import variants
-from intarsia.engines import Engine
+from intarsia.engines import Engine, Inductor
+from intarsia.engines.graph_rewrites import apply_rewrites, own_copy
+from intarsia.engines.inductor import GPU_REWRITES
 from intarsia.partition import PYTORCH
 
 
@@ -43,6 +45,14 @@ def _in_pytorch(workshop: Workshop, pytorch: Engine) -> list[Candidate]:
     return [graph, Candidate("eager", (), options=1)]
 
 
+def _graph_rewrites(engine: Engine, workshop: Workshop) -> list[str]:
+    """The rewrites of graphs that would change what Inductor is given."""
+    if not isinstance(engine, Inductor) or not workshop.on_gpu:
+        return []
+    counts = apply_rewrites(own_copy(workshop.builder.module), GPU_REWRITES)
+    return [name for name, count in counts.items() if count]
+
+
 def variants_of(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
     """A plan with other options of its first engine, and without the patterns."""
     if not plan.engines:
@@ -50,7 +60,7 @@ def variants_of(plan: Candidate, workshop: Workshop, measured: Measured) -> list
     first, *rest = plan.engines
     found = [
         replace(plan, name=f"{plan.name}, {words}", engines=(other, *rest), options=1)
-        for words, other in variants(first, measured)
+        for words, other in variants(first, measured, _graph_rewrites(first, workshop))
     ]
     rewrites = measured.candidates is None and workshop.builder.rewrite is not None
     rewrites = rewrites and workshop.may_vary_patterns

@@ -171,9 +171,9 @@ class Search:
     def _too_late(self, candidate: Candidate) -> str | None:
         left = self.progress.left_s
         if candidate.is_slow_to_build:
-            if self.measured.budget_s is None:
+            if self.measured.budget_s is None and not self.workshop.on_gpu:
                 return "it is slow to build, and tried only with a budget, such as Measured(budget_s=120)"
-            if left < SLOW_BUILD_S:
+            if left < SLOW_BUILD_S and self.measured.budget_s is not None:
                 return (
                     f"it may take {SLOW_BUILD_S:g} s to build, and of the budget of"
                     f" {self._budget} {max(left, 0):.0f} s are left"

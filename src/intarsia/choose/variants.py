@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 
 from intarsia.choose.measured import Measured
-from intarsia.engines import Engine, OnnxRuntime, OpenVINO
+from intarsia.engines import Engine, Inductor, OnnxRuntime, OpenVINO
+from intarsia.engines.inductor import GPU_REWRITES
 
 
-def variants(engine: Engine, measured: Measured) -> list[tuple[str, Engine]]:
+def variants(engine: Engine, measured: Measured, rewrites: Sequence[str] = ()) -> list[tuple[str, Engine]]:
     """Other options for an engine, each with the words that tell it apart.
 
-    Options that the user gave stay: only what stands at its default is varied.
+    Options that the user gave stay: only what stands at its default is varied. `rewrites` are those of
+    graphs that Inductor makes by default; with a budget it is tried without each of them, too.
 
     >>> [words for words, _ in variants(OnnxRuntime(), Measured())]
     ['spinning']
@@ -28,6 +30,12 @@ def variants(engine: Engine, measured: Measured) -> list[tuple[str, Engine]]:
             found.append(("spinning", replace(engine, spinning=True)))
         if measured.objective == "throughput" and engine.threads is None and threads > 1:
             found.append(("1 thread a call", replace(engine, threads=1)))
+    if isinstance(engine, Inductor) and engine.rewrites is None and rewrites:
+        found.append(("no rewrites", replace(engine, rewrites=())))
+        if measured.budget_s is not None:
+            for name in rewrites:
+                others = tuple(other for other in GPU_REWRITES if other != name)
+                found.append((f"without {name}", replace(engine, rewrites=others)))
     if isinstance(engine, OpenVINO) and measured.objective == "throughput" and not engine.options:
         streams = {"PERFORMANCE_HINT": "THROUGHPUT", "NUM_STREAMS": str(threads)}
         found.append((f"{threads} streams", replace(engine, options=streams)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import fx, nn
 
 from intarsia.engines.graph_rewrites.attention import flash_attention
@@ -42,8 +43,14 @@ def own_copy(module: fx.GraphModule) -> fx.GraphModule:
     """The graph for an engine to change, its weights as buffers; they are shared, not copied."""
     root = nn.Module()
     for node in module.graph.nodes:
-        if node.op == "get_attr" and str(node.target) not in root._buffers:
-            root.register_buffer(str(node.target), getattr(module, str(node.target)))
+        name = str(node.target)
+        if node.op != "get_attr" or hasattr(root, name):
+            continue
+        value = getattr(module, name)
+        if isinstance(value, torch.Tensor):
+            root.register_buffer(name, value)
+        else:  # the body of a loop or a choice
+            setattr(root, name, value)
     graph = fx.Graph()
     output = graph.graph_copy(module.graph, {})
     graph.output(output)

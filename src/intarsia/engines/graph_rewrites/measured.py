@@ -1,8 +1,6 @@
 """Which rewrites pay for a graph on this GPU: its kernels are timed with and without each, and remembered.
 
-The graph runs operator by operator inside a CUDA graph, so that kernels are timed and launching is not. A
-compiler that comes after has the same kernels for products, convolutions and attention, which is what the
-rewrites are about.
+The graph runs operator by operator inside a CUDA graph, so that kernels are timed and launching is not.
 """
 
 from __future__ import annotations
@@ -25,10 +23,6 @@ _ROUNDS, _REPLAYS = 7, 5
 
 def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     """Those of the rewrites that make this graph faster, each tried beside the ones kept before it."""
-    found = {name: apply_rewrites(own_copy(module), [name])[name] for name in names}
-    names = [name for name in names if found[name]]
-    if not names:
-        return ()
     store = JsonStore(cache_directory() / "graph_rewrites.json")
     key = _key(module, names)
     known = store.read().get(key)
@@ -44,6 +38,8 @@ def _measured(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     try:
         best = _recorded(module, kept)
         for name in names:
+            if not apply_rewrites(own_copy(module), (*kept, name))[name]:
+                continue
             tried = _recorded(module, (*kept, name))
             if _ratio(tried, best) < PAYS:
                 kept, best = (*kept, name), tried
@@ -67,6 +63,7 @@ def _recorded(module: fx.GraphModule, names: Sequence[str]) -> Callable[[], floa
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(recorded, stream=side, capture_error_mode="thread_local"):
             result = graph_module(*inputs)
+    held = (graph_module, inputs, result)
 
     def time() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -75,7 +72,7 @@ def _recorded(module: fx.GraphModule, names: Sequence[str]) -> Callable[[], floa
             recorded.replay()
         end.record()
         end.synchronize()
-        assert result is not None  # the graph writes into it
+        assert held  # what the graph reads and writes
         return float(start.elapsed_time(end))
 
     time()

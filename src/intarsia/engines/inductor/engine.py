@@ -13,22 +13,22 @@ import torch
 from torch import fx
 
 from intarsia.engines.base import GraphEngine, Program
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy, paying
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy
 from intarsia.engines.inductor.compiler import compile_graph, unknown_option
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
 
 # Inductor folds batch norms itself, and knows no fused convolutions.
-_ON_GPU = ("patch_convolutions", "merged_products", "activation_epilogues", "flash_attention")
+GPU_REWRITES = ("patch_convolutions", "merged_products", "activation_epilogues", "flash_attention")
 
 
 @dataclass(frozen=True)
 class Inductor(GraphEngine):
     """Options: `freezing` (weights are constants), `max_autotune`, and `options` of `torch._inductor.config`.
 
-    `rewrites` names changes made to the graph first (see `engines.graph_rewrites`); None makes those that
-    are measured to pay on this GPU, and none elsewhere.
+    `rewrites` names changes made to the graph first (see `engines.graph_rewrites`); None makes those for
+    GPUs on a GPU, and none elsewhere. Where engines are measured, it is measured without them too.
 
     It takes from seconds to minutes to build, so it is used only where it is named, measured, or the model
     is on a GPU.
@@ -80,17 +80,17 @@ class Inductor(GraphEngine):
             raise EngineError("there is nothing to compile")
         try:
             graph = own_copy(module)
-            apply_rewrites(graph, self._rewrites(module, example))
+            apply_rewrites(graph, self._rewrites(example))
             compiled = compile_graph(graph, example, self._config())
         except Exception as error:  # whatever Inductor throws concerns this piece alone
             said = next((line for line in str(error).splitlines() if line.strip()), "")
             raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
         return InductorProgram(compiled, example)
 
-    def _rewrites(self, module: fx.GraphModule, example: Sequence[torch.Tensor]) -> Sequence[str]:
+    def _rewrites(self, example: Sequence[torch.Tensor]) -> Sequence[str]:
         if self.rewrites is not None:
             return self.rewrites
-        return paying(module, _ON_GPU) if any(tensor.is_cuda for tensor in example) else ()
+        return GPU_REWRITES if any(tensor.is_cuda for tensor in example) else ()
 
     def _config(self) -> dict[str, Any]:
         return {"freezing": self.freezing, "max_autotune": self.max_autotune, **self.options}
