@@ -19,18 +19,21 @@ def run(
     outputs: Annotated[Path | None, typer.Option(help="write outputs there, .npz or .safetensors")] = None,
     size: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER, a size of random inputs")] = None,
     seed: Annotated[int, typer.Option(help="of random inputs")] = 0,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="a module that defines types or operators in it"),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="calls to time; 0 for none", min=0)] = 10,
 ) -> None:
     """Run a saved module once, print its outputs, and time it."""
-    from intarsia.runtime.archive import load
-    from intarsia.serve.interface import Interface
+    from intarsia.serve.interface import load_interface
     from intarsia.serve.run import drawn, read, summary, write
 
     if outputs is not None and outputs.suffix not in (".npz", ".safetensors"):
         raise InputError(f"{outputs} is neither .npz nor .safetensors")
     if inputs is not None and size:
         raise InputError("inputs from a file have their sizes; --size is for random ones")
-    interface = Interface.of(load(file))
+    interface = load_interface(file, imports or ())
     given = drawn(interface, _sizes(size or []), seed) if inputs is None else read(inputs, interface)
     answer = interface.call(given)
     for name, value in answer.items():

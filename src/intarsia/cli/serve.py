@@ -20,10 +20,18 @@ def serve(
     ] = 2.0,
     queue: Annotated[int, typer.Option(help="requests taken and not answered; beyond, 503")] = 256,
     max_body: Annotated[int, typer.Option(help="bytes of a request; beyond, 413")] = 64 * 2**20,
+    max_held: Annotated[int, typer.Option(help="bytes of all requests not answered; beyond, 503")] = 512
+    * 2**20,
+    read_s: Annotated[float, typer.Option(help="how long a client may take to send a request")] = 30.0,
     answer_s: Annotated[float, typer.Option(help="a request without an answer then gets 504")] = 60.0,
     linger_s: Annotated[float, typer.Option(help="how long a stopping server refuses in words")] = 1.0,
     stop_s: Annotated[float, typer.Option(help="how long it waits for what it has taken")] = 30.0,
     workers: Annotated[int, typer.Option(help="processes")] = 1,
+    connections: Annotated[int, typer.Option(help="open at once; beyond, 503")] = 1000,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="a module that defines types or operators in it"),
+    ] = None,
 ) -> None:
     """Serve a saved module: POST /predict, GET /, /health and /metrics."""
     try:
@@ -43,9 +51,13 @@ def serve(
             wait_ms=wait_ms,
             queue=queue,
             max_body=max_body,
+            max_held=max_held,
+            read_s=read_s,
             answer_s=answer_s,
             linger_s=linger_s,
             stop_s=stop_s,
             workers=workers,
+            connections=connections,
+            imports=tuple(imports or ()),
         ),
     )

@@ -14,13 +14,18 @@ from intarsia.serve.server import serve
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m intarsia.serve", description=__doc__)
     parser.add_argument("file", help="what intarsia.save wrote")
+    parser.add_argument(
+        "--import", dest="imports", action="append", default=[], help="a module to import first"
+    )
     for option in fields(Options):
+        if option.name == "imports":
+            continue
         flag, default = f"--{option.name.replace('_', '-')}", option.default
         parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
     given = vars(parser.parse_args())
     try:
-        serve(given.pop("file"), Options(**given))
-    except IntarsiaError as error:
+        serve(given.pop("file"), Options(**{**given, "imports": tuple(given["imports"])}))
+    except (IntarsiaError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
 

@@ -44,8 +44,8 @@ def decide(interface: Interface, most: int) -> Batching:
     reason = mixing(interface.compiled.lowered.module, calls)
     if reason is not None:
         return Batching(0, reason)
-    if low <= 1 and high >= 3:
-        reason = _tried(interface, {**interface.usual(), symbol: 3}, {**interface.usual(), symbol: 1})
+    if 2 * first <= high:
+        reason = _tried(interface, {**interface.usual(), symbol: 2 * first}, first)
     return Batching(min(most, high)) if reason is None else Batching(0, reason)
 
 
@@ -84,20 +84,20 @@ def _device(interface: Interface) -> torch.device:
     return next(iter(interface.inputs.values())).device
 
 
-def _tried(interface: Interface, three: dict[Any, int], one: dict[Any, int]) -> str | None:
-    """Three rows at once against each alone: what the graph promises, seen of the engines too."""
-    random = torch.Generator().manual_seed(0)
-    given = interface.example(three, random)
+def _tried(interface: Interface, sizes: dict[Any, int], half: int) -> str | None:
+    """A batch at once against its halves: what the graph promises, seen of the engines too."""
+    given = interface.example(sizes, torch.Generator().manual_seed(0))
     try:
         together = interface.call(given)
-        alone = [
-            interface.call({name: value[row : row + 1] for name, value in given.items()}) for row in range(3)
+        halves = [
+            interface.call({name: value[at : at + half] for name, value in given.items()}) for at in (0, half)
         ]
     except (IntarsiaError, RuntimeError, ValueError, IndexError) as error:
-        return f"the module does not run on 3 rows and on 1 ({next(iter(str(error).splitlines()), '')})"
-    rows = [joined([answer[name] for answer in alone]) for name in interface.outputs]
-    wrong = disagreement([together[name] for name in interface.outputs], rows)
-    return None if wrong is None else f"a batch answers unlike its rows alone: {wrong}"
+        said = next(iter(str(error).splitlines()), "")
+        return f"the module does not run on {2 * half} rows and on {half} ({said})"
+    expected = [joined([answer[name] for answer in halves]) for name in interface.outputs]
+    wrong = disagreement([together[name] for name in interface.outputs], expected)
+    return None if wrong is None else f"a batch answers unlike its rows by themselves: {wrong}"
 
 
 def joined(parts: Sequence[Any]) -> Any:

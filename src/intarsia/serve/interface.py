@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +15,21 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import InputError
 from intarsia.lower.lowered import Role
 from intarsia.runtime import Compiled
+from intarsia.runtime.archive import load
 from intarsia.runtime.call_structure import children
 from intarsia.runtime.input_checks import ConstantCheck, TensorCheck
 
 Tensors = dict[str, torch.Tensor]
+
+
+def load_interface(path: str | os.PathLike[str], imports: Sequence[str] = ()) -> Interface:
+    """Load a file, after the modules that define what it refers to."""
+    for name in imports:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise InputError(f"{name} cannot be imported: {error}") from error
+    return Interface.of(load(path))
 
 
 @dataclass(frozen=True)

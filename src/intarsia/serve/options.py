@@ -24,6 +24,7 @@ class Options:
     stop_s: float = 30.0  # after SIGTERM, requests that were taken may take so long
     workers: int = 1  # processes
     connections: int = 1000  # open at once; beyond, uvicorn's 503
+    imports: tuple[str, ...] = ()  # modules that define types or operators of the file
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "queue", "max_body", "max_held", "workers", "connections"):

@@ -19,17 +19,16 @@ import torch
 import uvicorn
 
 from intarsia.errors import InputError, IntarsiaError
-from intarsia.runtime.archive import load
 from intarsia.serve.app import Service, app_of
 from intarsia.serve.batching import decide
-from intarsia.serve.interface import Interface
+from intarsia.serve.interface import Interface, load_interface
 from intarsia.serve.metrics import SHARED
 from intarsia.serve.options import Options
 
 
 def service_of(path: str, options: Options) -> Service:
     """Load a file and make it ready: batching decided, every engine run once."""
-    interface = Interface.of(load(path))
+    interface = load_interface(path, options.imports)
     if interface.stateful and options.workers > 1:
         raise InputError(
             "a call changes this module's buffers, which workers do not share; serve it with one"

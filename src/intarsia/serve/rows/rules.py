@@ -104,10 +104,12 @@ def _norm(call: Call) -> Placement:
     return call.at(axis)
 
 
-def _batch_norm(call: Call) -> Placement:
+def _batch_norm(call: Call) -> Any:
     call.only("input")
-    if call.arg("training") or call.arg("running_mean") is None:
+    if call.rows("input").axis != 0 or call.arg("training") or call.arg("running_mean") is None:
         raise Mixes(f"{call.name} normalises by the batch's own mean")
+    if isinstance(call.result, tuple):  # with what training would keep, which is empty
+        return (call.at(0, call.result[0]), *(None for _ in call.result[1:]))
     return _first(call, "input")
 
 
