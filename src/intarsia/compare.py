@@ -122,10 +122,38 @@ def relative_error(answer: object, truth: object) -> float:
     for a, b in zip(pytree.tree_leaves(answer), pytree.tree_leaves(truth), strict=True):
         if not isinstance(b, torch.Tensor) or b.numel() == 0:
             continue
+        if b.is_complex():
+            a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
         x, y = a.double(), b.double()
         both = torch.isfinite(x) & torch.isfinite(y)
-        if not torch.equal(torch.isfinite(x), torch.isfinite(y)):
+        if not torch.equal(torch.isfinite(x), torch.isfinite(y)) or not _same_specials(x[~both], y[~both]):
             return float("inf")
         if bool(both.any()):
             worst = max(worst, float((x[both] - y[both]).abs().max() / y[both].abs().max().clamp(min=1e-30)))
     return worst
+
+
+def beyond_tolerance(answers: Sequence[Any], expected: Sequence[Any], tolerance: float) -> str | None:
+    """How an answer in shorter arithmetic is off by more than allowed, in a clause; None where it is not.
+
+    The largest error of an output, as a share of its largest value, may be `tolerance`; whole numbers,
+    booleans, NaN and infinities must be PyTorch's.
+
+    >>> truth = [torch.tensor([1.0, -2.0])]
+    >>> beyond_tolerance([torch.tensor([1.0, -1.9])], truth, 0.02)
+    'output 0 is off by 0.05 of its largest value, and tolerance=0.02'
+    """
+    if len(answers) != len(expected):
+        return f"it gives {len(answers)} results; PyTorch gives {len(expected)}"
+    for index, (answer, truth) in enumerate(zip(answers, expected, strict=True)):
+        inexact = isinstance(truth, torch.Tensor) and (truth.is_floating_point() or truth.is_complex())
+        same_kind = isinstance(answer, torch.Tensor) and inexact
+        if not same_kind or answer.dtype != truth.dtype or answer.shape != truth.shape:
+            wrong = disagreement([answer], [truth])
+            if wrong is not None:
+                return wrong.replace("output 0", f"output {index}", 1)
+            continue
+        error = relative_error(answer, truth)
+        if error > tolerance:
+            return f"output {index} is off by {error:.2g} of its largest value, and tolerance={tolerance:g}"
+    return None

@@ -6,11 +6,10 @@ import inspect
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, Unpack
 
-import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
@@ -19,17 +18,19 @@ from intarsia.build.cases import Cases
 from intarsia.build.faithful import (
     Example,
     Faithful,
+    error_of,
     faithful_lowering,
+    further_examples,
     judged_example,
     operators_of,
     suspects,
     whole_fault,
 )
-from intarsia.build.judge import Answer, Judge
+from intarsia.build.judge import Judge
 from intarsia.build.part_names import check_names_of_parts, names_within
 from intarsia.build.parts import CompileOne, compile_parts
 from intarsia.build.refit import as_before, new_state, relowered
-from intarsia.build.trial import Rewrite
+from intarsia.build.rewriter import rewriter
 from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
@@ -39,9 +40,17 @@ from intarsia.choose.candidate import Sample, Workshop
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
+from intarsia.choose.precision import SHORTENING_S, Precision, allowed_arithmetic
+from intarsia.choose.wishes import Wishes
 from intarsia.choose.worth import is_measuring, too_small_to_measure
 from intarsia.convert import registry
-from intarsia.engines import Engine, NetworkEngine, Program, resolve_engines, with_unasked_engines
+from intarsia.engines import (
+    Engine,
+    Program,
+    resolve_engines,
+    with_short_engines,
+    with_unasked_engines,
+)
 from intarsia.errors import (
     CaptureError,
     InputError,
@@ -51,16 +60,14 @@ from intarsia.errors import (
     RefitError,
 )
 from intarsia.graph.devices import uses_gpu
-from intarsia.graph.nodes import compute_nodes
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
 from intarsia.lower.lowered import example_inputs
-from intarsia.network import Network
-from intarsia.partition import PartitionOptions, Piece, Plan, Strategy, SupportTable, find_strategy
+from intarsia.partition import PartitionOptions, Piece, Plan, Strategy, find_strategy
 from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices, partition_options
-from intarsia.partition.support import support_table
-from intarsia.rewrite import Patterns, apply, patterns_by_engine
+from intarsia.partition.support import refused_table, support_table
+from intarsia.rewrite import Patterns
 from intarsia.runtime import archive as archive  # compiled modules are pickled through it
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
@@ -78,6 +85,9 @@ def compile(
     dynamic_shapes: Any = None,
     engines: Sequence[Engine | str] | Engine | str | None = None,
     partition: str | Strategy | Measured | None = None,
+    precision: Precision | None = None,
+    tolerance: float | None = None,
+    examples: Sequence[Sequence[Any]] = (),
     options: PartitionOptions | None = None,
     rewrite: Patterns = None,
     verify: bool = True,
@@ -105,6 +115,10 @@ def compile(
     alone, other options and the model as it is are measured on this machine, and the best is taken (see
     `docs/choosing.md`). It is the default where neither engines nor their order are named, unless
     the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
+    Arithmetic is the model's own (`precision="fp32"`). With `tolerance=0.02` engines may use bf16, fp16 or
+    int8 (or only what `precision` names) where that is measured to be faster and the largest error of each
+    result, on the example and on further `examples` of positional arguments, stays within that share of its
+    largest value; blocks with the largest errors are kept exact, and the plan tells the error.
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
     `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
     `backend_support_map`), given by name or together as `options`.
@@ -118,10 +132,15 @@ def compile(
     if fallback not in ("parts", "eager", "error"):
         raise InputError(f"fallback={fallback!r}; give 'parts', 'eager' or 'error'")
     began = time.perf_counter()
+    arithmetic = allowed_arithmetic(precision, tolerance, verify=verify)
+    if arithmetic and partition is not None and not isinstance(partition, Measured):
+        raise InputError(f"tolerance={tolerance!r} needs partition=Measured(), not {partition!r}")
+    if arithmetic and partition is None:
+        partition = Measured(budget_s=SHORTENING_S)
     wanted = partition_options(options, choices)
     open_order = partition is None and engines is None and wanted.backend_priority is None
     measured = partition if isinstance(partition, Measured) else None
-    wishes = _Wishes(
+    wishes = Wishes(
         find_strategy(partition if isinstance(partition, str) or callable(partition) else "dependency"),
         measured,
         wanted,
@@ -130,6 +149,7 @@ def compile(
         cuda_graphs,
         build_limit_s,
         began=began,
+        tolerance=tolerance,
     )
     with _COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
         args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
@@ -144,7 +164,11 @@ def compile(
             wishes = replace(wishes, measured=Measured(), only_if_worth_it=device == "cpu")
         if engines is None and (measured is not None or (by_default and device == "cuda")):
             usable = with_unasked_engines(usable, device)
+        if arithmetic:
+            usable, missing = with_short_engines(usable, arithmetic)
+            notes += [f"{name} is not tried: {reason}" for name, reason in missing.items()]
         call = args, kwargs
+        wishes = replace(wishes, more=[(tuple(more), kwargs) for more in examples])
         try:
             return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])
         except (CaptureError, LoweringError) as error:
@@ -157,24 +181,8 @@ def compile(
             return made
 
 
-@dataclass(frozen=True)
-class _Wishes:
-    """What a user asked for besides the model, its inputs and the engines."""
-
-    strategy: Strategy
-    measured: Measured | None
-    options: PartitionOptions
-    rewrite: Patterns
-    verify: bool
-    cuda_graphs: bool | Literal["static"] | None
-    build_limit_s: float | None
-    graphs: list[fx.GraphModule] | None = None  # where names are checked later, the graphs they may mean
-    only_if_worth_it: bool = False  # measured by default, not by a user's word
-    began: float = 0.0  # when the compile began, by `time.perf_counter`
-
-
 def _must_be_whole(
-    model: nn.Module, call: Call, dynamic_shapes: Any, wishes: _Wishes, error: IntarsiaError
+    model: nn.Module, call: Call, dynamic_shapes: Any, wishes: Wishes, error: IntarsiaError
 ) -> bool:
     """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
     if wishes.options.require_full_compilation or not isinstance(model, nn.Module):
@@ -189,7 +197,7 @@ def _must_be_whole(
 
 
 def _part_compiler(
-    model: nn.Module, usable: Sequence[Engine], wishes: _Wishes, graphs: list[fx.GraphModule]
+    model: nn.Module, usable: Sequence[Engine], wishes: Wishes, graphs: list[fx.GraphModule]
 ) -> CompileOne:
     """Compiles a submodule by the ordinary flow; names that the user gave mean it as they mean the model.
 
@@ -199,7 +207,7 @@ def _part_compiler(
     def compile_one(path: str, module: nn.Module, call: Call, dynamic_shapes: Any) -> Compiled:
         inner = names_within(model, path, wishes.options.torch_executed_modules)
         options = replace(wishes.options, torch_executed_modules=inner)
-        own = replace(wishes, options=options, graphs=graphs, began=time.perf_counter())
+        own = replace(wishes, options=options, graphs=graphs, began=time.perf_counter(), more=())
         return _compile(module, call, dynamic_shapes, usable, own, [])
 
     return compile_one
@@ -210,7 +218,7 @@ def _compile(
     call: Call,
     dynamic_shapes: Any,
     usable: Sequence[Engine],
-    wishes: _Wishes,
+    wishes: Wishes,
     notes: list[str],
 ) -> Compiled:
     def lower() -> tuple[Lowered, Call]:
@@ -228,28 +236,37 @@ def _compile(
         )
     judge = Judge(model)
     with watched(judge.model) as frozen:
-        truth = _first_answer(judge, call)
+        truth = judge.answer_if_any(call)  # before anything else is done to the model
     notes += frozen
     found = faithful_lowering(
         judge, lower, lambda: operators_of(capture(model, *call, dynamic_shapes).graph), call, truth, notes
     )
     if found.fault is not None:
         return _as_it_is(model, found, usable, wishes, notes)
-    compiled = _built(model, found.lowered, usable, wishes, found.examples, notes, call)
-    coarsest = max(engine.coarsest for engine in usable)
-    fault = whole_fault(judge, found.lowered, compiled, found.examples, coarsest)
+    examples = [*found.examples, *further_examples(judge, found.lowered, wishes.more)]
+    compiled = _built(model, found.lowered, usable, wishes, examples, notes, call)
+    fault = whole_fault(judge, found.lowered, compiled, examples, *_slack(compiled, usable, wishes))
     if fault is None:
-        return _refittable(compiled, usable, wishes, found.examples)
+        return _refittable(compiled, usable, wishes, examples)
     own = replace(wishes, measured=None)
     for refused, told in suspects(found.lowered.module.graph, compiled.plan, fault):
-        compiled = _built(model, found.lowered, usable, own, found.examples, [*notes, told], refused=refused)
-        if whole_fault(judge, found.lowered, compiled, found.examples, coarsest) is None:
-            return _refittable(compiled, usable, own, found.examples)
+        compiled = _built(model, found.lowered, usable, own, examples, [*notes, told], refused=refused)
+        slack = _slack(compiled, usable, wishes)
+        if whole_fault(judge, found.lowered, compiled, examples, *slack) is None:
+            return _refittable(compiled, usable, own, examples)
     return _as_it_is(model, replace(found, fault=fault), usable, wishes, notes)
 
 
+def _slack(compiled: Compiled, usable: Sequence[Engine], wishes: Wishes) -> tuple[float, float | None]:
+    """The coarsest rounding among the engines of a plan, and the tolerance, if one of them uses it."""
+    engines = {name for plan in (compiled.plan, *compiled.body_plans.values()) for name in plan.engines}
+    used = [engine for engine in usable if engine.name in engines]
+    is_exact = all(engine.is_exact for engine in used)
+    return max((engine.coarsest for engine in used), default=0.0), None if is_exact else wishes.tolerance
+
+
 def _refittable(
-    compiled: Compiled, usable: Sequence[Engine], wishes: _Wishes, examples: Sequence[Example]
+    compiled: Compiled, usable: Sequence[Engine], wishes: Wishes, examples: Sequence[Example]
 ) -> Compiled:
     """The module, which knows how to take other weights: lowered, cut and built as before."""
     calls = [example.call for example in examples]
@@ -267,7 +284,7 @@ def _refittable(
         if model is not None and comparable:
             judge = Judge(model)
             judged = [judged_example(judge, lowered, example) for example in again]
-            fault = whole_fault(judge, lowered, made, judged, max(e.coarsest for e in usable))
+            fault = whole_fault(judge, lowered, made, judged, *_slack(made, usable, wishes))
             if fault is not None:
                 raise RefitError(f"with these weights the compiled module {fault}; compile the model again")
         made.refit_by(refitted)
@@ -277,19 +294,11 @@ def _refittable(
     return compiled
 
 
-def _first_answer(judge: Judge, call: Call) -> Answer | None:
-    """What the model answers to the user's example, before anything else is done to it."""
-    try:
-        return judge.answer(call)
-    except Exception:  # whoever captures the model meets the same, and says where
-        return None
-
-
 def _built(
     model: nn.Module | None,
     lowered: Lowered,
     usable: Sequence[Engine],
-    wishes: _Wishes,
+    wishes: Wishes,
     examples: Sequence[Example],
     notes: Sequence[str],
     call: Call = ((), {}),
@@ -312,12 +321,16 @@ def _built(
         wishes.strategy,
         rewrite=None
         if wishes.rewrite is False
-        else _rewriter(wishes.rewrite, usable, "cuda" if on_gpu else "cpu"),
+        else rewriter(wishes.rewrite, usable, "cuda" if on_gpu else "cpu"),
         examples=[example.inputs for example in examples] if wishes.verify else (),
         build_limit_s=wishes.build_limit_s,
         cases=Cases(lowered.module, [example.case for example in examples]),
+        tolerance=wishes.tolerance,
     )
-    table = _table(lowered, usable, as_it_is, wishes.build_limit_s).with_refusals(refused)
+    if as_it_is is None:
+        table = support_table(lowered.module, usable, wishes.build_limit_s).with_refusals(refused)
+    else:
+        table = refused_table(lowered.module, [engine.name for engine in usable], as_it_is)
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
     own = model.module() if isinstance(model, ExportedProgram) else model
 
@@ -356,49 +369,24 @@ def _built(
     def eager() -> Compiled:
         return _built(model, lowered, usable, wishes, [], notes, as_it_is=EAGER)
 
-    sample = _sample(examples, call, wishes.measured)
+    own_call = next((example for example in examples if example.call[0] is call[0]), examples[0])
+    if wishes.measured.objective == "throughput":
+        own_call = max([own_call, *examples], key=lambda example: example.elements)
+    sample = Sample(own_call.call, own_call.inputs)
     told = f"{wishes.rewrite} {wishes.verify} {wishes.cuda_graphs}"
-    workshop = Workshop(builder, table, finish, eager, wishes.rewrite is None, wishes.began)
-    return choose(wishes.measured, workshop, usable, sample, told)
 
+    def error(module: Compiled) -> float:
+        return error_of(lowered, module.results, examples)
 
-def _sample(examples: Sequence[Example], call: Call, measured: Measured) -> Sample:
-    """What is measured: the user's own call or, for throughput, the largest of the sizes that vary."""
-    own = next((example for example in examples if example.call[0] is call[0]), examples[0])
-    if measured.objective == "throughput":
-        own = max([own, *examples], key=lambda example: _elements(example.inputs))
-    return Sample(own.call, own.inputs)
-
-
-def _elements(inputs: Sequence[Any]) -> int:
-    return sum(value.numel() for value in inputs if isinstance(value, torch.Tensor))
+    workshop = Workshop(builder, table, finish, eager, error, wishes.rewrite is None, wishes.began)
+    return choose(wishes.measured, workshop, usable, sample, told, wishes.tolerance)
 
 
 def _as_it_is(
-    model: nn.Module, found: Faithful, usable: Sequence[Engine], wishes: _Wishes, notes: Sequence[str]
+    model: nn.Module, found: Faithful, usable: Sequence[Engine], wishes: Wishes, notes: Sequence[str]
 ) -> Compiled:
     """The model itself, run in PyTorch: what was made of it does not answer as it does."""
     if wishes.options.require_full_compilation:
         raise PartitionError(f"full compilation is impossible: compiled, the model {found.fault}")
     reason = f"the model runs as it is, in PyTorch: compiled, it {found.fault}"
     return _built(model, found.lowered, usable, wishes, [], [*notes, reason], as_it_is=reason)
-
-
-def _table(
-    lowered: Lowered, usable: Sequence[Engine], as_it_is: str | None, limit_s: float | None
-) -> SupportTable:
-    if as_it_is is None:
-        return support_table(lowered.module, usable, limit_s)
-    names = tuple(engine.name for engine in usable)
-    refused = dict.fromkeys(names[:-1], as_it_is)
-    return SupportTable(names, dict.fromkeys(compute_nodes(lowered.module.graph), refused))
-
-
-def _rewriter(patterns: Patterns, engines: Sequence[Engine], device: str) -> Rewrite:
-    names = [engine.name for engine in engines if isinstance(engine, NetworkEngine)]
-    chosen = patterns_by_engine(patterns, names)
-
-    def rewrite(net: Network, engine: NetworkEngine) -> None:
-        apply(net, engine=engine.name, patterns=chosen[engine.name], build=engine.build, device=device)
-
-    return rewrite

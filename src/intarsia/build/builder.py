@@ -38,9 +38,11 @@ class Builder:
     examples: Sequence[Sequence[Any]] = ()  # inputs of the graph; every program is tried on each
     build_limit_s: float | None = None  # how long an engine may take to build one piece
     cases: Cases | None = None  # what pieces answer in PyTorch; builders of one graph may share it
+    tolerance: float | None = None  # how far engines of shorter arithmetic may be off
     deadline: float | None = None  # by `time.perf_counter`: no build begins later; OutOfTime then
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
     body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
+    errors: dict[str, float] = field(default_factory=dict)  # of segments in shorter arithmetic, by first node
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
     _lost: dict[str, Failure] = field(default_factory=dict)  # engines that did not come back, by name
 
@@ -98,6 +100,8 @@ class Builder:
                 tried, only_full = again, True
         if isinstance(tried, Failure):
             return tried
+        if not engine.is_exact:
+            self.errors[compute_nodes(module.graph)[0].name] = tried.error
         returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
         makes = makes_of([node.meta.get("val") for node in returned])
         # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
@@ -120,7 +124,7 @@ class Builder:
             return self._lost[engine.name]
         if self.deadline is not None and time.perf_counter() > self.deadline:
             raise OutOfTime("its pieces could not all be built and tried in the time that was left")
-        made = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes)
+        made = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes, self.tolerance)
         if isinstance(made, Failure) and made.for_good:
             self._lost[engine.name] = made
         return made
@@ -135,7 +139,7 @@ class Builder:
             inner = Builder(
                 body, self.engines, self.options, self.strategy, self.rewrite, tries, self.build_limit_s
             )
-            inner._lost, inner.deadline = self._lost, self.deadline
+            inner._lost, inner.deadline, inner.tolerance = self._lost, self.deadline, self.tolerance
             plan, pieces, programs = inner.run(support_table(body, self.engines, self.build_limit_s))
             setattr(module, name, Inlay(body.graph, pieces, programs))
             key = f"{node.name}.{name}"

@@ -12,6 +12,7 @@ from torch import fx
 from intarsia.build.judge import Answer, Call, Judge, call_of
 from intarsia.build.trial import Case
 from intarsia.capture.example import copied_call
+from intarsia.compare import beyond_tolerance, relative_error
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
@@ -35,6 +36,10 @@ class Example:
     inputs: list[Any]
     truth: Answer | None = None
     case: Case | None = None
+
+    @property
+    def elements(self) -> int:
+        return sum(value.numel() for value in self.inputs if isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,12 @@ def _examples(
     return found
 
 
+def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> list[Example]:
+    """Further calls of the user's, with what the model and the graph answer."""
+    made = [Example(call, example_inputs(lowered, *call)) for call in calls]
+    return [judged_example(judge, lowered, example) for example in made]
+
+
 def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
     """The example with the model's answer and the graph's."""
     made = judge.graph_answer(lowered, example.call)
@@ -143,9 +154,17 @@ def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
 
 
 def whole_fault(
-    judge: Judge, lowered: Lowered, compiled: Callable[..., Any], examples: Sequence[Example], coarsest: float
+    judge: Judge,
+    lowered: Lowered,
+    compiled: Callable[..., Any],
+    examples: Sequence[Example],
+    coarsest: float,
+    tolerance: float | None = None,
 ) -> str | None:
-    """How the compiled module as a whole differs from the model; None where it answers alike."""
+    """How the compiled module as a whole differs from the model; None where it answers alike.
+
+    With a `tolerance` it may be off by so much (see `beyond_tolerance`), instead of by what rounding does.
+    """
     for example in examples:
         if example.truth is None or example.case is None:
             continue
@@ -153,7 +172,11 @@ def whole_fault(
             made = judge.answer(example.call, compiled)
         except Exception as error:
             return f"fails where the model does not: {type(error).__name__}: {error}"
-        fault = judge.fault(lowered, example.truth, made, example.case.rounding(coarsest))
+        if tolerance is None:
+            fault = judge.fault(lowered, example.truth, made, example.case.rounding(coarsest))
+        else:
+            truth = example.truth.in_graph_order(lowered)
+            fault = beyond_tolerance(made.in_graph_order(lowered), truth, tolerance)
         if fault is not None:
             return f"answers unlike the model: {fault}"
     return None
@@ -172,6 +195,19 @@ def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.
     for segment in ran[:_MOST_SUSPECTS] if len(ran) > 1 else ():
         reason = f"with {segment.nodes[0].name} and what runs with it on {segment.engine}, the model {fault}"
         yield {node: {segment.engine: reason} for node in segment.nodes}, f"a segment is moved: {reason}"
+
+
+def error_of(
+    lowered: Lowered, results: Callable[[Sequence[Any]], Sequence[Any]], examples: Sequence[Example]
+) -> float:
+    """The largest relative error of a graph's results against the model's, over all examples."""
+    worst = 0.0
+    for example in examples:
+        if example.truth is not None:
+            with torch.no_grad():
+                made = list(results(example.inputs))
+            worst = max(worst, relative_error(made, example.truth.in_graph_order(lowered)))
+    return worst
 
 
 def operators_of(graph: fx.Graph) -> set[Any]:

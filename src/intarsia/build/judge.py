@@ -62,6 +62,13 @@ class Judge:
             buffers = {name: buffer.detach().clone() for name, buffer in self._state()}
         return Answer(leaves, structure, flat, buffers)
 
+    def answer_if_any(self, call: Call) -> Answer | None:
+        """What the model answers; None where it fails: whoever captures it meets the same, and says where."""
+        try:
+            return self.answer(call)
+        except Exception:
+            return None
+
     def fault(
         self, lowered: Lowered, truth: Answer, other: Answer | Sequence[Any], rounding: Rounding
     ) -> str | None:

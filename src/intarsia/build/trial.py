@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from intarsia.compare import disagreement
+from intarsia.compare import beyond_tolerance, disagreement, relative_error
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
 from intarsia.engines.time_limit import OutOfTime, within
@@ -36,6 +36,9 @@ class Tried:
 
     program: Program
     network: Network | None
+    error: float = (
+        0.0  # the largest on any case, as a share of an output's largest value, if it was looked at
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +64,15 @@ def try_piece(
     rewrite: Rewrite | None,
     limit_s: float | None,
     notes: list[str],
+    tolerance: float | None = None,
 ) -> Tried | Failure:
     """The program of a piece, if it builds and runs in time and answers as PyTorch does; else why not.
 
-    Whatever an engine or a converter throws concerns this piece alone.
+    Whatever an engine or a converter throws concerns this piece alone. An engine of shorter arithmetic may be
+    off by the `tolerance`, if one is given.
     """
     told: list[str] = []
+    error_of = 0.0
     try:
         tried = _built(module, engine, rewrite, limit_s, told)
     except NodeError as error:
@@ -84,11 +90,16 @@ def try_piece(
             return Failure(str(error), for_good=True)
         except Exception as error:
             return Failure(f"{engine.name} failed to run it: {_said(error)}")
-        wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest))
+        if engine.is_exact or tolerance is None:
+            wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest))
+        else:
+            wrong = beyond_tolerance(answers, case.expected, tolerance)
         if wrong is not None:
             return Failure(f"{engine.name} answers wrongly: {wrong}")
+        if not engine.is_exact:
+            error_of = max(error_of, relative_error(answers, case.expected))
     notes += [note for note in told if note not in notes]
-    return tried
+    return replace(tried, error=error_of)
 
 
 def _built(

@@ -52,13 +52,7 @@ class Costing:
             if enough(f"block {number} of {len(blocks)}"):
                 return None
             known[digest] = self._block(piece.module, digest, fed[number])
-        bounds = [0, *blocks.places]
-        return tuple(
-            BlockCost(
-                bounds[number], len(segment.nodes), blocks.begins_at(number), digest, dict(known[digest])
-            )
-            for number, (segment, digest) in enumerate(zip(blocks.plan.segments, blocks.digests, strict=True))
-        )
+        return tuple(replace(block, seconds=dict(known[block.contents])) for block in blocks.untimed())
 
     def entering(self) -> dict[str, float]:
         """Seconds of a call that does next to nothing, made in turn with the other engines'."""

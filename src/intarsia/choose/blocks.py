@@ -11,6 +11,7 @@ from torch import fx
 
 from intarsia.build.trial import run_in_pytorch
 from intarsia.choose.contents import contents
+from intarsia.choose.findings import BlockCost
 from intarsia.errors import PartitionError
 from intarsia.graph.cuts import plan_at
 from intarsia.graph.line import Line, placement_line
@@ -87,6 +88,14 @@ class Blocks:
             fed.append([known[node] for node in piece.inputs])
             known.update(zip(piece.outputs, run_in_pytorch(piece.module, fed[-1]), strict=True))
         return fed
+
+    def untimed(self) -> list[BlockCost]:
+        """The blocks as findings tell them, without costs."""
+        bounds = [0, *self.places]
+        return [
+            BlockCost(bounds[number], len(segment.nodes), self.begins_at(number), digest)
+            for number, (segment, digest) in enumerate(zip(self.plan.segments, self.digests, strict=True))
+        ]
 
     def begins_at(self, number: int) -> str:
         """Where in the model a block begins, in words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,10 @@ class Candidate:
     homes: Mapping[fx.Node, str] | None = None
 
     @property
+    def is_exact(self) -> bool:
+        return all(engine.is_exact for engine in self.engines)
+
+    @property
     def is_slow_to_build(self) -> bool:
         return any(engine.slow_to_build for engine in self.engines)
 
@@ -59,6 +64,8 @@ class Built:
     module: Compiled
     shape: str
     build_s: float
+    error: float = 0.0  # end to end, where engines of shorter arithmetic take part
+    errors: Mapping[str, float] = field(default_factory=dict)  # of their segments, by first node
 
     def call(self, sample: Sample) -> Callable[[], object]:
         """One call, as it is measured: of the graph, so that nothing is written back; or of the model."""
@@ -71,7 +78,9 @@ class Built:
     def trial(self, seconds: tuple[float, ...], *, final: bool) -> Trial:
         """What is told of it once it was measured."""
         own, count = self.candidate, len(self.module.plan)
-        return Trial(own.name, count, seconds, self.build_s, self.shape, own.options, own.blocks, final)
+        return Trial(
+            own.name, count, seconds, self.build_s, self.shape, own.options, own.blocks, final, self.error
+        )
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ class Workshop:
     table: SupportTable
     finish: Finish
     eager: Callable[[], Compiled]  # the module that runs the model as it is
+    error: Callable[[Compiled], float] = lambda module: math.inf  # end to end, against the model
     may_vary_patterns: bool = True  # unless the user named them
     began: float = field(default_factory=time.perf_counter)  # when the compile began
 
@@ -116,9 +126,13 @@ class Workshop:
             return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
         builder = self._builder(candidate)
         builder.deadline = deadline
+        if not candidate.is_exact:
+            builder.tolerance = math.inf  # what counts is the error of the whole
         plan, pieces, programs = builder.run(self._table(candidate))
         module = self.finish(plan, pieces, programs, builder)
-        return Built(candidate, module, shape_of(plan), time.perf_counter() - start)
+        error = 0.0 if candidate.is_exact else self.error(module)
+        took = time.perf_counter() - start
+        return Built(candidate, module, shape_of(plan), took, error, dict(builder.errors))
 
     def _builder(self, candidate: Candidate) -> Builder:
         pattern = self.builder

@@ -16,6 +16,7 @@ from intarsia.choose.mixes import mix
 from intarsia.choose.plan import measured_plan
 from intarsia.choose.progress import Progress
 from intarsia.choose.search import Search
+from intarsia.choose.shorten import shortened
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
@@ -28,13 +29,16 @@ def choose(
     engines: Sequence[Engine],
     sample: Sample,
     told: str = "",
+    tolerance: float | None = None,
 ) -> Compiled:
     """The module that runs best here; what an earlier compile measured is not measured again.
 
     `told` stands for whatever the programs depend on besides graph, engines and options.
     """
     memory = Memory()
-    told = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {told}"
+    told = (
+        f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {told} {tolerance}"
+    )
     key = _key(measured, workshop, engines, told)
     known = memory.findings(key)
     if known is not None and (known.complete or (measured.budget_s or 0.0) <= known.budget_s):
@@ -42,7 +46,7 @@ def choose(
         if module is not None:
             return _with_findings(module, replace(known, remembered=True))
     with Progress() as progress:
-        search = Search(measured, workshop, engines, sample, memory, progress, told)
+        search = Search(measured, workshop, engines, sample, memory, progress, told, tolerance)
         built, found = search.run()
     if not search.interrupted:
         memory.keep_findings(key, found)
@@ -64,7 +68,9 @@ def _again(
         built = workshop.build(candidate)
     except IntarsiaError:  # what fails with these weights is found and told by a new search
         return None
-    return built.module if built.shape == trial.shape else None
+    if built.shape != trial.shape or (known.tolerance is not None and built.error > known.tolerance):
+        return None
+    return built.module
 
 
 def _candidate(
@@ -74,9 +80,11 @@ def _candidate(
     if trial.blocks:
         quick = [engine for engine in engines if not engine.slow_to_build]
         blocks = blocks_at(workshop.builder.module, [block.place for block in known.blocks[1:]])
-        return mix(blocks, quick, trial.blocks)
+        used = [e for e in quick if e.is_exact or e.name in trial.blocks]
+        return mix(blocks, used, trial.blocks)
     plain = line_ups(workshop, engines, measured)
     every = [*plain, *(other for one in plain for other in variants_of(one, workshop, measured))]
+    every += shortened(engines)
     return next((candidate for candidate in every if candidate.name == trial.name), None)
 
 

@@ -26,6 +26,7 @@ class Trial:
     options: int = 0
     blocks: tuple[str, ...] = ()
     final: bool = False
+    error: float = 0.0  # end to end, where engines of shorter arithmetic take part
 
     @property
     def median(self) -> float:
@@ -63,6 +64,8 @@ class Findings:
     budget_s: float = 0.0
     spent_s: float = 0.0
     complete: bool = True  # whether all was measured that a larger budget would measure
+    tolerance: float | None = None  # what the error may be; None where arithmetic is the model's own
+    errors: Mapping[str, float] = field(default_factory=dict)  # of the chosen plan's segments, by first node
     remembered: bool = False  # whether this was measured by an earlier compile
 
     def trial(self, name: str) -> Trial:

@@ -16,6 +16,10 @@ def findings_text(found: Findings) -> str:
     if found.entering:
         prices = ", ".join(f"{engine} {seconds * 1e3:.3f}" for engine, seconds in found.entering.items())
         lines.append(f"price of a crossing into an engine, ms: {prices}")
+    if found.tolerance is not None and found.trials:
+        whole = found.trial(found.chosen).error
+        lines.append(f"error end to end {whole:.2g} of the largest value; tolerance={found.tolerance:g}")
+        lines += [f"  error of the segment from {node}: {error:.2g}" for node, error in found.errors.items()]
     lines += [f"left out: {reason}" for reason in found.left_out]
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from intarsia.partition import PYTORCH
 
 def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
     """What nobody may lose against; first the plan that would be taken without measuring."""
-    *others, pytorch = engines
+    *others, pytorch = [engine for engine in engines if engine.is_exact]
     known = {engine.name: engine for engine in others}
     for engine in measured.candidates or ():
         known.setdefault(engine.name, engine)  # an engine that is only named here

@@ -64,4 +64,4 @@ def key_of(what: str, engines: Sequence[Engine], *more: str) -> str:
 
 
 def _package(engine: Engine) -> str:
-    return "torch" if engine.name in ("pytorch", "inductor", "cudnn") else engine.name
+    return "torch" if engine.name in ("pytorch", "inductor", "cudnn") else engine.family

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from intarsia.choose.block_costs import Costing
-from intarsia.choose.blocks import Blocks, find_blocks
+from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
 from intarsia.choose.findings import BlockCost, Findings, Trial
 from intarsia.choose.line_ups import line_ups, variants_of
@@ -17,6 +17,7 @@ from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
 from intarsia.choose.mixes import mix, promising_mixes
 from intarsia.choose.progress import Progress
+from intarsia.choose.shorten import block_error, shortened, with_exact_blocks
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
@@ -44,6 +45,7 @@ class Search:
     memory: Memory
     progress: Progress
     told: str = ""  # what the programs depend on besides graph, engines and options
+    tolerance: float | None = None  # how far results may be off; None for exact arithmetic
     build_s: dict[str, float] = field(default_factory=dict)
     built: dict[str, Built] = field(default_factory=dict)
     trials: dict[str, Trial] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class Search:
         self._drop(leaders)
         fresh = self._build_all(variants_of(self.built[leaders[0]].candidate, self.workshop, self.measured))
         fresh += self._build_all(self._mixes())
+        fresh += self._shortened(leaders[0])
         if len(leaders) + len(fresh) > 1 and (fresh or self._fits_a_race(leaders)):
             self._race([*leaders, *fresh], final=True, rounds=20, share=0.2)
         else:
@@ -96,11 +99,9 @@ class Search:
 
     def _mixes(self) -> list[Candidate]:
         """Mixes that the costs of blocks promise to be faster than any plan so far."""
-        if (
-            self.workshop.on_gpu
-        ):  # one CUDA graph runs the whole: what blocks take one by one says little of it
+        if self.workshop.on_gpu:  # one CUDA graph runs the whole: what blocks take one by one says little
             return []
-        quick = [engine for engine in self.engines if not engine.slow_to_build]
+        quick = [engine for engine in self.engines if engine.is_exact and not engine.slow_to_build]
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
             return []
@@ -118,6 +119,54 @@ class Search:
         best = min(trial.median for trial in self.trials.values())
         ways = promising_mixes(found, self.entering, alone, best, _MIXES)
         return [mix(blocks, quick, way) for way in ways]
+
+    def _shortened(self, lead: str) -> list[str]:
+        """Plans in shorter arithmetic whose error stays within the tolerance; the others are let go."""
+        if self.tolerance is None:
+            return []
+        kept = []
+        for candidate in shortened(self.engines):
+            for name in self._build_all([candidate]):
+                if self._is_close_enough(name):
+                    kept.append(name)
+                else:
+                    kept += self._with_exact_blocks(candidate.engines[0], lead)
+        return kept
+
+    def _is_close_enough(self, name: str) -> bool:
+        assert self.tolerance is not None
+        error = self.built[name].error
+        if error <= self.tolerance:
+            return True
+        self.left_out.append(f"{name}: its error is {error:.2g}, and tolerance={self.tolerance:g}")
+        del self.built[name]
+        return False
+
+    def _with_exact_blocks(self, short: Engine, lead: str) -> list[str]:
+        """The short engine with its worst blocks on the leading exact engine: as few of them as will do."""
+        places = [block.place for block in self.blocks[1:]]  # findings tell one way to cut
+        blocks = blocks_at(self.workshop.builder.module, places) if places else self._affordable_blocks(1)
+        exact = next((e for e in self.built[lead].candidate.engines if e.is_exact), self.engines[-1])
+        if blocks is None:
+            return []
+        fed = blocks.values(self.sample.inputs)
+        errors: list[float] = []
+        for number in range(len(blocks)):
+            if self._enough(f"the error of block {number} of {len(blocks)} on {short.name}"):
+                self._leave_out(
+                    f"{short.name}, some blocks exact: errors of blocks do not fit {self._budget}"
+                )
+                return []
+            errors.append(block_error(self.workshop, blocks, number, short, fed[number]))
+        self.blocks = self.blocks or tuple(blocks.untimed())
+        count = 1
+        while count < len(blocks):
+            candidate = with_exact_blocks(blocks, errors, short, exact, count, self.engines)
+            for name in self._build_all([candidate]):
+                if self._is_close_enough(name):
+                    return [name]
+            count *= 2
+        return []
 
     def _affordable_blocks(self, engines: int) -> Blocks | None:
         """Blocks as small as the time that is left allows; None without waists, or without time."""
@@ -244,4 +293,6 @@ class Search:
             self.progress.budget_s,
             self.progress.spent_s,
             self.complete,
+            self.tolerance,
+            self.built[chosen].errors,
         )

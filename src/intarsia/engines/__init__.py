@@ -13,13 +13,18 @@ from intarsia.engines.base import Program as Program
 from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
+from intarsia.engines.onnxruntime.int8 import OnnxRuntimeInt8 as OnnxRuntimeInt8
 from intarsia.engines.openvino.engine import OpenVINO as OpenVINO
+from intarsia.engines.openvino.short import OpenVINOBf16 as OpenVINOBf16
+from intarsia.engines.openvino.short import OpenVINOFp16 as OpenVINOFp16
 from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 
 ENTRY_POINTS = "intarsia.engines"
-# Known by name, but not asked unless named: one takes long to build, one is for GPUs.
-NOT_BY_DEFAULT = ("inductor", "cudnn")
+# Those of shorter arithmetic than the model's own, by name or within a tolerance.
+SHORT: tuple[type[Engine], ...] = (OpenVINOBf16, OpenVINOFp16, OnnxRuntimeInt8)
+# Known by name, but not asked unless named: one takes long to build, one is for GPUs, others are inexact.
+NOT_BY_DEFAULT = ("inductor", "cudnn", *(kind.name for kind in SHORT))
 
 
 def known_engines() -> dict[str, type[Engine]]:
@@ -37,6 +42,7 @@ def _found_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
             found.setdefault(engine.name, engine)
         except Exception as error:  # another package's mistake must not cost the engines that work
             broken[entry.name] = f"{entry.value} could not be loaded: {_said(error)}"
+    found |= {kind.name: kind for kind in SHORT}
     found["inductor"] = Inductor
     found["cudnn"] = CuDNN
     found["pytorch"] = PyTorch
@@ -96,8 +102,19 @@ def with_unasked_engines(usable: Sequence[Engine], device: str) -> list[Engine]:
     """All engines that are here, those too that a fixed order leaves out, PyTorch last: timing decides."""
     known = [engine.name for engine in usable]
     more = [kind() for name, kind in known_engines().items() if name not in known]
-    fit = [engine for engine in more if engine.runs_on(device) and _unavailable(engine) is None]
-    return [*usable[:-1], *fit, *usable[-1:]]
+    exact = [engine for engine in more if engine.is_exact and engine.runs_on(device)]
+    return [*usable[:-1], *(engine for engine in exact if _unavailable(engine) is None), *usable[-1:]]
+
+
+def with_short_engines(
+    usable: Sequence[Engine], arithmetic: Sequence[str]
+) -> tuple[list[Engine], dict[str, str]]:
+    """The engines, and before PyTorch those of them in shorter arithmetic; why others are not there."""
+    families = [engine.name for engine in usable]
+    asked = [kind() for kind in SHORT if kind.arithmetic in arithmetic and kind.based_on in families]
+    asked = [engine for engine in asked if engine.name not in families]
+    missing = {engine.name: reason for engine in asked if (reason := _unavailable(engine)) is not None}
+    return [*usable[:-1], *(e for e in asked if e.name not in missing), *usable[-1:]], missing
 
 
 def _unavailable(engine: Engine) -> str | None:

@@ -45,6 +45,8 @@ class Engine(abc.ABC):
     name: ClassVar[str]
     capturable: ClassVar[bool] = False  # whether a CUDA graph of torch's may hold its programs
     slow_to_build: ClassVar[bool] = False  # so that a piece that fails leaves whole, and is not bisected
+    arithmetic: ClassVar[str] = "fp32"  # "bf16", "fp16" or "int8": used only within a tolerance, or by name
+    based_on: ClassVar[str | None] = None  # the engine, by name, whose layers and patterns it takes
 
     @abc.abstractmethod
     def unavailable(self) -> str | None:
@@ -58,6 +60,16 @@ class Engine(abc.ABC):
     def coarsest(self) -> float:
         """The rounding of arithmetic shorter than the model's own, where options ask for it; else 0."""
         return 0.0
+
+    @property
+    def family(self) -> str:
+        """The name of the engine that knows the same layers: its own, unless it is based on another."""
+        return self.based_on or self.name
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is an engine for the model's own arithmetic, whatever its options."""
+        return self.arithmetic == "fp32"
 
     def key(self) -> str:
         """What makes two engines of this class build different programs."""

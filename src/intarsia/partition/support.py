@@ -42,6 +42,12 @@ def support_table(
     return SupportTable(tuple(engine.name for engine in engines), refusals)
 
 
+def refused_table(module: fx.GraphModule, engines: Sequence[str], reason: str) -> SupportTable:
+    """The table by which PyTorch, the last of the engines, runs everything, for one reason."""
+    refused = dict.fromkeys(engines[:-1], reason)
+    return SupportTable(tuple(engines), {n: refused for n in module.graph.nodes if is_compute(n)})
+
+
 def refusals_of(
     node: fx.Node,
     constants: dict[fx.Node, Any],

@@ -19,6 +19,7 @@ from intarsia.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
+    from intarsia.engines.onnxruntime.model import Model
     from intarsia.network import Network
 
 # What reads networks (`onnxruntime.model`) is imported where one is read: loading a packed one does without.
@@ -74,10 +75,10 @@ class OnnxRuntime(NetworkEngine):
         return None
 
     def build(self, net: Network) -> Program:
-        from intarsia.engines.onnxruntime.model import guarded, is_static
+        from intarsia.engines.onnxruntime.model import is_static
 
         try:
-            model = guarded(net, self.guards, self.device)
+            model = self._guarded(net)
             given = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             given |= {name: value for name, (value, _) in model.on_gpu.items()}
             session = self._session(model.data, model.weights, given, static=is_static(net))
@@ -90,11 +91,9 @@ class OnnxRuntime(NetworkEngine):
 
         What ONNX Runtime writes itself, optimised, is no sooner loaded (see `docs/measurements.md`).
         """
-        from intarsia.engines.onnxruntime.model import guarded
-
         if self.device != "cpu":
             return None
-        model = guarded(net, self.guards, self.device)
+        model = self._guarded(net)
         told = {
             "ports": Ports.of(net).as_json(),
             "checks": model.checks.as_json(),
@@ -115,6 +114,11 @@ class OnnxRuntime(NetworkEngine):
         if len(session.get_outputs()) != len(ports.outputs) + bool(checks.made):
             raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
         return self._program(ports, session, values, checks)
+
+    def _guarded(self, net: Network) -> Model:
+        from intarsia.engines.onnxruntime.model import guarded
+
+        return guarded(net, self.guards, self.device)
 
     def _program(self, ports: Ports, session: Any, weights: object, checks: Checks) -> Program:
         if self.device == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,17 @@ def plain(net: Network) -> Model:
     return Model(proto, _values(weights), _weights_on_gpu(weights), Checks())
 
 
-def guarded(net: Network, guards: bool, device: str) -> Model:
-    """The model to run, its weights, and what must be checked at a call."""
-    proto, weights = to_proto(net)
+def guarded(
+    net: Network, guards: bool, device: str, *, quantize: Callable[[Any], Any] | None = None
+) -> Model:
+    """The model to run, its weights, and what must be checked at a call.
+
+    `quantize` makes another model of one that holds its weights.
+    """
+    if quantize is None:
+        proto, weights = to_proto(net)
+    else:
+        proto, weights = quantize(to_proto(net, weights_outside=False)[0]), {}
     planned = plan_guards(net, OnnxRuntimeLimits()) if guards else Guards()
     if device == "cpu":
         keep_signed_zeros(net, proto)

@@ -29,7 +29,7 @@ def engine_to_json(engine: Engine) -> Json:
     return {
         "fields": {name: to_json(getattr(engine, name)) for name in names if name != _FREE},
         "free": sorted(map(str, getattr(engine, _FREE, {}))),
-        "version": package_version(engine.name if engine.name in _PACKAGES else "torch"),
+        "version": package_version(engine.family if engine.family in _PACKAGES else "torch"),
     }
 
 

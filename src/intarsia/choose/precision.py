@@ -1,0 +1,38 @@
+"""Which arithmetic engines may use: the model's own, or shorter ones within a tolerance."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from intarsia.errors import InputError
+
+Precision = Literal["fp32", "bf16", "fp16", "int8"]
+SHORTENING_S = 30.0  # the budget where a tolerance is given and no budget: there is more to build
+
+
+def allowed_arithmetic(
+    precision: Precision | None, tolerance: float | None, *, verify: bool
+) -> tuple[str, ...]:
+    """What besides the model's own arithmetic may be tried; nothing without a tolerance.
+
+    >>> allowed_arithmetic(None, 0.02, verify=True)
+    ('bf16', 'fp16', 'int8')
+    >>> allowed_arithmetic("bf16", 0.02, verify=True)
+    ('bf16',)
+    """
+    known = get_args(Precision)
+    if precision is not None and precision not in known:
+        raise InputError(f"precision={precision!r} is not known; known are {', '.join(known)}")
+    if tolerance is None:
+        if precision in (None, "fp32"):
+            return ()
+        raise InputError(f"precision={precision!r} needs tolerance=, how far results may be off")
+    if not 0 < tolerance < 1:
+        raise InputError(f"tolerance={tolerance!r} must be a share of the largest value, between 0 and 1")
+    if precision == "fp32":
+        raise InputError(f'tolerance={tolerance!r} contradicts precision="fp32", which is exact')
+    if not verify:
+        raise InputError(
+            f"tolerance={tolerance!r} needs verify=True: the error is found by running the model"
+        )
+    return (precision,) if precision is not None else known[1:]

@@ -1,0 +1,78 @@
+"""ONNX Runtime with products of 8-bit integers, by its own tool: activations are rounded at every call."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from intarsia.engines.base import Packed, WeightFile
+from intarsia.engines.onnxruntime.engine import OnnxRuntime
+from intarsia.errors import EngineError
+
+if TYPE_CHECKING:
+    from intarsia.engines.onnxruntime.model import Model
+    from intarsia.network import Network
+
+_PRODUCTS = ["MatMul", "Gemm"]  # dynamic quantization has no quick kernel for convolutions
+_LARGEST = 2**31 - 2**20  # bytes that one ONNX file can hold
+
+
+@dataclass(frozen=True)
+class OnnxRuntimeInt8(OnnxRuntime):
+    """Products with constant weights in 8 bits: weights by column, activations by what each call brings.
+
+    >>> OnnxRuntimeInt8().family
+    'onnxruntime'
+    """
+
+    name: ClassVar[str] = "onnxruntime-int8"
+    arithmetic: ClassVar[str] = "int8"
+    based_on: ClassVar[str | None] = "onnxruntime"
+
+    @property
+    def coarsest(self) -> float:
+        return 2.0**-7
+
+    def unavailable(self) -> str | None:
+        reason = super().unavailable()
+        if reason is not None or self.device == "cpu":
+            return reason
+        return f"ONNX Runtime has no 8-bit products for {self.device!r}"
+
+    def pack(self, net: Network, file: WeightFile) -> Packed | None:
+        return None  # it holds its weights, in 8 bits; they are made again from those of the archive
+
+    def _guarded(self, net: Network) -> Model:
+        from intarsia.engines.onnxruntime.model import guarded
+
+        size = sum(v.const_value.nbytes for v in net.graph.initializers.values() if v.const_value is not None)
+        if size > _LARGEST:
+            raise EngineError(f"its weights take {size} bytes, and the quantizer reads models of up to 2 GB")
+        return guarded(net, self.guards, self.device, quantize=_quantized)
+
+
+def _quantized(model: Any) -> Any:
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    del model.graph.value_info[:]  # shapes of weights that the tool turns round
+    root = logging.getLogger()
+    before = root.level
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "int8.onnx"
+        root.setLevel(logging.ERROR)  # it recommends a preparation that concerns static quantization
+        try:
+            quantize_dynamic(
+                model,
+                path,
+                op_types_to_quantize=_PRODUCTS,
+                per_channel=True,
+                weight_type=QuantType.QInt8,
+                extra_options={"MatMulConstBOnly": True},
+            )
+        finally:
+            root.setLevel(before)
+        return onnx.load(path)

@@ -1,0 +1,46 @@
+"""OpenVINO in shorter arithmetic, as engines of their own: beside exact OpenVINO in one plan, or by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from intarsia.engines.openvino.core import capabilities
+from intarsia.engines.openvino.engine import OpenVINO
+
+
+class _Short(OpenVINO):
+    based_on: ClassVar[str | None] = "openvino"
+
+    def unavailable(self) -> str | None:
+        reason = super().unavailable()
+        if reason is not None:
+            return reason
+        needed = self.arithmetic.upper()
+        return None if needed in capabilities() else f"OpenVINO has no {needed} arithmetic on this processor"
+
+
+@dataclass(frozen=True)
+class OpenVINOBf16(_Short):
+    """Products and sums in bfloat16, where the processor has it.
+
+    >>> OpenVINOBf16().family, OpenVINOBf16().coarsest
+    ('openvino', 0.0078125)
+    """
+
+    precision: Literal["f32", "bf16", "f16"] = "bf16"
+    name: ClassVar[str] = "openvino-bf16"
+    arithmetic: ClassVar[str] = "bf16"
+
+
+@dataclass(frozen=True)
+class OpenVINOFp16(_Short):
+    """Products and sums in float16, where the processor has it.
+
+    >>> OpenVINOFp16().family
+    'openvino'
+    """
+
+    precision: Literal["f32", "bf16", "f16"] = "f16"
+    name: ClassVar[str] = "openvino-fp16"
+    arithmetic: ClassVar[str] = "fp16"

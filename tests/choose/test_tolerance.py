@@ -1,0 +1,144 @@
+"""`compile(..., tolerance=...)`: shorter arithmetic where it is faster, never beyond the error allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.choose import search
+from intarsia.choose.measured import Measured
+from intarsia.compare import relative_error
+from intarsia.engines import OnnxRuntimeInt8, OpenVINOBf16
+from intarsia.errors import InputError
+
+Call = Callable[[], object]
+SHORT = [engine for engine in (OpenVINOBf16(), OnnxRuntimeInt8()) if engine.unavailable() is None]
+X = torch.linspace(-1, 1, 32 * 64).reshape(32, 64)
+
+
+class Net(nn.Module):
+    """Layers of which the second amplifies: its error is by far the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return Net().eval()
+
+
+def _prefer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[str]]:
+    """Races in which plans of this name are ten times as fast as others."""
+    log: list[list[str]] = []
+
+    def race(calls: Mapping[str, Call], *_: object, **__: object) -> dict[str, tuple[float, ...]]:
+        log.append(list(calls))
+        return {one: (1e-9 if one.startswith(name) else 1e-8,) * 4 for one in calls}
+
+    monkeypatch.setattr(search, "race_plans", race)
+    return log
+
+
+def _compile(model: nn.Module, **more: Any) -> Any:
+    more.setdefault("partition", Measured(budget_s=60, candidates=()))
+    more.setdefault("engines", [SHORT[0].family])
+    return intarsia.compile(model, (X,), min_block_size=1, **more)
+
+
+@pytest.mark.parametrize("engine", SHORT, ids=lambda engine: engine.name)
+def test_shorter_arithmetic_within_the_tolerance(
+    model: nn.Module, engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = _prefer(monkeypatch, engine.name)
+    own = {"engines": [engine.family]}
+    fast = _compile(model, tolerance=0.05, **own)
+    found = fast.plan.findings
+    assert found.chosen == engine.name and fast.plan.engines == (engine.name,)
+    error = relative_error(fast(X), model(X))
+    assert 1e-6 < error <= 0.05
+    assert found.trial(engine.name).error == pytest.approx(error, rel=0.5)
+    assert f"tolerance={0.05:g}" in str(fast.plan) and "error of the segment from" in str(fast.plan)
+    count = len(log)
+    assert _compile(model, tolerance=0.05, **own).plan.findings.remembered and len(log) == count
+    intarsia.save(fast, tmp_path / "short.intarsia")
+    assert torch.equal(intarsia.load(tmp_path / "short.intarsia")(X), fast(X))
+
+
+def test_what_is_too_far_off_is_not_taken(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    _prefer(monkeypatch, SHORT[0].name)
+    fast = _compile(model, tolerance=1e-6)
+    assert fast.plan.findings.chosen not in ("openvino-bf16", "onnxruntime-int8")
+    assert any("its error is" in reason for reason in fast.plan.findings.left_out)
+    assert relative_error(fast(X), model(X)) <= 1e-6
+
+
+def test_the_worst_blocks_are_kept_exact(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        torch.no_grad()
+    ):  # layer 2 answers wrongly for an engine that rounds: values far larger than the rest
+        model.layers[2].weight.mul_(40)
+    name = SHORT[0].name
+    _prefer(monkeypatch, f"{name}, blocks")
+    whole = _compile(model, tolerance=0.5).plan.findings
+    error = next(t.error for t in whole.trials if t.name == name)
+    fast = _compile(model, tolerance=error * 0.6)
+    assert fast.plan.findings.chosen.startswith(f"{name}, blocks"), str(fast.plan)
+    assert name in fast.plan.engines and len(fast.plan.engines) > 1
+    assert 0 < relative_error(fast(X), model(X)) <= error * 0.6
+    assert _compile(model, tolerance=error * 0.6).plan.findings.remembered
+
+
+def test_the_error_is_held_on_every_example(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = SHORT[0].name
+    _prefer(monkeypatch, name)
+    small = _compile(model, tolerance=0.5).plan.findings.trial(name).error
+    worse = X * 200 + torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    both = _compile(model, tolerance=0.5, examples=[(worse,)]).plan.findings.trial(name).error
+    assert both >= small > 0
+
+
+def test_exact_is_the_default(model: nn.Module) -> None:
+    plan = _compile(model, precision="fp32", partition=Measured(budget_s=2)).plan
+    assert not any(trial.error for trial in plan.findings.trials)
+    assert not any("bf16" in trial.name or "int8" in trial.name for trial in plan.findings.trials)
+
+
+def test_only_the_precision_that_is_named(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = _prefer(monkeypatch, "openvino")
+    _compile(model, tolerance=0.05, precision="int8", engines=["openvino", "onnxruntime"])
+    assert "onnxruntime-int8" in log[-1] and "openvino-bf16" not in log[-1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"precision": "bf16"}, "precision='bf16' needs tolerance="),
+        ({"precision": "fp8", "tolerance": 0.1}, "precision='fp8' is not known; known are fp32, bf16"),
+        ({"precision": "fp32", "tolerance": 0.1}, 'contradicts precision="fp32"'),
+        ({"tolerance": 0.0}, "tolerance=0.0 must be a share"),
+        ({"tolerance": 0.1, "verify": False}, "needs verify=True"),
+        ({"tolerance": 0.1, "partition": "greedy"}, r"needs partition=Measured\(\), not 'greedy'"),
+    ],
+)
+def test_wishes_that_contradict(model: nn.Module, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        _compile(model, **wrong)
