@@ -16,6 +16,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # Thousands of small models are compiled here, and who runs what must not hang on how busy the machine is.
 os.environ.setdefault("INTARSIA_MEASURE", "0")
+# Tests put faults into engines: nothing that an earlier test built may be taken in their place.
+os.environ.setdefault("INTARSIA_CACHE_GB", "0")
 
 WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
 OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)

@@ -19,6 +19,7 @@ from intarsia.build.faithful import (
     Example,
     Faithful,
     error_of,
+    examples_of,
     faithful_lowering,
     further_examples,
     judged_example,
@@ -41,6 +42,7 @@ from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
 from intarsia.choose.precision import SHORTENING_S, Precision, allowed_arithmetic
+from intarsia.choose.reuse import Earlier
 from intarsia.choose.wishes import Wishes
 from intarsia.choose.worth import is_measuring, too_small_to_measure
 from intarsia.convert import registry
@@ -231,22 +233,28 @@ def _compile(
             lowered, captured = lower()
         notes += frozen
         example = Example(captured, example_inputs(lowered, *captured))
-        return _refittable(
-            _built(model, lowered, usable, wishes, [example], notes, call), usable, wishes, [example]
-        )
+        earlier = Earlier(model, lowered, [example], usable, wishes, notes)
+        built = earlier.module_or(lambda: _built(model, lowered, usable, wishes, [example], notes, call))
+        return _refittable(built, usable, wishes, [example])
     judge = Judge(model)
     with watched(judge.model) as frozen:
         truth = judge.answer_if_any(call)  # before anything else is done to the model
     notes += frozen
-    found = faithful_lowering(
-        judge, lower, lambda: operators_of(capture(model, *call, dynamic_shapes).graph), call, truth, notes
-    )
+    lowered, captured = lower()
+    judged = examples_of(judge, lowered, captured, call, truth, [])
+    earlier = Earlier(model, lowered, judged, usable, wishes, notes)
+    made = earlier.module()
+    if made is not None:
+        return _refittable(made, usable, wishes, judged)
+    called = lambda: operators_of(capture(model, *call, dynamic_shapes).graph)  # noqa: E731
+    found = faithful_lowering(judge, (lowered, captured), lower, called, call, truth, notes)
     if found.fault is not None:
         return _as_it_is(model, found, usable, wishes, notes)
     examples = [*found.examples, *further_examples(judge, found.lowered, wishes.more)]
     compiled = _built(model, found.lowered, usable, wishes, examples, notes, call)
     fault = whole_fault(judge, found.lowered, compiled, examples, *_slack(compiled, usable, wishes))
     if fault is None:
+        earlier.keep(compiled, examples, verified=True)
         return _refittable(compiled, usable, wishes, examples)
     own = replace(wishes, measured=None)
     for refused, told in suspects(found.lowered.module.graph, compiled.plan, fault):

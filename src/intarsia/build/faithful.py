@@ -53,6 +53,7 @@ class Faithful:
 
 def faithful_lowering(
     judge: Judge,
+    made: tuple[Lowered, Call],
     lower: Lower,
     operators: Callable[[], set[Any]],
     given: Call,
@@ -61,11 +62,11 @@ def faithful_lowering(
 ) -> Faithful:
     """Lower a model so that the graph answers as the model does.
 
-    Where it does not, decompositions are left out, one by one and then all; `operators` names those of the
-    model. A fault that stays is told, and the graph must not be used.
+    It was `made` once, as usual. Where that graph does not, decompositions are left out, one by one and then
+    all; `operators` names those of the model. A fault that stays is told, and the graph must not be used.
     """
     told: list[str] = []
-    first = _tried(judge, lower, given, truth, told)
+    first = _tried(judge, lambda: made, given, truth, told)
     if first.fault is None:
         notes += told
         return first
@@ -97,7 +98,7 @@ class _Kept:
 
 def _tried(judge: Judge, lower: Lower, given: Call, truth: Answer | None, notes: list[str]) -> Faithful:
     lowered, call = lower()
-    examples = _examples(judge, lowered, call, given, truth, notes)
+    examples = examples_of(judge, lowered, call, given, truth, notes)
     tried: list[Example] = []
     for example in examples:
         assert example.truth is not None
@@ -118,7 +119,7 @@ def _tried(judge: Judge, lower: Lower, given: Call, truth: Answer | None, notes:
     return Faithful(lowered, tried)
 
 
-def _examples(
+def examples_of(
     judge: Judge, lowered: Lowered, call: Call, given: Call, truth: Answer | None, notes: list[str]
 ) -> list[Example]:
     """The call that was captured, the user's own, and the same at the least and largest sizes it may have."""

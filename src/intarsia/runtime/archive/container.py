@@ -64,11 +64,13 @@ class Writer:
         """Let others who open the file see what has been written."""
         self._file.flush()
 
-    def close(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest, with the digests of all members, and end the file."""
+    def close(self, manifest: Mapping[str, Any]) -> str:
+        """Write the manifest, with the digests of all members, and end the file; the manifest's digest."""
         text = json.dumps({**manifest, "members": self._members}, allow_nan=False).encode()
-        self.add(SEAL, [self.add(MANIFEST, [text]).encode()])
+        seal = self.add(MANIFEST, [text])
+        self.add(SEAL, [seal.encode()])
         self._zip.close()
+        return seal
 
 
 def _padding(count: int) -> bytes:
@@ -89,7 +91,8 @@ class Reader:
         try:
             self._places = _places(self._buffer)
             text = self._bytes(MANIFEST)
-            if hashlib.sha256(text).hexdigest().encode() != self._bytes(SEAL):
+            self.seal = hashlib.sha256(text).hexdigest()
+            if self.seal.encode() != self._bytes(SEAL):
                 raise ArchiveError("the manifest does not fit its digest")
             self.manifest = _parsed(text)
             self._check_members()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,38 @@ def load(
 def load_bytes(data: bytes) -> Compiled:
     """Read what `save_bytes` made."""
     return _load(data, "the archive in memory cannot be loaded", None, None)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What was made of a graph: who runs what, and what a user was told."""
+
+    plan: Plan
+    pieces: list[Piece]
+    programs: list[Program]
+    body_plans: dict[str, Plan]
+    notes: list[str]
+
+
+def load_pieces(
+    path: str | os.PathLike[str], lowered: Lowered, state: Mapping[str, torch.Tensor], seal: str
+) -> Pieces:
+    """The pieces of a graph that is at hand, with its model's weights, out of the file with that seal.
+
+    Whatever is not as it was raises.
+    """
+    reader, notes = Reader(path), list[str]()
+    if reader.seal != seal:
+        raise ArchiveError("it is another archive")
+    contents = reader.manifest["contents"]
+    engines = engines_from_json(reader.manifest["engines"], None, notes)
+    with reader.checking(WEIGHTS) as weights:
+        loader = _Loader(reader, weights, engines, same_device, notes, packed=True)
+        loader.take(contents["state"], state)
+        plan, pieces, programs, body_plans = loader.pieces(contents["inlay"], lowered.module)
+    if notes:
+        raise ArchiveError(notes[0])
+    return Pieces(plan, pieces, programs, body_plans, [str(note) for note in contents["notes"]])
 
 
 def _load(
@@ -138,6 +171,14 @@ class _Loader:
         self.notes = notes
         self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # of control flow, with their plans
 
+    def take(self, keys: Mapping[str, str], state: Mapping[str, torch.Tensor]) -> None:
+        """Use weights that are in memory already, by the model's names for them."""
+        for name, key in keys.items():
+            held, own = self._tensors[key], state[name].detach()
+            if (held.shape, held.dtype, held.stride()) != (own.shape, own.dtype, own.stride()):
+                raise ArchiveError(f"{name} is another weight")
+            self._tensors[key] = own
+
     def compiled(self, contents: Json) -> Compiled:
         call, found = contents["call"], contents["inlay"]
         module = self._graph(found["graph"]).module
@@ -153,7 +194,7 @@ class _Loader:
             ranges_from_json(call["ranges"]),
             tuple(call["guards"]),
         )
-        plan, pieces, programs, body_plans = self._pieces(found, module)
+        plan, pieces, programs, body_plans = self.pieces(found, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
         made = Compiled(
             lowered,
@@ -178,12 +219,12 @@ class _Loader:
         if "graph" in held:
             return self._graph(held["graph"]).module
         owner = self._graph(held["inlay"]["graph"]).module
-        plan, pieces, programs, inner = self._pieces(held["inlay"], owner)
+        plan, pieces, programs, inner = self.pieces(held["inlay"], owner)
         made = Inlay(owner.graph, pieces, programs)
         self._bodies[made] = plan, inner
         return made
 
-    def _pieces(
+    def pieces(
         self, found: Json, owner: fx.GraphModule
     ) -> tuple[Plan, list[Piece], list[Program], dict[str, Plan]]:
         nodes = {node.name: node for node in owner.graph.nodes}

@@ -50,8 +50,15 @@ def save(compiled: nn.Module, path: str | os.PathLike[str]) -> None:
     ...     intarsia.load(pathlib.Path(folder, "relu.intarsia"))(torch.tensor([-1.0, 2.0]))
     tensor([0., 2.])
     """
+    save_sealed(compiled, path)
+
+
+def save_sealed(compiled: nn.Module, path: str | os.PathLike[str]) -> str:
+    """Write the file; the digest that tells it from all others."""
     manifest, saver = _prepared(compiled)
-    write_atomically(path, lambda file, beside: _write(file, manifest, saver, beside))
+    seals: list[str] = []
+    write_atomically(path, lambda file, beside: seals.append(_write(file, manifest, saver, beside)))
+    return seals[0]
 
 
 def save_bytes(compiled: nn.Module) -> bytes:
@@ -73,7 +80,7 @@ def _prepared(compiled: nn.Module) -> tuple[dict[str, Json], _Saver]:
     return saver.manifest(compiled), saver
 
 
-def _write(file: BinaryIO, manifest: dict[str, Json], saver: _Saver, path: str | None) -> None:
+def _write(file: BinaryIO, manifest: dict[str, Json], saver: _Saver, path: str | None) -> str:
     writer = Writer(file)
     writer.add(WEIGHTS, saver.tensors.chunks())
     for name, data in saver.networks.items():
@@ -84,7 +91,7 @@ def _write(file: BinaryIO, manifest: dict[str, Json], saver: _Saver, path: str |
         places = {key: start + place for key, place in saver.tensors.places().items()}
         for number, packing in enumerate(saver.packings):
             _pack(writer, packing, path, places, f"packed/{number}")
-    writer.close(manifest)
+    return writer.close(manifest)
 
 
 @dataclass(frozen=True)
