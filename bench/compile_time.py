@@ -1,8 +1,9 @@
-"""Capture to callable: BERT-base by Intarsia against `torch.onnx.export` plus the engine's own loading.
+"""Capture to callable: Intarsia in the fixed order against `torch.onnx.export` plus the engine's own loading.
 
-    python bench/compile_time.py [--rounds 3]
+    python bench/compile_time.py [bert ...] [--all] [--rounds 3] [--small] [--measured]
 
-Peers run in turn, round by round, in one process; figures are medians in seconds.
+Peers run in turn, round by round, in one process; figures are medians in seconds. `--measured` adds the
+default, which measures, with nothing known of the model and with known costs.
 """
 
 from __future__ import annotations
@@ -54,31 +55,69 @@ def peers(thing: zoo.Specimen, folder: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    warnings.filterwarnings("ignore")
-    thing = zoo.specimen("bert", full=True)
-    took: dict[str, list[float]] = {}
+def took(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def against_export(name: str, full: bool, rounds: int, table: Table) -> None:
+    thing = zoo.specimen(name, full=full)
+    seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         runners = peers(thing, Path(folder))
-        for call in runners.values():  # imports and first-use costs of every peer
-            call()
+        for peer in list(runners):  # imports and first-use costs of every peer
+            try:
+                runners[peer]()
+            except Exception as error:
+                table.add_row(name, peer, f"fails: {type(error).__name__}", "")
+                del runners[peer]
         for _ in range(rounds):
-            for name, call in runners.items():
-                start = time.perf_counter()
-                call()
-                took.setdefault(name, []).append(time.perf_counter() - start)
-    table = Table(title="BERT-base, 1 x 128 tokens, float32: seconds from model to callable")
-    for column in ("", "median s", "ratio to export"):
+            for peer, call in runners.items():
+                seconds.setdefault(peer, []).append(took(call))
+    medians = {peer: statistics.median(of_peer) for peer, of_peer in seconds.items()}
+    for peer, median in medians.items():
+        engine = peer.split(":")[0]
+        base = next((m for key, m in medians.items() if key.startswith(f"{engine}: torch")), None)
+        table.add_row(name, peer, f"{median:.2f}", "" if base is None else f"{median / base:.2f}")
+
+
+def measured(name: str, full: bool, rounds: int, table: Table) -> None:
+    thing = zoo.specimen(name, full=full)
+    seconds: dict[str, list[float]] = {}
+
+    def compiled(partition: str | None) -> float:
+        return took(lambda: intarsia.compile(thing.model, thing.args, thing.kwargs, partition=partition))
+
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["INTARSIA_CACHE"] = folder
+            compiled("dependency")  # patterns are measured once on a machine
+            for label, partition in (("fixed", "dependency"), ("cold", None), ("again", None)):
+                seconds.setdefault(label, []).append(compiled(partition))
+    medians = {label: statistics.median(of_label) for label, of_label in seconds.items()}
+    for label in ("cold", "again"):
+        ratio = f"{medians[label] / medians['fixed']:.2f}"
+        table.add_row(name, f"measured, {label}, over the fixed order", f"{medians[label]:.2f}", ratio)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--measured", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    table = Table(title="float32, batch 1: seconds from model to callable")
+    for column in ("model", "", "median s", "ratio"):
         table.add_column(column)
-    for name, seconds in took.items():
-        engine = name.split(":")[0]
-        base = next(value for key, value in took.items() if key.startswith(f"{engine}: torch"))
-        ratio = statistics.median(seconds) / statistics.median(base)
-        table.add_row(name, f"{statistics.median(seconds):.2f}", f"{ratio:.2f}")
-    Console().print(table)
+    for name in zoo.names() if asked.all else asked.names or ["bert"]:
+        against_export(name, not asked.small, asked.rounds, table)
+        if asked.measured:
+            measured(name, not asked.small, asked.rounds, table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

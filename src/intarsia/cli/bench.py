@@ -15,7 +15,8 @@ from rich.table import Table
 
 from intarsia.cli import bench_models
 from intarsia.cli.bench_chart import chart
-from intarsia.cli.bench_peers import FIXED, OURS, PEERS, Wish, command
+from intarsia.cli.bench_docs import cell, compile_seconds, fill_documents
+from intarsia.cli.bench_peers import OURS, OWN, PEERS, Wish, command
 from intarsia.errors import IntarsiaError
 
 
@@ -27,10 +28,14 @@ def bench(
         Path, typer.Option(help="where results are kept; a model that is there is not run")
     ] = Path("bench-results"),
     limit: Annotated[float, typer.Option(help="seconds a model may take", min=1)] = 900.0,
-    budget: Annotated[float, typer.Option(help="seconds that Measured may take", min=0.1)] = 20.0,
+    budget: Annotated[float, typer.Option(help="seconds of a longer search; 0 for none", min=0)] = 60.0,
+    tolerance: Annotated[float, typer.Option(help="error of one more plan; 0 for none", min=0, max=1)] = 0.0,
     rounds: Annotated[int, typer.Option(help="rounds of a race", min=3)] = 15,
     inductor: Annotated[bool, typer.Option(help="run torch.compile too, which takes minutes")] = True,
     full: Annotated[bool, typer.Option(help="the size a model is known by")] = True,
+    docs: Annotated[
+        Path | None, typer.Option(help="folder whose choosing.md and measurements.md are filled in")
+    ] = None,
 ) -> None:
     """Measure models against their peers, as JSON and a chart; a run that was stopped goes on."""
     console = Console(width=150, soft_wrap=True)
@@ -43,12 +48,14 @@ def bench(
     for name in named:
         path = out / f"{name}.json"
         if not _is_done(path):
-            wish = Wish(name, full, rounds, budget, inductor=inductor)
+            wish = Wish(name, full, rounds, budget, inductor=inductor, tolerance=tolerance)
             reason = _run(wish, path, limit)
             console.print(f"{name}: {reason or 'measured'}", markup=False, highlight=False)
         results.append(_read(path, name))
     (out / "results.json").write_text(json.dumps(results, indent=1))
     (out / "chart.svg").write_text(chart(results))
+    if docs is not None:
+        fill_documents(docs, results, summary(results))
     console.print(table(results))
     console.print(summary(results), highlight=False)
 
@@ -93,22 +100,22 @@ def ratio(result: Mapping[str, Any]) -> float | None:
 
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """A row for every model, times in milliseconds."""
-    made = Table(title="median ms a call; error is ours against eager; compile is cold and with known costs")
-    for column in ("model", *PEERS, FIXED, OURS, "best peer / ours", "error", "compile s"):
+    made = Table(
+        title="median ms a call; error is ours against eager; compile: the fixed order, cold, with known costs"
+    )
+    for column in ("model", *PEERS, *OWN, "best peer / ours", "error", "compile s"):
         made.add_column(column, justify="left" if column == "model" else "right")
     for result in results:
         peers = result["peers"]
-        cells = [_cell(peers.get(name)) for name in (*PEERS, FIXED, OURS)]
+        cells = [cell(peers.get(name)) for name in (*PEERS, *OWN)]
         own, best = peers.get(OURS, {}), ratio(result)
         error = own.get("error")
-        seconds = own.get("compile_s")
-        again = result.get("compile_again_s")
         made.add_row(
             str(result["name"]),
             *cells,
             "-" if best is None else f"{best:.2f}",
             "-" if error is None else f"{error:.0e}",
-            "-" if seconds is None or again is None else f"{seconds:.0f}, {again:.0f}",
+            ", ".join("-" if seconds is None else f"{seconds:.1f}" for seconds in compile_seconds(result)),
         )
     return made
 
@@ -124,9 +131,3 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
         f"{len(found)} models: best peer / ours {mean:.3f} in the geometric mean,"
         f" {found[worst]:.2f} at worst ({worst})"
     )
-
-
-def _cell(peer: Mapping[str, Any] | None) -> str:
-    if peer is None:
-        return ""
-    return "fails" if "failed" in peer else f"{peer['median_ms']:.1f}" if "median_ms" in peer else "-"

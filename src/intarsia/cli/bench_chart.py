@@ -9,6 +9,7 @@ from typing import Any
 
 _COLOURS = {
     "intarsia": "#c0392b",
+    "intarsia, longer search": "#7b241c",
     "intarsia, fixed order": "#e8a79f",
     "torch.onnx + ONNX Runtime": "#2471a3",
     "OpenVINO's importer": "#1e8449",
