@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 ROUNDINGS = 4  # an element may always be off by so many of its own roundings
 MARGIN = 16  # and by so many times what rounding was seen to do to it and to values like it
-SAMPLES = (2, 8)  # runs to see that in; the second only where the first would condemn
+SAMPLES = (1, 8)  # runs to see that in; more than one only where one would condemn
 _UNKNOWN = 64  # without such runs: values like it are taken to carry so many roundings each
 _GAP = 10  # octaves without a value between values that are not alike
 

@@ -101,7 +101,7 @@ def ratio(result: Mapping[str, Any]) -> float | None:
 def table(results: Sequence[Mapping[str, Any]]) -> Table:
     """A row for every model, times in milliseconds."""
     made = Table(
-        title="median ms a call; error is ours against eager; compile: the fixed order, cold, with known costs"
+        title="median ms a call; error is ours against eager; compile: fixed order, cold, with known costs"
     )
     for column in ("model", *PEERS, *OWN, "best peer / ours", "error", "compile s"):
         made.add_column(column, justify="left" if column == "model" else "right")
