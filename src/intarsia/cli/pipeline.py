@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,21 +41,49 @@ def draw(
 
 @app.command()
 def run(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="file.py:factory, module:factory, or gpt2:n_layer=4,... (Hugging Face's type)."),
+    ] = None,
     schedule: ScheduleName = "1F1B",
     ranks: Annotated[int, typer.Option(help="Processes, when not under torchrun already.")] = 2,
     microbatches: Microbatches = 8,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 5,
+    steps: Annotated[int, typer.Option(help="Training steps, those before a checkpoint included.")] = 5,
     timeout: Annotated[float, typer.Option(help="Seconds until a silent rank is given up.")] = 60.0,
+    text: Annotated[Path | None, typer.Option(help="A file a language model learns, byte by byte.")] = None,
+    batch: Annotated[int, typer.Option(help="Windows of the text in a step.")] = 16,
+    length: Annotated[int, typer.Option(help="Bytes of a window.")] = 64,
+    rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+    recompute: Annotated[bool, typer.Option(help="Compute activations again in the backward pass.")] = False,
+    save: Annotated[Path | None, typer.Option(help="A folder for checkpoints.")] = None,
+    every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --save.")] = False,
+    curve: Annotated[Path | None, typer.Option(help="Write the loss curve there, as .svg.")] = None,
 ) -> None:
-    """Train a small language model over several processes and check it against the plain model."""
+    """Train a model over several processes: your own, or a small one checked against the plain model."""
+    per_rank = 2 if schedule in _TWO else 1
     if "RANK" not in os.environ:
         _check_positive(ranks=ranks, microbatches=microbatches, steps=steps, timeout=timeout)
+        _check_positive(batch=batch, length=length, rate=rate, every=every)
         _check_schedule(schedule, ranks, microbatches)
-        options = [f"--schedule={schedule}", f"--microbatches={microbatches}"]
-        raise typer.Exit(_under_torchrun(ranks, [*options, f"--steps={steps}", f"--timeout={timeout}"]))
-    from intarsia.cli.pipeline_demo import run_rank
+        if resume and save is None:
+            raise PartitionError("--resume needs --save, the folder of the checkpoints")
+        if model is None and (text or save or curve or recompute):
+            raise PartitionError("--text, --save, --curve and --recompute need a model to train")
+        raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
+    if model is None:
+        from intarsia.cli.pipeline_demo import run_rank
 
-    run_rank(schedule, microbatches, steps, 2 if schedule in _TWO else 1, timeout, typer.echo)
+        run_rank(schedule, microbatches, steps, per_rank, timeout, typer.echo)
+        return
+    from intarsia.cli.pipeline_model import make_job
+    from intarsia.cli.pipeline_train import Training, train_rank
+
+    options = Training(
+        schedule, microbatches, per_rank, steps, rate, recompute, save, every, resume, curve, timeout
+    )
+    train_rank(make_job(model, text, batch, length), options, typer.echo)
 
 
 # These give each rank two stages.
@@ -76,6 +105,13 @@ def _check_schedule(schedule: str, ranks: int, microbatches: int) -> None:
     reason = refusal(schedule, ranks, microbatches)
     if reason is not None:
         raise PartitionError(reason)
+
+
+def _as_typed(options: Mapping[str, Any]) -> list[str]:
+    """The options of a command as they are typed."""
+    typed = [f"--{name}={value}" for name, value in options.items() if name != "model" and value is not None]
+    flags = [option.removesuffix("=True") for option in typed if not option.endswith("=False")]
+    return flags if options["model"] is None else [options["model"], *flags]
 
 
 def _under_torchrun(ranks: int, options: list[str]) -> int:

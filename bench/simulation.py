@@ -1,0 +1,189 @@
+"""How far the simulation of a cluster is from real steps: predictions beside runs of 2 and 4 gloo processes.
+
+    python bench/simulation.py [--processes 2 4] [--width 256] [--layers 8] [--rounds 5]
+
+On each number of processes it first measures what a cluster's description says: the link between two
+processes, what handing a micro-batch over costs a rank, and what a step costs beside its passes (two small
+exchanges), all on a model that computes next to nothing. Then a GPT is cut, each stage's passes are measured
+by `split` on one process, and every schedule is predicted and run. More processes than cores share them:
+`speed` is cores over processes then. The error is prediction over measurement, less one; that of work
+compares what the ranks were predicted to do with their CPU time: a busy machine disturbs it less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from intarsia.cli.pipeline_demo import TinyGPT, next_token_loss
+from intarsia.pipeline import split
+from intarsia.pipeline.cluster.cluster import Link
+from intarsia.pipeline.cluster.layers import StageTable
+from intarsia.pipeline.cluster.play import order, play
+from intarsia.pipeline.schedule.schedules import refusal
+
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble"]
+
+
+def least_of(run: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """The least seconds of a step by the slowest rank, and the least CPU seconds of all ranks together."""
+    walls, work = [], []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin, busy = time.perf_counter(), time.process_time()
+        run()
+        busy = time.process_time() - busy
+        took = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        walls.append(float(took))
+        done = torch.tensor(busy)
+        dist.all_reduce(done)
+        work.append(float(done))
+    return min(walls[1:]), min(work[1:])
+
+
+def least(run: Callable[[], object], rounds: int) -> float:
+    """The least seconds of a step by the slowest rank."""
+    return least_of(run, rounds)[0]
+
+
+def measure_link(rounds: int) -> Link:
+    """Latency and bandwidth between ranks 0 and 1, from messages there and back."""
+
+    def exchange(tensor: torch.Tensor) -> None:
+        rank = dist.get_rank()
+        if rank == 0:
+            dist.send(tensor, 1)
+            dist.recv(tensor, 1)
+        elif rank == 1:
+            dist.recv(tensor, 0)
+            dist.send(tensor, 0)
+
+    short, long = torch.zeros(1), torch.zeros(2**20)
+    latency = least(lambda: exchange(short), 4 * rounds) / 2
+    seconds = least(lambda: exchange(long), 2 * rounds) / 2
+    return Link(long.numel() * 4 / max(seconds - latency, 1e-9), latency)
+
+
+def measure_handover(rounds: int) -> tuple[float, float]:
+    """Seconds a pass of a micro-batch takes without computing, and those of a step beside its passes."""
+    world = dist.get_world_size()
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2 * world)])
+    x = torch.randn(2, 2)
+    parts = split(model, (x,), stages=world, by="memory")
+    counts = [2 * world, 8 * world]
+    seconds = []
+    for m in counts:
+        pipe = parts.distributed("1F1B", m, loss_fn=F.mse_loss, check_loss=False)
+        batch = torch.randn(2 * m, 2)
+        seconds.append(least(partial(pipe.step, batch, target=batch), 2 * rounds))
+    passes = [2 * (m + world - 1) for m in counts]
+    each = max(0.0, (seconds[1] - seconds[0]) / (passes[1] - passes[0]))
+    return each, max(0.0, seconds[0] - each * passes[0])
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    speed = min(1.0, len(os.sched_getaffinity(0)) / world)
+    link = measure_link(options.rounds)
+    handover, step = measure_handover(options.rounds)
+    handover = max(0.0, handover - link.latency)
+    say = print if rank == 0 else (lambda *_: None)
+    say(
+        f"\n{world} processes: speed {speed:.2f}, latency {link.latency * 1e6:.0f} us, bandwidth"
+        f" {link.bandwidth / 1e9:.2f} GB/s, handover {handover * 1e6:.0f} us, a step {step * 1e6:.0f} us"
+    )
+    say(
+        f"{'schedule':<17}{'m':>4}{'recomputing':>13}{'predicted ms':>14}"
+        f"{'measured ms':>13}{'error':>8}{'work error':>12}"
+    )
+    errors: list[float] = []
+    works: list[float] = []
+    model = TinyGPT(width=options.width, layers=options.layers)
+    for name in SCHEDULES:
+        stages = world * (2 if name == "Interleaved1F1B" else 1)
+        example = torch.randint(0, 256, (options.samples, 64))
+        parts = split(model, (example,), stages=stages, agree=True)
+        for m in (world, 4 * world):
+            if refusal(name, world, m) is not None:
+                continue
+            for recompute in (False, True):
+                table = StageTable(
+                    np.array([[c.forward, c.backward_input, c.backward_weight] for c in parts.report.costs]).T
+                    / speed,
+                    np.zeros(stages),
+                    np.zeros(stages),
+                    np.array(parts.report.crossing, float),
+                    handover,
+                )
+                links = np.array([link.seconds(b) for b in parts.report.crossing])
+                slots = order(name, world, m, stages // world)
+                predicted = step + float(play(slots, table, links, recompute).max())
+                pipe = parts.distributed(
+                    name, m, loss_fn=next_token_loss, check_loss=False, checkpoint=recompute
+                )
+                ids = torch.randint(0, 256, (options.samples * m, 64))
+                run = partial(pipe.step, ids, target=ids)
+                measured, work = least_of(run, options.rounds)
+                errors.append(predicted / measured - 1)
+                works.append(m * float(table.work(recompute).sum()) * speed / work - 1)
+                say(
+                    f"{name:<17}{m:>4}{'yes' if recompute else 'no':>13}{predicted * 1e3:>14.1f}"
+                    f"{measured * 1e3:>13.1f}{errors[-1]:>+8.0%}"
+                    f"{works[-1]:>+12.0%}"
+                )
+    say(
+        f"error: median {statistics.median(map(abs, errors)):.0%}, largest {max(map(abs, errors)):.0%}"
+        f" (mean {statistics.mean(errors):+.0%}); of work: median {statistics.median(map(abs, works)):.0%},"
+        f" largest {max(map(abs, works)):.0%}"
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=4, help="of a micro-batch")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(options)
+        return
+    for world in options.processes:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+        common |= {"GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, *sys.argv]
+        ranks = [subprocess.Popen(command, env=common | {"RANK": str(r)}) for r in range(world)]
+        if sum(abs(r.wait()) for r in ranks):
+            raise SystemExit(f"a rank of {world} failed")
+
+
+if __name__ == "__main__":
+    main()

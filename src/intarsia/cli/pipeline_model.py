@@ -1,0 +1,163 @@
+"""What `intarsia pipeline run` trains: a model, its data and its loss, from a name on the command line."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from intarsia.errors import InputError
+
+TEXT = (
+    b"to cut a model at its waist, and lay the pieces side by side, and lose no grain of what it knew. " * 40
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One call of the model, and what its answer is compared with."""
+
+    args: tuple[Any, ...]
+    target: Any
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to train: `data(step)` gives the batch of a step, the same on every rank and every time."""
+
+    model: nn.Module
+    data: Callable[[int], Batch]
+    loss: Callable[[Any, Any], Tensor]
+    loss_weight: Any = None
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Windows of a text, a token a byte; every step draws its own places."""
+
+    text: bytes
+    batch: int
+    length: int
+
+    def __call__(self, step: int) -> Batch:
+        data = torch.frombuffer(bytearray(self.text), dtype=torch.uint8).long()
+        draw = torch.Generator().manual_seed(step)
+        starts = torch.randint(0, len(data) - self.length + 1, (self.batch,), generator=draw)
+        ids = torch.stack([data[s : s + self.length] for s in starts.tolist()])
+        return Batch((ids,), ids, {"use_cache": False})
+
+
+def make_job(name: str, text: Path | None = None, batch: int = 16, length: int = 64) -> Job:
+    """The job of a name: `file.py:factory`, `module:factory`, or a Hugging Face model type with its sizes.
+
+    A factory takes nothing and returns `(model, data, loss)`: `data(step)` gives `(args, target)` or
+    `(args, kwargs, target)`, and `loss(answer, target)` a scalar. If it returns a module alone, that is taken
+    for a language model of bytes. `gpt2:n_layer=4,n_embd=128` is Hugging Face's configuration of that type
+    with these changes, and random weights; nothing is downloaded.
+    """
+    place, _, rest = name.partition(":")
+    if rest and "=" not in rest:
+        made = _factory(place, rest)()
+    else:
+        made = _hugging_face(place, rest)
+    if isinstance(made, nn.Module):
+        return Job(made, _text(made, text, batch, length), next_token_loss, "equal")
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+        raise InputError(f"{name} must return (model, data, loss) or a model, not {type(made).__name__}")
+    if text is not None:
+        raise InputError(f"{name} brings its own data; --text is for language models")
+    model, data, loss = made
+    return Job(model, lambda step: _batch(data(step), name), loss)
+
+
+def next_token_loss(answer: Any, ids: Tensor) -> Tensor:
+    """The mean cross entropy of each token given those before it."""
+    logits = answer if isinstance(answer, Tensor) else answer.logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def _text(model: nn.Module, text: Path | None, batch: int, length: int) -> TextData:
+    config = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    if vocabulary is not None and vocabulary < 256:
+        raise InputError(f"the model knows {vocabulary} tokens; a text of bytes needs vocab_size=256 or more")
+    places = getattr(config, "max_position_embeddings", None)
+    if places is not None and length > places:
+        raise InputError(f"--length={length} is more than the {places} positions the model has")
+    try:
+        data = TEXT if text is None else text.read_bytes()
+    except OSError as error:
+        raise InputError(f"the text {text} cannot be read: {error.strerror}") from error
+    if len(data) < length:
+        raise InputError(f"the text has {len(data)} bytes, less than --length={length}")
+    return TextData(data, batch, length)
+
+
+def _batch(given: Any, name: str) -> Batch:
+    if not isinstance(given, tuple) or len(given) not in (2, 3):
+        raise InputError(f"the data of {name} must give (args, target) or (args, kwargs, target) for a step")
+    args, kwargs = given[0], given[1] if len(given) == 3 else {}
+    return Batch(args if isinstance(args, tuple) else (args,), given[-1], kwargs)
+
+
+def _factory(place: str, name: str) -> Callable[[], Any]:
+    if place.endswith(".py"):
+        path = Path(place)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None or not path.is_file():
+            raise InputError(f"there is no file {place}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module  # what is defined there may be looked up by its module
+        spec.loader.exec_module(module)
+    else:
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # modules of the folder the command runs in
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise InputError(f"there is no module {place}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise InputError(f"{place} has no function {name}")
+    return found  # type: ignore[no-any-return]
+
+
+def _hugging_face(kind: str, sizes: str) -> nn.Module:
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise InputError(f"{kind} needs Hugging Face: pip install transformers") from error
+    if kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"{kind!r} is no model type of Hugging Face (gpt2, llama, ...); a model of your own is given as"
+            " file.py:factory or module:factory"
+        )
+    changes: dict[str, Any] = {}
+    for item in filter(None, sizes.split(",")):
+        key, _, value = item.partition("=")
+        if not value:
+            raise InputError(f"{item!r} is not of the form name=value")
+        try:
+            changes[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[key] = value
+    config = AutoConfig.for_model(kind, **{"vocab_size": 256, **changes})
+    unknown = [k for k in changes if not hasattr(type(config)(), k)]
+    if unknown:
+        raise InputError(f"the configuration of {kind} has no {unknown[0]!r}")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if (getattr(config, key, None) or 0) >= config.vocab_size:
+            setattr(config, key, 0)
+    torch.manual_seed(0)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model.train()

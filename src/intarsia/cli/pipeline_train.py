@@ -1,0 +1,140 @@
+"""A training run of `intarsia pipeline run`, on one rank: progress, loss curve, checkpoints, resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from intarsia.cli.loss_curve import svg_curve, text_curve
+from intarsia.cli.pipeline_model import Job
+from intarsia.errors import InputError
+from intarsia.pipeline.distributed.pipeline import DistributedPipeline
+from intarsia.pipeline.split import split
+
+Echo = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How to train."""
+
+    schedule: str
+    microbatches: int
+    per_rank: int
+    steps: int
+    rate: float
+    checkpoint: bool
+    save: Path | None
+    every: int
+    resume: bool
+    curve: Path | None
+    timeout: float
+
+
+def train_rank(job: Job, options: Training, echo: Echo) -> None:
+    """Train the job's model with every other rank; the rank of the last stage tells how it goes."""
+    device = _join(options.timeout)
+    first = job.data(0)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    part = _front(first.args, options.microbatches), _front(dict(first.kwargs), options.microbatches)
+    parts = split(job.model, *part, stages=world * options.per_rank, agree=True)
+    if rank == 0:
+        echo(str(parts.report))
+    weighed = {} if job.loss_weight is None else {"loss_weight": job.loss_weight, "check_loss": False}
+    pipe = parts.distributed(
+        options.schedule, options.microbatches, loss_fn=job.loss, checkpoint=options.checkpoint, **weighed
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.rate)
+    losses = _resumed(pipe, optimizer, options) if options.resume else []
+    if losses and pipe.is_last:
+        echo(f"goes on after step {len(losses)}")
+    begin, before = time.perf_counter(), len(losses)
+    for step in range(before, options.steps):
+        # Dropout draws the same numbers in a run that was resumed.
+        torch.manual_seed(step)
+        batch = job.data(step)
+        args, kwargs, target = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(device), (batch.args, dict(batch.kwargs), batch.target)
+        )
+        optimizer.zero_grad()
+        result = pipe.step(*args, target=target, **kwargs)
+        optimizer.step()
+        losses.append(float("nan") if result.loss is None else float(result.loss))
+        if pipe.is_last:
+            each = (time.perf_counter() - begin) / (step + 1 - before)
+            if step + 1 in (before + 1, options.steps) or (step + 1) % max(1, options.steps // 20) == 0:
+                echo(f"step {step + 1:>5}/{options.steps}  loss {losses[-1]:.4f}  {each * 1e3:.0f} ms a step")
+        if options.save is not None and ((step + 1) % options.every == 0 or step + 1 == options.steps):
+            _save(pipe, optimizer, options.save, losses)
+    if pipe.is_last:
+        echo(text_curve(losses))
+        if options.curve is not None:
+            options.curve.write_text(svg_curve(losses, f"loss over {len(losses)} steps"), encoding="utf-8")
+            echo(f"wrote {options.curve}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _join(timeout: float) -> torch.device:
+    """Join the other ranks, each on its GPU where there are enough."""
+    enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    if enough:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if enough else "gloo", timeout=timedelta(seconds=timeout))
+    return torch.device("cuda", torch.cuda.current_device()) if enough else torch.device("cpu")
+
+
+def _front(values: Any, microbatches: int) -> Any:
+    """A micro-batch of a batch, but two samples at least: a length of one would be taken as fixed."""
+    sizes = {t.shape[0] for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.ndim}
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.shape[0] // microbatches
+        return tensor[:size] if tensor.ndim and size >= 2 and len(sizes) == 1 else tensor
+
+    return pytree.tree_map_only(torch.Tensor, cut, values)
+
+
+def _save(
+    pipe: DistributedPipeline, optimizer: torch.optim.Optimizer, folder: Path, losses: list[float]
+) -> None:
+    """Write a checkpoint beside the last one, then name it as the one to go on from."""
+    name = f"step-{len(losses)}"
+    pipe.save(folder / name, optimizer)
+    if pipe.is_last:
+        before = _latest(folder)
+        new = folder / "latest.json.new"
+        new.write_text(json.dumps({"checkpoint": name, "losses": losses}), encoding="utf-8")
+        new.replace(folder / "latest.json")
+        if before is not None and before["checkpoint"] != name:
+            shutil.rmtree(folder / before["checkpoint"], ignore_errors=True)
+    dist.barrier()
+
+
+def _resumed(pipe: DistributedPipeline, optimizer: torch.optim.Optimizer, options: Training) -> list[float]:
+    """The losses until the last checkpoint, which is loaded."""
+    assert options.save is not None
+    latest = _latest(options.save)
+    if latest is None:
+        raise InputError(f"--resume: there is no checkpoint in {options.save}")
+    pipe.load(options.save / latest["checkpoint"], optimizer)
+    return [float(x) for x in latest["losses"]]
+
+
+def _latest(folder: Path) -> dict[str, Any] | None:
+    path = folder / "latest.json"
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

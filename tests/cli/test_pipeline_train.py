@@ -1,0 +1,116 @@
+"""`intarsia pipeline run` trains a user's model over two processes, and goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_pipeline import environment
+from torch import nn
+
+from intarsia.cli.loss_curve import svg_curve, text_curve
+from intarsia.cli.pipeline_model import make_job
+from intarsia.errors import InputError
+
+SIZES = "n_layer=2,n_embd=16,n_head=2,n_positions=16,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(*options: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "intarsia.cli.pipeline", "run", *options, "--microbatches=2"]
+    done = subprocess.run(
+        command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def plain_losses(name: str, steps: int, **options) -> list[float]:
+    """The losses of the plain loop."""
+    job = make_job(name, **options)
+    optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        batch = job.data(step)
+        loss = job.loss(job.model(*batch.args, **batch.kwargs), batch.target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_gpt2_is_trained_saved_and_resumed(tmp_path):
+    model = f"gpt2:{SIZES}"
+    options = [model, "--batch=4", "--length=16", "--save=run", "--every=2"]
+    first = run(*options, "--steps=3", folder=tmp_path)
+    assert "step     3/3" in first
+    told = run(*options, "--steps=5", "--resume", "--curve=loss.svg", folder=tmp_path)
+    assert "goes on after step 3" in told and "wrote loss.svg" in told and " |*" in told
+    assert "<polyline" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
+    latest = json.loads((tmp_path / "run" / "latest.json").read_text(encoding="utf-8"))
+    # The plain loop without an interruption.
+    assert latest["losses"] == pytest.approx(plain_losses(model, 5, batch=4, length=16), rel=1e-4)
+    assert (
+        [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == [latest["checkpoint"]] == ["step-5"]
+    )
+
+
+@pytest.mark.full
+def test_a_model_of_the_users_own_is_trained(tmp_path):
+    name = f"{EXAMPLES / 'own_model.py'}:make"
+    told = run(name, "--steps=4", "--save=run", "--recompute", "--schedule=ZeroBubble", folder=tmp_path)
+    assert re.search(r"step +4/4  loss \d", told)
+    latest = json.loads((tmp_path / "run" / "latest.json").read_text(encoding="utf-8"))
+    assert latest["losses"] == pytest.approx(plain_losses(name, 4), rel=1e-4)
+
+
+def test_names_of_models(tmp_path, monkeypatch):
+    job = make_job(f"{EXAMPLES / 'own_model.py'}:make")
+    batch = job.data(3)
+    assert batch.args[0].shape == (32, 32) and job.loss_weight is None
+    assert torch.equal(batch.args[0], job.data(3).args[0])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_for_pipeline.py").write_text(
+        "from torch import nn\nnumber = 3\ndef none():\n    return 3\ndef bytes_model():\n"
+        "    return nn.Sequential(nn.Embedding(256, 4), nn.Linear(4, 256))\n"
+    )
+    job = make_job("mine_for_pipeline:bytes_model", batch=2, length=8)
+    assert isinstance(job.model, nn.Module) and job.data(0).args[0].shape == (2, 8)
+    assert not torch.equal(job.data(0).target, job.data(1).target)
+    for name, sentence in (
+        ("mine_for_pipeline:number", "has no function number"),
+        ("mine_for_pipeline:none", r"must return \(model, data, loss\) or a model, not int"),
+        ("nowhere_at_all:make", "there is no module nowhere_at_all"),
+        ("nowhere.py:make", "there is no file nowhere.py"),
+        ("gpt3", "'gpt3' is no model type of Hugging Face"),
+        ("gpt2:layers=3", "the configuration of gpt2 has no 'layers'"),
+        ("gpt2:n_layer=1,n_embd=8,n_head=2,vocab_size=100", "a text of bytes needs vocab_size=256"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            make_job(name)
+    small = "gpt2:n_layer=1,n_embd=8,n_head=2,n_positions=32"
+    for options, sentence in (
+        ({"length": 64}, "--length=64 is more than the 32 positions"),
+        ({"text": tmp_path / "none.txt", "length": 8}, "cannot be read"),
+        ({"text": tmp_path / "mine_for_pipeline.py", "length": 32}, None),
+    ):
+        if sentence is None:
+            assert make_job(small, **options).data(0).args[0].shape == (16, 32)
+            continue
+        with pytest.raises(InputError, match=sentence):
+            make_job(small, **options)
+
+
+def test_curves():
+    many = [math.exp(-i / 50) for i in range(300)]
+    text = text_curve(many, width=40, height=8).splitlines()
+    assert len(text) == 8 and max(map(len, text)) <= 40 + 7
+    assert text_curve([]) == text_curve([float("nan")]) == "no losses"
+    assert "<script" not in svg_curve([1.0], "<script>")
