@@ -66,10 +66,8 @@ def make_job(name: str, text: Path | None = None, batch: int = 16, length: int =
     with these changes, and random weights; nothing is downloaded.
     """
     place, _, rest = name.partition(":")
-    if rest and "=" not in rest:
-        made = _factory(place, rest)()
-    else:
-        made = _hugging_face(place, rest)
+    own = rest and "=" not in rest
+    made = _factory(place, rest)() if own else _hugging_face(place, rest)
     if isinstance(made, nn.Module):
         return Job(made, _text(made, text, batch, length), next_token_loss, "equal")
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
@@ -159,5 +157,5 @@ def _hugging_face(kind: str, sizes: str) -> nn.Module:
         if (getattr(config, key, None) or 0) >= config.vocab_size:
             setattr(config, key, 0)
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
+    model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model.train()
