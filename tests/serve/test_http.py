@@ -298,6 +298,7 @@ def test_nothing_is_computed_for_clients_that_left(gated: tuple[Compiled, Gate])
                 client.sendall(head + body)
                 until(lambda: server.service.in_flight == 2)
             until(lambda: server.service.in_flight == 1)
+            assert not server.service.queue._waiting  # nor is anything kept of them
         gate.open.set()
         assert first.result().status == 200
         assert server.post(ONE).status == 200

@@ -44,8 +44,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
 
 
 @contextmanager
-def process(path: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    command = [sys.executable, "-c", MAIN, str(path), "--port", "0", *options]
+def process(path: Path, *options: str, code: str = MAIN) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    command = [sys.executable, "-c", code, str(path), "--port", "0", *options]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert running.stdout is not None
@@ -159,6 +159,21 @@ def test_a_file_that_is_none_of_ours(
             main()
         assert stopped.value.code == 1
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_call_that_never_ends_does_not_keep_the_process(saved: tuple[nn.Module, Path]) -> None:
+    hangs = MAIN.replace("main()\n", "from intarsia.serve.interface import Interface\n") + (
+        "import time\nmain.__globals__['serve'].__globals__['_warm'] = lambda interface: setattr(\n"
+        "    Interface, 'run', lambda *_: time.sleep(1000))\nmain()\n"
+    )
+    with process(saved[1], "--stop-s", "1", "--linger-s", "0", code=hangs) as (running, port):
+        asking = threading.Thread(target=Load, args=(port, 1, saved[0]))
+        asking.start()
+        time.sleep(1.0)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 1
+        asking.join()
 
 
 @pytest.mark.full

@@ -189,7 +189,7 @@ def app_of(service: Service) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.queue.start()
         yield
-        await service.queue.stop()
+        await service.queue.stop(service.options.stop_s)
 
     app = FastAPI(title="intarsia", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service

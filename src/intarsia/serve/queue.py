@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections import deque
@@ -52,25 +53,33 @@ class Queue:
         self._worker: asyncio.Task[None] | None = None
         self._mean_s = 0.0  # of a call, for Retry-After
         self.running_since: float | None = None
+        self._told: set[str] = set()  # what was printed of batches that failed
 
     def start(self) -> None:
         self._worker = asyncio.get_running_loop().create_task(self._work())
 
-    async def stop(self) -> None:
-        """Answer what waits, then end the thread."""
-        while self._waiting or self.running_since is not None:
+    async def stop(self, limit_s: float) -> None:
+        """Answer what waits, then end the thread; a call that takes longer than the limit is abandoned."""
+        end = time.monotonic() + limit_s
+        while (self._waiting or self.running_since is not None) and time.monotonic() < end:
             await asyncio.sleep(0.005)
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        self._thread.shutdown(wait=True)
+        self._thread.shutdown(wait=self.running_since is None, cancel_futures=True)
 
     def put(self, inputs: list[Any]) -> asyncio.Future[Outputs]:
         """The answer to come; cancel it, and the job is not run unless it already is."""
         job = Job(inputs, asyncio.get_running_loop().create_future())
+        job.done.add_done_callback(lambda done: self._forget(job) if done.cancelled() else None)
         self._waiting.append(job)
         self._came.set()
         return job.done
+
+    def _forget(self, job: Job) -> None:
+        """Its client has gone: what it sent must not stay here until its turn comes."""
+        with contextlib.suppress(ValueError):  # it is being run
+            self._waiting.remove(job)
 
     def wait_s(self) -> float:
         """About how long a request that comes now would wait."""
@@ -151,8 +160,14 @@ class Queue:
                 return list(split(self._interface.run(flat), [job.rows for job in jobs]))
             except Exception as error:
                 self._metrics.split.inc()
-                print(f"a batch failed and its requests run alone: {_first_line(error)}", file=sys.stderr)
+                self._tell(f"a batch failed and its requests run alone: {_first_line(error)}")
         return [self._alone(job) for job in jobs]
+
+    def _tell(self, sentence: str) -> None:
+        """Print it the first time; clients must not be able to fill a disk with it."""
+        if sentence not in self._told and len(self._told) < 20:
+            self._told.add(sentence)
+            print(sentence, file=sys.stderr)
 
     def _alone(self, job: Job) -> Outputs | BaseException:
         try:

@@ -67,13 +67,16 @@ def run(service: Service, door: socket.socket) -> None:
         app_of(service),
         ws="none",
         lifespan="on",
-        log_level="warning",
+        log_level="error",  # a warning for every odd request would fill a disk
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=max(1, round(options.stop_s)),
         limit_concurrency=options.connections,
     )
     Draining(config, service).run([door])
+    if service.queue.running_since is not None:
+        print("a call of the module has not ended and is abandoned", file=sys.stderr, flush=True)
+        os._exit(1)  # its thread would keep the process from ending
 
 
 class Draining(uvicorn.Server):
