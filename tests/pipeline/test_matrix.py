@@ -1,0 +1,88 @@
+"""Twelve architectures with padding masks: outputs, gradients and training runs are the plain model's."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hf_zoo import NAMES, error, loss_of, make, plain_step
+from test_distributed import launch
+
+from intarsia.pipeline import split
+
+WORKER = Path(__file__).with_name("rank_matrix.py")
+# Sums are taken in another order; under autocast what is rounded to bfloat16 may fall to the other side.
+EXACT = {"output": 1e-5, "gradient": 1e-4, "loss": 1e-4, "weight": 1e-3}
+AUTOCAST = {"output": 2e-2, "gradient": 2e-2, "loss": 1e-2, "weight": 2e-2}
+
+
+def over_processes(names, kind, steps, limit):
+    """Every row of the matrix on two ranks; those beyond their bounds are an error."""
+    results = launch(kind, str(steps), *names, worker=WORKER, limit=limit)
+    rows = []
+    for status, output in results:
+        assert status == 0, output
+        rows += [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    wrong = []
+    for row in rows:
+        bounds = AUTOCAST if row["autocast"] else EXACT
+        wrong += [f"{key} is beyond {most:.0e}: {row}" for key, most in bounds.items() if row[key] > most]
+    assert not wrong, "\n".join(wrong)
+    return rows
+
+
+def in_process(name, chunks, checkpoint, autocast):
+    """Outputs and gradients of a pipeline of workers against the plain model's."""
+    model, call, target = make(name)
+    plain = copy.deepcopy(model)
+    loss, logits = plain_step(plain, call, target, chunks, autocast)
+    pipe = split(model, (), call, stages=2, by="memory").gpipe(chunks=chunks, checkpoint=checkpoint)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        answer = pipe(**call)
+        got = loss_of(answer, target)
+    got.backward()
+    bounds = AUTOCAST if autocast else EXACT
+    assert error(answer.logits, logits) <= bounds["output"]
+    assert float(got) == pytest.approx(float(loss), rel=bounds["loss"])
+    want = dict(plain.named_parameters())
+    for key, parameter in pipe.named_parameters():
+        if want[key].grad is None:
+            assert parameter.grad is None or not parameter.grad.any(), key
+        else:
+            assert error(parameter.grad, want[key].grad) <= bounds["gradient"], key
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "checkpoint", "autocast"),
+    [("bert", 4, "always", True), ("gpt2", 2, "never", False), ("llama", 4, "except_last", False)],
+)
+def test_a_sample_in_one_process(name, chunks, checkpoint, autocast):
+    in_process(name, chunks, checkpoint, autocast)
+
+
+def test_a_sample_on_two_ranks():
+    rows = over_processes(["bert"], "sample", 3, 250)
+    assert {(r["schedule"], r["checkpoint"], r["autocast"]) for r in rows} == {
+        (s, c, c) for s in ("GPipe", "1F1B", "ZeroBubble") for c in (False, True)
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_in_one_process(name):
+    for chunks, checkpoint, autocast in itertools.product(
+        (2, 4), ("always", "except_last", "never"), (False, True)
+    ):
+        in_process(name, chunks, checkpoint, autocast)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", range(4))
+def test_every_way_on_two_ranks(group):
+    """Four schedules, checkpointing and autocast on and off, 20 steps each; three architectures a spawn."""
+    rows = over_processes(NAMES[group::4], "all", 20, 1500)
+    assert len(rows) == 2 * 3 * 16
