@@ -168,6 +168,17 @@ def test_sizes_are_read_off_tensors_and_numbers_vary() -> None:
 
 
 @torch.no_grad()
+def test_numbers_of_modules_are_constants_that_are_looked_at() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Hardtanh(-0.5, 0.5), nn.LayerNorm(8)).eval()
+    fast = compiled(model, dynamic=True)
+    for size in (3, 5):
+        agree(fast, model, torch.randn(size, 8))
+    assert len(reports()) == 1 and only().share == 1.0 and only().programs == 1
+    model[1].max_val = 0.1
+    agree(fast, model, torch.randn(4, 8))
+
+
+@torch.no_grad()
 def test_new_shapes_are_bounded_as_dynamo_bounds_them() -> None:
     model = Net().eval()
     with torch._dynamo.config.patch(recompile_limit=3):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from intarsia.backend.dynamo_graph import DynamoInput, Kind, inputs_of, settled_numbers
+from intarsia.backend.dynamo_graph import DynamoInput, Kind, inputs_of, settled
 
 
 class Reads(nn.Module):
@@ -27,13 +27,14 @@ def test_each_input_is_told_from_the_others() -> None:
     seen: list[tuple[list[DynamoInput], int]] = []
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
-        seen.append((inputs_of(module, inputs), len(settled_numbers(module))))
+        items = [node for node in module.graph.nodes if node.target == "item"]
+        seen.append((inputs_of(module, inputs), sum(map(settled, items))))
         return module.forward
 
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(Reads().eval(), backend=backend, dynamic=True)(torch.randn(3, 4), 7)
-    ((found, settled),) = seen
+    ((found, fixed),) = seen
     weights = {item.source.split("'")[-2] for item in found if item.kind is Kind.WEIGHT}
     assert {"weight", "bias", "running_mean", "running_var", "table"} <= weights
     assert any("plain" in item.source for item in found if item.kind is Kind.WEIGHT)
@@ -43,4 +44,4 @@ def test_each_input_is_told_from_the_others() -> None:
     assert number.source == "L['n']"
     assert found[size.tensor].dims.keys() == {0} and found[size.tensor].dims[0].min == 2
     floats = [item for item in found if item.source.endswith((".eps", ".momentum"))]
-    assert len(floats) == settled == 2 and all(item.kind is Kind.TENSOR for item in floats)
+    assert len(floats) == fixed == 2 and all(item.kind is Kind.SETTING for item in floats)

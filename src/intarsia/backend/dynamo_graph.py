@@ -26,6 +26,7 @@ class Kind(Enum):
     WEIGHT = "a parameter, buffer or tensor attribute of a module"
     SIZE = "a size of one of the tensors"
     NUMBER = "a whole number that varies from call to call"
+    SETTING = "a number of a module, which Dynamo hands over as a tensor"
     TENSOR = "a tensor of the caller"
 
 
@@ -59,8 +60,9 @@ def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput
                 found.append(DynamoInput(Kind.NUMBER, source, dims=_range(value)))
         elif not isinstance(value, torch.Tensor):
             found.append(DynamoInput(Kind.NUMBER, source))
-        elif _is_weight(node, given):
-            found.append(DynamoInput(Kind.WEIGHT, source))
+        elif _is_of_module(node, given):
+            wrapped = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
+            found.append(DynamoInput(Kind.SETTING if wrapped else Kind.WEIGHT, source))
         else:
             ranges = {axis: _range(size) for axis, size in enumerate(value.shape)}
             vary = {axis: held for axis, held in ranges.items() if held is not None}
@@ -85,23 +87,15 @@ def plain_number(value: Any) -> Any:
     return value
 
 
-def settled_numbers(module: fx.GraphModule) -> dict[fx.Node, float | int]:
-    """Nodes that read a number out of a tensor, of which Dynamo's guards say that it is always the same.
+def settled(node: fx.Node) -> bool:
+    """Whether Dynamo's guards say of a number read out of a tensor that it is always the same.
 
     With `dynamic=True` every float attribute of a module (`eps`, `momentum`) arrives that way.
     """
-    found: dict[fx.Node, float | int] = {}
-    for node in module.graph.nodes:
-        value = node.meta.get("example_value")
-        if node.op != "call_method" or node.target != "item":
-            continue
-        if isinstance(value, torch.SymFloat | torch.SymInt):
-            bounds = value.node.shape_env.bound_sympy(value.node.expr)
-            if bounds.is_singleton():
-                found[node] = float(bounds.lower) if isinstance(value, torch.SymFloat) else int(bounds.lower)
-        elif isinstance(value, int | float):
-            found[node] = value
-    return found
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.SymFloat | torch.SymInt):
+        return bool(value.node.shape_env.bound_sympy(value.node.expr).is_singleton())
+    return isinstance(value, int | float)
 
 
 def _symbolic(node: fx.Node, given: Any) -> Any:
@@ -138,14 +132,12 @@ def _source_name(node: fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method in torch 2.11
 
 
-def _is_weight(node: fx.Node, given: Any) -> bool:
-    """Whether a tensor belongs to a module; a float of a module that Dynamo wrapped in a tensor does not."""
+def _is_of_module(node: fx.Node, given: Any) -> bool:
+    """Whether a tensor belongs to a module."""
     if not isinstance(given, torch.Tensor):
         return False
     if isinstance(given, torch.nn.Parameter):
         return True
-    if getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
-        return False
     guarded = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
     guarded = guarded() if callable(guarded) else guarded
     return any(

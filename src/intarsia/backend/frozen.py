@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from intarsia.backend.dynamo_graph import DynamoInput, Kind, plain_number, settled_numbers
+from intarsia.backend.dynamo_graph import DynamoInput, Kind, plain_number, settled
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of device that compute in less, and in what
 
@@ -20,8 +20,9 @@ Autocast = tuple[tuple[str, torch.dtype], ...]  # kinds of device that compute i
 class Frozen:
     """A module to compile and how Dynamo's call maps onto it.
 
-    `weights` are the places of Dynamo's inputs that are inside, `taken` of those that are its inputs. With
-    `single`, it returns its one result as it is, not in a tuple.
+    `weights` are the places of Dynamo's inputs that are inside, `taken` of those that are its inputs, and
+    `settings` of numbers that are written into it, with their values. With `single`, it returns its one
+    result as it is, not in a tuple.
     """
 
     module: nn.Module
@@ -29,6 +30,7 @@ class Frozen:
     taken: tuple[int, ...]
     dynamic_shapes: tuple[Any, ...] | None
     single: bool
+    settings: tuple[tuple[int, float], ...]
 
 
 def freeze(
@@ -45,9 +47,7 @@ def freeze(
     """
     made = fx.GraphModule(module, copy.deepcopy(module.graph))
     nodes = [node for node in made.graph.nodes if node.op == "placeholder"]
-    for node, number in settled_numbers(made).items():
-        node.replace_all_uses_with(number)  # type: ignore[arg-type]
-        made.graph.erase_node(node)
+    settings = _write_settings(made.graph, nodes, known, inputs)
     weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT and i not in live]
     first = next(node for node in made.graph.nodes if node.op != "placeholder")
     with made.graph.inserting_before(first):
@@ -75,10 +75,28 @@ def freeze(
     dims: tuple[Any, ...] | None = tuple(known[i].dims for i in taken)
     dims = dims if any(dims or ()) else None
     if not autocast:
-        return Frozen(made, tuple(weights), tuple(taken), dims, single)
+        return Frozen(made, tuple(weights), tuple(taken), dims, single, settings)
     # `forward(*args)` has one parameter, which holds all.
     held = None if dims is None else (dims,)
-    return Frozen(_Within(made, autocast), tuple(weights), tuple(taken), held, single)
+    return Frozen(_Within(made, autocast), tuple(weights), tuple(taken), held, single, settings)
+
+
+def _write_settings(
+    graph: fx.Graph, nodes: Sequence[fx.Node], known: Sequence[DynamoInput], inputs: Sequence[Any]
+) -> tuple[tuple[int, float], ...]:
+    """Numbers of modules as constants; those that no guard of Dynamo settles are told, with their values."""
+    open_ones = []
+    for i, item in enumerate(known):
+        if item.kind is not Kind.SETTING:
+            continue
+        reads = [node for node in nodes[i].users if node.op == "call_method" and node.target == "item"]
+        number = inputs[i].item()
+        if not all(map(settled, reads)):
+            open_ones.append((i, number))
+        for node in reads:
+            node.replace_all_uses_with(number)
+            graph.erase_node(node)
+    return tuple(open_ones)
 
 
 def example_of(frozen: Frozen, inputs: Sequence[Any]) -> tuple[Any, ...]:

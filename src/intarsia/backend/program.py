@@ -31,11 +31,12 @@ class Program:
     refs: tuple[weakref.ref[torch.Tensor], ...]  # whose callbacks drop the program with its weights
 
     def fits(self, args: Sequence[Any]) -> bool:
-        """Whether these are the weights it was compiled with."""
+        """Whether these are the weights and settings it was compiled with."""
         weights = self.weights_of(args)
         return (
             tuple(map(id, weights)) == self.ids
             and tuple(map(torch.Tensor.data_ptr, weights)) == self.addresses
+            and all(args[i].item() == number for i, number in self.frozen.settings)
         )
 
     def __call__(self, args: Sequence[Any]) -> Any:

@@ -12,6 +12,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from intarsia.lower.output_views import OutputView
+
 
 class Role(Enum):
     """What an output of the graph is for."""
@@ -62,6 +64,7 @@ class Lowered:
     guards: tuple[str, ...] = ()  # what else the graph takes for granted about sizes, as export writes it
     notes: tuple[str, ...] = ()  # what a user should know of how the model was captured
     program: ExportedProgram | None = None  # what it was made of, so that other weights can be put in
+    views: tuple[OutputView | None, ...] = ()  # of the user's results, those that share memory in the model
 
 
 def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

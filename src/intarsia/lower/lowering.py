@@ -15,6 +15,7 @@ from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_com
 from intarsia.lower.decompositions import decomposition_table, registered_decompositions
 from intarsia.lower.grad_modes import inline_grad_modes
 from intarsia.lower.lowered import Lowered
+from intarsia.lower.output_views import output_views
 from intarsia.lower.passes import run_passes
 from intarsia.lower.replaced import note_replaced
 from intarsia.lower.unlift import unlift
@@ -29,11 +30,12 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     changes nothing in place and whose operators all have converters is taken as it is.
     """
     captured = program
+    inline_grad_modes(program.graph_module)
+    views = output_views(program)
     table = decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
         table.update({**COMPLEX_DECOMPOSITIONS, **registered_decompositions()})
-    inline_grad_modes(program.graph_module)
     _free_views(program.graph)
     if any(_needs_work(node, table) for node in program.graph.nodes):
         with torch.no_grad():
@@ -44,7 +46,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (lowered.module, *_bodies(lowered.module)):
         _free_views(module.graph)
         run_passes(module)
-    return replace(lowered, program=captured)
+    return replace(lowered, program=captured, views=views)
 
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:

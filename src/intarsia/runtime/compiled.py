@@ -96,9 +96,18 @@ class Compiled(nn.Module):
         self._buffer_slots = tuple((slot, i.buffer) for slot, i in enumerate(lowered.inputs) if i.buffer)
         mutates = any(output.role is not Role.USER for output in lowered.outputs)
         self._flat_args = flat_arguments(lowered.in_spec)
+        users = iter(lowered.views)
+        views = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
+        self._views = tuple((place, view) for place, view in enumerate(views) if view is not None)
         fresh = [
-            output.role is not Role.USER or output.is_input or output.twin is not None or is_fresh
-            for output, is_fresh in zip(lowered.outputs, _fresh(lowered, pieces, programs), strict=True)
+            output.role is not Role.USER
+            or output.is_input
+            or output.twin is not None
+            or is_fresh
+            or views[place] is not None
+            for place, (output, is_fresh) in enumerate(
+                zip(lowered.outputs, _fresh(lowered, pieces, programs), strict=True)
+            )
         ]
         self._ownership = Ownership(held, list(lowered.buffers.values()), fresh)
         by_name = {item.name: item.index for item in lowered.inputs}
@@ -110,7 +119,7 @@ class Compiled(nn.Module):
         self._plain_inputs = [item.index for item in lowered.inputs] == list(range(len(self._checks)))
         plain = self._flat_args >= 0 and self._plain_inputs and not (self._guards or mutates or as_it_is)
         self._quick = _quick(self._checks) if plain else None
-        self._one_result = lowered.out_spec.is_leaf() and not mutates and all(fresh)
+        self._one_result = lowered.out_spec.is_leaf() and not (mutates or self._views) and all(fresh)
         self._direct = _direct(self._whole, self._quick) if self._one_result else None
 
     def refit(self, weights: Mapping[str, Any] | nn.Module) -> None:
@@ -249,7 +258,18 @@ class Compiled(nn.Module):
                     flat[indices[output.target or ""]].copy_(result)
                 else:
                     returned[place] = result if output.twin is None else returned[output.twin]
+        if self._views:
+            self._replay(flat, returned)
         return pytree.tree_unflatten(list(returned.values()), self._lowered.out_spec)
+
+    def _replay(self, flat: list[Any], returned: dict[int, Any]) -> None:
+        """Make views again what the model returns as views, of what the caller has."""
+        places = list(returned)
+        for place, view in self._views:
+            returned[place] = view(flat, [returned[p] for p in places])
+        for place, output in enumerate(self._lowered.outputs):
+            if output.role is Role.USER and output.twin is not None:
+                returned[place] = returned[output.twin]
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         spec = self._lowered.in_spec

@@ -1,0 +1,210 @@
+"""Results that are views in the model: of an input, a weight or another result, whose memory they share.
+
+The graph that engines get has no views, so that such a result would come in memory of its own, and whoever
+writes to the one would not see the other change. The chain of views is therefore kept, and replayed at every
+call on the tensor that the caller has.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+# They copy where they must, and then read what was there before a later change in place.
+_MAY_COPY = ("reshape", "flatten", "contiguous", "to", "unflatten")
+_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True, eq=False)
+class OutputView:
+    """How one result is made of the caller's inputs and of other results, which are no views themselves.
+
+    `views` takes the flat inputs `reads`, then the results `of`, by their places among the user's results.
+    """
+
+    views: fx.GraphModule
+    reads: tuple[int, ...]
+    of: tuple[int, ...]
+
+    def __call__(self, inputs: Sequence[Any], results: Sequence[Any]) -> Any:
+        return self.views(*(inputs[i] for i in self.reads), *(results[i] for i in self.of))
+
+
+def output_views(program: ExportedProgram) -> tuple[OutputView | None, ...]:
+    """For each result that the user gets, how it is a view; None where it is no view of what the user has."""
+    returned = _returned(program)
+    kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    given = [name for name, spec in kinds.items() if spec.kind is InputKind.USER_INPUT]
+    written = _written(program.graph)
+    places: dict[fx.Node, int] = {}
+    for place, item in enumerate(returned):
+        if isinstance(item, fx.Node):
+            places.setdefault(_unchanged(item), place)
+    made: list[OutputView | None] = []
+    for place, item in enumerate(returned):
+        chain = _Chain(program, kinds, given, places, written)
+        found = isinstance(item, fx.Node) and chain.follow(item, place)
+        made.append(chain.view() if found else None)
+    return tuple(made)
+
+
+class _Chain:
+    """One result followed back to where its memory comes from."""
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        kinds: dict[str, Any],
+        given: list[str],
+        places: dict[fx.Node, int],
+        written: set[fx.Node],
+    ) -> None:
+        self.program, self.kinds, self.given = program, kinds, given
+        self.places, self.written = places, written
+        self.order: list[fx.Node] = []
+        self.sources: list[tuple[fx.Node, str, int]] = []  # a node, what it is, its place
+
+    def follow(self, item: fx.Node, place: int) -> bool:
+        """Whether the result at `place` lies in memory of an input, a weight or another result."""
+        own = _unchanged(item)
+        if own.op == "placeholder" and self._is_input(own) and own not in self.written:
+            return False  # an input itself: told elsewhere
+        if own.op != "placeholder" and _alias(own) is None and self.places[own] == place:
+            return False  # made by the model
+        return self._tensor(own)
+
+    def _tensor(self, node: fx.Node) -> bool:
+        node = _unchanged(node)
+        if node in self.order or any(node is known for known, _, _ in self.sources):
+            return True
+        if node.op == "placeholder":
+            return self._source(node)
+        base = _alias(node)
+        if base is None and node in self.places:
+            self.sources.append((node, "result", self.places[node]))
+            return True
+        if base is None or not self._tensor(base):
+            return False
+        if not all(self._number(other) for other in node.all_input_nodes if other is not base):
+            return False
+        if node.target is torch.ops.aten.as_strided.default and self.sources[0][1] == "result":
+            return False  # an engine's strides are its own
+        self.order.append(node)
+        return not (_may_copy(node) and self._root_is_written())
+
+    def _source(self, node: fx.Node) -> bool:
+        spec = self.kinds[node.name]
+        if self._is_input(node):
+            self.sources.append((node, "input", self.given.index(node.name)))
+        elif spec.kind in _STATE:
+            self.sources.append((node, "state", 0))
+        else:
+            return False
+        return True
+
+    def _number(self, node: fx.Node) -> bool:
+        """Whether a size can be computed from the same tensors."""
+        if node in self.order:
+            return True
+        if isinstance(node.meta.get("val"), torch.Tensor) or node.op not in ("call_function", "placeholder"):
+            return False
+        if node.op == "placeholder":
+            return self._source(node)
+        is_size = node.target is torch.ops.aten.sym_size.int
+        follow = self._tensor if is_size else self._number
+        if not all(follow(other) for other in node.all_input_nodes):
+            return False
+        self.order.append(node)
+        return True
+
+    def _is_input(self, node: fx.Node) -> bool:
+        return self.kinds[node.name].kind is InputKind.USER_INPUT
+
+    def _root_is_written(self) -> bool:
+        return any(node in self.written for node, _, _ in self.sources)
+
+    def view(self) -> OutputView:
+        graph, root = fx.Graph(), torch.nn.Module()
+        copied: dict[fx.Node, fx.Node] = {}
+        inputs = [(node, place) for node, what, place in self.sources if what == "input"]
+        results = [(node, place) for node, what, place in self.sources if what == "result"]
+        for node, _ in (*inputs, *results):
+            copied[node] = graph.placeholder(node.name)
+        for node, what, _ in self.sources:
+            if what == "state":
+                target = str(self.kinds[node.name].target)
+                held = self.program.state_dict.get(target, self.program.constants.get(target))
+                root.__dict__[node.name] = held
+                object.__setattr__(root, node.name, held)
+                copied[node] = graph.get_attr(node.name)
+        for node in self.order:
+            copied[node] = graph.node_copy(node, lambda used: copied[_unchanged(used)])
+        last = self.order[-1] if self.order else self.sources[0][0]
+        graph.output(copied[last])
+        module = fx.GraphModule(root, graph)
+        return OutputView(module, tuple(i for _, i in inputs), tuple(i for _, i in results))
+
+
+def _alias(node: fx.Node) -> fx.Node | None:
+    """The tensor that a node's result lies in, by the operator's own declaration."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        many = node.args[0]
+        return many if isinstance(many, fx.Node) and _alias(many) is not None else None
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    shared = schema.returns[0].alias_info.before_set or {"*"}  # a list says nothing of its elements
+    for place, argument in enumerate(schema.arguments):
+        told = argument.alias_info
+        if told is not None and (told.before_set | told.after_set) & shared:
+            held = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            return held if isinstance(held, fx.Node) else None
+    return None
+
+
+def _unchanged(node: fx.Node) -> fx.Node:
+    """The tensor itself: what a change in place returns is the tensor it changed."""
+    base = _alias(node) if _changes(node) else None
+    return node if base is None else _unchanged(base)
+
+
+def _changes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _may_copy(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.name.split("::")[-1] in _MAY_COPY
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs and weights that the model changes in place, by themselves or through a view."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not _changes(node):
+            continue
+        for argument, held in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(held, fx.Node):
+                base: fx.Node | None = held
+                while base is not None:
+                    found.add(base)
+                    base = _alias(base)
+    return found
+
+
+def _returned(program: ExportedProgram) -> list[Any]:
+    output = next(node for node in program.graph.nodes if node.op == "output")
+    pairs = zip(program.graph_signature.output_specs, output.args[0], strict=True)
+    return [item for spec, item in pairs if spec.kind is OutputKind.USER_OUTPUT]
