@@ -1,8 +1,8 @@
-"""Results that are views in the model: of an input, a weight or another result, whose memory they share.
+"""Results that are views in the model: of an input or another result, whose memory they share.
 
 The graph that engines get has no views, so that such a result would come in memory of its own, and whoever
 writes to the one would not see the other change. The chain of views is therefore kept, and replayed at every
-call on the tensor that the caller has.
+call on the tensor that the caller has. Weights and buffers are frozen: what is returned of them is a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 # They copy where they must, and then read what was there before a later change in place.
 _MAY_COPY = ("reshape", "flatten", "contiguous", "to", "unflatten")
-_STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +48,7 @@ def output_views(program: ExportedProgram) -> tuple[OutputView | None, ...]:
             places.setdefault(_unchanged(item), place)
     made: list[OutputView | None] = []
     for place, item in enumerate(returned):
-        chain = _Chain(program, kinds, given, places, written)
+        chain = _Chain(kinds, given, places, written)
         found = isinstance(item, fx.Node) and chain.follow(item, place)
         made.append(chain.view() if found else None)
     return tuple(made)
@@ -59,20 +58,14 @@ class _Chain:
     """One result followed back to where its memory comes from."""
 
     def __init__(
-        self,
-        program: ExportedProgram,
-        kinds: dict[str, Any],
-        given: list[str],
-        places: dict[fx.Node, int],
-        written: set[fx.Node],
+        self, kinds: dict[str, Any], given: list[str], places: dict[fx.Node, int], written: set[fx.Node]
     ) -> None:
-        self.program, self.kinds, self.given = program, kinds, given
-        self.places, self.written = places, written
+        self.kinds, self.given, self.places, self.written = kinds, given, places, written
         self.order: list[fx.Node] = []
         self.sources: list[tuple[fx.Node, str, int]] = []  # a node, what it is, its place
 
     def follow(self, item: fx.Node, place: int) -> bool:
-        """Whether the result at `place` lies in memory of an input, a weight or another result."""
+        """Whether the result at `place` lies in memory of an input or another result."""
         own = _unchanged(item)
         if own.op == "placeholder" and self._is_input(own) and own not in self.written:
             return False  # an input itself: told elsewhere
@@ -100,13 +93,9 @@ class _Chain:
         return not (_may_copy(node) and self._root_is_written())
 
     def _source(self, node: fx.Node) -> bool:
-        spec = self.kinds[node.name]
-        if self._is_input(node):
-            self.sources.append((node, "input", self.given.index(node.name)))
-        elif spec.kind in _STATE:
-            self.sources.append((node, "state", 0))
-        else:
+        if not self._is_input(node):
             return False
+        self.sources.append((node, "input", self.given.index(node.name)))
         return True
 
     def _number(self, node: fx.Node) -> bool:
@@ -131,24 +120,17 @@ class _Chain:
         return any(node in self.written for node, _, _ in self.sources)
 
     def view(self) -> OutputView:
-        graph, root = fx.Graph(), torch.nn.Module()
+        graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         inputs = [(node, place) for node, what, place in self.sources if what == "input"]
         results = [(node, place) for node, what, place in self.sources if what == "result"]
         for node, _ in (*inputs, *results):
             copied[node] = graph.placeholder(node.name)
-        for node, what, _ in self.sources:
-            if what == "state":
-                target = str(self.kinds[node.name].target)
-                held = self.program.state_dict.get(target, self.program.constants.get(target))
-                root.__dict__[node.name] = held
-                object.__setattr__(root, node.name, held)
-                copied[node] = graph.get_attr(node.name)
         for node in self.order:
             copied[node] = graph.node_copy(node, lambda used: copied[_unchanged(used)])
         last = self.order[-1] if self.order else self.sources[0][0]
         graph.output(copied[last])
-        module = fx.GraphModule(root, graph)
+        module = fx.GraphModule(torch.nn.Module(), graph)
         return OutputView(module, tuple(i for _, i in inputs), tuple(i for _, i in results))
 
 
@@ -190,7 +172,7 @@ def _may_copy(node: fx.Node) -> bool:
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs and weights that the model changes in place, by themselves or through a view."""
+    """The tensors that the model changes in place, by themselves or through a view."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or not _changes(node):
