@@ -102,16 +102,19 @@ def mesh_gradients():
     for loss_fn, options in (
         (nn.CrossEntropyLoss(), {}),
         (nn.CrossEntropyLoss(reduction="sum"), {"reduction": "sum"}),
-        (loss_of, {}),
+        (loss_of, {"loss_weight": "equal"}),
+        (nn.CrossEntropyLoss(), {"uneven": True}),
     ):
         model.zero_grad()
         plain = copy.deepcopy(model)
+        uneven = options.pop("uneven", False)
         for _ in range(2):
-            want = loss_fn(plain(ids), labels)
+            want = loss_fn(plain(ids[: 7 if uneven else 8]), labels[: 7 if uneven else 8])
             want.backward()
         pipe = parts.distributed("1F1B", 2, loss_fn=loss_fn, mesh=mesh, **options)
         for _ in range(2):
-            result = pipe.step(*pipe.shard((ids,)), target=pipe.shard(labels))
+            count = 3 if uneven and pipe.world.replica else 4
+            result = pipe.step(pipe.shard(ids)[:count], target=pipe.shard(labels)[:count])
         if pipe.is_last:
             torch.testing.assert_close(result.loss, want.detach())
         check_gradients(pipe, gradients(plain), str(loss_fn))
@@ -133,15 +136,19 @@ def mesh_refusals(folder):
     with pytest.raises(PartitionError, match="not both"):
         parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=mesh, group=mesh.get_group("pipeline"))
     pipe = parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=mesh)
+    words = "not known over how many" if pipe.is_last else "rank 1 refused this batch"
+    with pytest.raises(InputError, match=words):
+        pipe.step(x, target=target)
+    pipe = parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=mesh, loss_weight="equal")
     with pytest.raises(InputError, match="5 samples does not divide among 2 replicas"):
         pipe.shard(torch.ones(5))
-    mine = x[: 4 if pipe.world.replica == 0 else 3]
+    mine = x if pipe.world.replica == 0 else x.double()
     refused = dist.get_rank() == 2
-    with pytest.raises(InputError, match="holds 3 samples" if refused else "rank 2 refused this batch"):
+    with pytest.raises(InputError, match="is float64" if refused else "rank 2 refused this batch"):
         pipe.step(mine, target=target)
-    uneven = torch.cat([x] * (1 + pipe.world.replica))
-    with pytest.raises(InputError, match=r"the replicas step over 4, 8 samples"):
-        pipe.step(uneven, target=torch.arange(len(uneven)))
+    mine = x[: 4 if pipe.world.replica == 0 else 3]
+    with pytest.raises(InputError, match="the batch holds 3 samples, and the target 4"):
+        pipe.step(mine, target=target)
     handle = None
     if dist.get_rank() == 3:
 

@@ -110,20 +110,16 @@ def trains(name="gpt2"):
 
 
 def lengths():
-    """Uneven batches are refused on every rank; another length is taken up; nothing hangs."""
+    """What does not fit is refused on every rank; another length is taken up; nothing hangs."""
     model = make("mlp")[0]
     target = torch.arange(8)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
     parts = split(model, (x,), stages=2, by="memory")
     pipe = parts.distributed("1F1B", n_microbatches=4, loss_fn=loss_of)
     pipe.step(x, target=target)
-    for bad, words in (
-        (x[:7], "holds 7 samples, which n_microbatches=4 does not divide"),
-        (x[:4], "length of 1"),
-    ):
-        with pytest.raises(InputError, match=words if pipe.is_first else "rank 0 refused this batch"):
-            pipe.step(bad, target=target[: bad.shape[0] // 4 * 4])
-    with pytest.raises(InputError, match=r"target has shape \(5,\)" if pipe.is_last else "rank 1 refused"):
+    with pytest.raises(InputError, match="length of 1" if pipe.is_first else "rank 0 refused this batch"):
+        pipe.step(x[:4], target=target[:4])
+    with pytest.raises(InputError, match="the batch holds 8 samples, and the target 5"):
         pipe.step(x, target=target[:5])
     longer = torch.cat([x, x, x])
     model.zero_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from intarsia.errors import InputError
-from intarsia.pipeline.distributed.batch import divide, divide_target
+from intarsia.pipeline.distributed.batch import divide, divide_target, part_sizes
 from intarsia.pipeline.distributed.loss import MicrobatchLoss
 from intarsia.pipeline.distributed.precision import Precision, current_precision
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.stages.signature import CallSignature
 
 _PRECISIONS: tuple[Precision, ...] = (None, torch.bfloat16, torch.float16, torch.float32)
+_UNKNOWN = -1  # a number that another rank knows
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class AgreedBatch:
     weights: Sequence[float]  # how much the loss of each micro-batch counts
     total: float  # the sum of all weights, of every replica
     lengths: dict[str, int]
+    sizes: list[int]  # the samples of each micro-batch
 
 
 @dataclass(frozen=True)
@@ -40,71 +42,122 @@ class Terms:
     device: torch.device
     first: int  # the rank that takes inputs, and the one that takes targets
     last: int
+    target_axis: int
+    whole: str  # why the last micro-batch may not be shorter than the others; empty if it may
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What one rank says of a batch."""
+
+    refused: bool
+    precision: int
+    scale: float
+    weight: float
+    samples: int
+    aimed: int  # the samples of the target
+    lengths: tuple[int, ...]
+
+    def tensor(self, device: torch.device) -> Tensor:
+        numbers = [self.refused, self.precision, self.scale, self.weight, self.samples, self.aimed]
+        return torch.tensor([*map(float, numbers), *self.lengths], dtype=torch.float64, device=device)
+
+    @staticmethod
+    def of(numbers: Tensor) -> _Told:
+        refused, precision, scale, weight, samples, aimed, *lengths = numbers.tolist()
+        return _Told(
+            bool(refused), int(precision), scale, weight, int(samples), int(aimed), tuple(map(int, lengths))
+        )
 
 
 def agree(
-    terms: Terms, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
+    terms: Terms,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss: MicrobatchLoss | None,
+    scale: float,
 ) -> AgreedBatch:
     """Let every rank of every replica know this batch's lengths and weights, or that some rank refused it."""
-    names = sorted(terms.signature.example)
+    names, count, world = sorted(terms.signature.example), terms.n_microbatches, terms.world
     tensors: list[Tensor] = []
     targets: list[Any] = []
     weights: list[float] = []
     lengths: dict[str, int] = {}
+    samples = aimed = _UNKNOWN
     refusal: Exception | None = None
     try:
-        if terms.world.rank == terms.first:
+        if world.rank == terms.first:
             given = terms.signature.flatten(args, kwargs)
-            tensors, lengths = divide(terms.signature, given, terms.n_microbatches, terms.device)
-        if terms.world.rank == terms.last and loss is not None:
-            targets = divide_target(target, terms.n_microbatches)
-            weights = loss.weigh(targets)
+            tensors, lengths, samples = divide(terms.signature, given, count, terms.device)
+        if world.rank == terms.last and loss is not None:
+            targets, aimed = divide_target(target, count, terms.target_axis)
+            weights = _weights(terms, loss, targets, aimed)
     except Exception as error:
         refusal = error
-    precision = _PRECISIONS.index(current_precision(terms.device))
-    known = float(loss is not None and bool(targets) and loss.knows(targets[0]))
-    numbers = [
-        float(refusal is not None),
-        precision,
-        sum(weights),
-        known,
-        *(lengths.get(n, -1) for n in names),
-    ]
-    gathered = {
-        rank: told.tolist()
-        for rank, told in terms.world.gather(
-            torch.tensor(numbers, dtype=torch.float64, device=terms.device)
-        ).items()
-    }
+    mine = _Told(
+        refusal is not None,
+        _PRECISIONS.index(current_precision(terms.device)),
+        scale,
+        sum(weights) if weights else _UNKNOWN,
+        samples,
+        aimed,
+        tuple(lengths.get(n, _UNKNOWN) for n in names),
+    )
+    told = {rank: _Told.of(t) for rank, t in world.gather(mine.tensor(terms.device)).items()}
     if refusal is not None:
         raise refusal
-    for rank, told in gathered.items():
-        if told[0]:
-            raise InputError(f"rank {rank} refused this batch; its own error says why")
-        if int(told[1]) != precision:
-            mine, other = (_autocast(_PRECISIONS[p]) for p in (precision, int(told[1])))
-            raise InputError(f"rank {terms.world.me} steps {mine}, but rank {rank} {other}")
-    agreed = _lengths(terms, gathered, names)
-    total = sum(gathered[row[terms.last]][2] for row in terms.world.table)
-    return AgreedBatch(tensors, targets, weights, total, agreed)
+    _check_ranks(world.me, told)
+    totals = []
+    for row in world.table:  # of every replica, so that all ranks say the same
+        first, last = told[row[terms.first]], told[row[terms.last]]
+        _check_samples(terms, first.samples, last, loss)
+        totals.append(last.weight if last.weight != _UNKNOWN else float(first.samples))
+    first = told[world.mine[terms.first]]
+    sizes = part_sizes(first.samples, count)
+    agreed = dict(zip(names, first.lengths, strict=True))
+    return AgreedBatch(tensors, targets, weights or [float(n) for n in sizes], sum(totals), agreed, sizes)
 
 
-def _lengths(terms: Terms, gathered: dict[int, list[float]], names: Sequence[str]) -> dict[str, int]:
-    """The lengths of this replica's batch; replicas of unequal batches are refused where it would show."""
-    batch = terms.signature.batch
-    found = [
-        {n: int(v) for n, v in zip(names, gathered[row[terms.first]][4:], strict=True)}
-        for row in terms.world.table
-    ]
-    weighed = all(gathered[row[terms.last]][3] for row in terms.world.table)
-    sizes = [lengths.get(str(batch), 0) for lengths in found]
-    if len(set(sizes)) > 1 and not weighed:
-        counts = ", ".join(str(s * terms.n_microbatches) for s in sizes)
+def _weights(terms: Terms, loss: MicrobatchLoss, targets: Sequence[Any], aimed: int) -> list[float]:
+    """The weights of the micro-batches; none where only the first rank knows the samples they are."""
+    if terms.world.replicas > 1 and not loss.knows(targets[0]):
         raise InputError(
-            f"the replicas step over {counts} samples; a mean over all of them needs equal parts, or"
-            " loss_weight= that says how much each counts"
+            "replicas may average over different numbers, and of this loss it is not known over how many:"
+            " give loss_weight=, a function of a micro-batch's target, or 'equal' for a mean over samples"
         )
-    return found[terms.world.replica]
+    if aimed == _UNKNOWN:
+        return loss.weigh(targets, [1] * len(targets)) if callable(loss.weight) else []
+    return loss.weigh(targets, part_sizes(aimed, len(targets)))
+
+
+def _check_ranks(me: int, told: Mapping[int, _Told]) -> None:
+    mine = told[me]
+    for rank, other in told.items():
+        if other.refused:
+            raise InputError(f"rank {rank} refused this batch; its own error says why")
+        if other.precision != mine.precision:
+            words = [_autocast(_PRECISIONS[t.precision]) for t in (mine, other)]
+            raise InputError(f"rank {me} steps {words[0]}, but rank {rank} {words[1]}")
+        if other.scale != mine.scale:
+            raise InputError(
+                f"rank {me} scales gradients by {mine.scale:g}, but rank {rank} by {other.scale:g}: every"
+                " rank's scaler must do the same steps"
+            )
+
+
+def _check_samples(terms: Terms, samples: int, last: _Told, loss: MicrobatchLoss | None) -> None:
+    if last.aimed not in (_UNKNOWN, samples):
+        raise InputError(f"the batch holds {samples} samples, and the target {last.aimed}")
+    if not samples % terms.n_microbatches:
+        return
+    weighed = loss is not None and last.aimed == _UNKNOWN and last.weight != _UNKNOWN
+    reason = terms.whole or ("loss_weight cannot tell them apart without a target" if weighed else "")
+    if reason:
+        raise InputError(
+            f"the batch holds {samples} samples, which n_microbatches={terms.n_microbatches} does not divide,"
+            f" and {reason}; drop or pad the rest of the last batch"
+        )
 
 
 def _autocast(precision: Precision) -> str:

@@ -21,6 +21,21 @@ NO_TARGET = object()
 
 # Losses that average over the samples, or tokens, whose target is not `ignore_index`.
 _TOKEN_MEANS = {F.cross_entropy, F.nll_loss}
+# Losses that average over all elements of their target.
+_ELEMENT_MEANS = {
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+}
 _MEAN = 1  # how aten writes reduction="mean"
 
 
@@ -43,22 +58,31 @@ class MicrobatchLoss:
         self.loss_fn, self.weight, self.reduction, self.check = loss_fn, weight, reduction, check
         self._targets: list[Any] = []
         self._shares: list[float] = []
+        self._scale = 1.0
 
-    def weigh(self, targets: Sequence[Any]) -> list[float]:
-        """How much each micro-batch counts."""
-        return [1.0 if self.reduction == "sum" else self._weigh(t) for t in targets]
+    def weigh(self, targets: Sequence[Any], samples: Sequence[int]) -> list[float]:
+        """How much each micro-batch counts; by its samples, if nothing else is known."""
+        return [self._weigh(t, n) if n else 0.0 for t, n in zip(targets, samples, strict=True)]
 
     def knows(self, target: Any) -> bool:
-        """Whether the weights say over how much a loss averages, and are no mere ones."""
-        if self.reduction == "sum" or callable(self.weight):
-            return True
-        return self.weight != "equal" and token_count(self.loss_fn, target) is not None
+        """Whether it is said, or known, over how much a loss averages."""
+        return (
+            self.reduction == "sum"
+            or self.weight is not None
+            or token_count(self.loss_fn, target) is not None
+        )
 
-    def begin(self, targets: Sequence[Any], weights: Sequence[float], total: float) -> None:
-        """Start a batch of these micro-batches; `total` is the weight of all replicas."""
+    def begin(
+        self, targets: Sequence[Any], weights: Sequence[float], total: float, scale: float = 1.0
+    ) -> None:
+        """Start a batch of these micro-batches; `total` is the weight of all replicas.
+
+        `scale` is a gradient scaler's: the losses that go into the backward pass are multiplied by it.
+        """
         self._targets = list(targets)
+        self._scale = scale
         if self.reduction == "sum":
-            self._shares = [1.0] * len(targets)
+            self._shares = [float(w > 0) for w in weights]
             return
         # Nothing to average over: the plain loss is 0/0 too, and says so.
         self._shares = [w / total if total else 1 / len(targets) for w in weights]
@@ -72,7 +96,7 @@ class MicrobatchLoss:
         share = self._shares[index]
         if share == 0.0:
             return _zero(output)  # a mean over nothing is NaN, and counts for nothing
-        return call_loss(self.loss_fn, output, self._targets[index]) * share
+        return call_loss(self.loss_fn, output, self._targets[index]) * (share * self._scale)
 
     def compare(self, output: Any, target: Any, loss: Tensor) -> None:
         """Refuse a loss of micro-batches that is not the loss of the batch."""
@@ -97,11 +121,12 @@ class MicrobatchLoss:
                 " a sum; check_loss=False for a loss that is random"
             )
 
-    def _weigh(self, target: Any) -> float:
-        if callable(self.weight):
+    def _weigh(self, target: Any, samples: int) -> float:
+        if callable(self.weight) and self.reduction != "sum":
             return float(self.weight(None if target is NO_TARGET else target))
-        counted = None if self.weight == "equal" else token_count(self.loss_fn, target)
-        return 1.0 if counted is None else counted
+        known = self.weight != "equal" and self.reduction != "sum"
+        counted = token_count(self.loss_fn, target) if known else None
+        return float(samples) if counted is None else counted
 
 
 def call_loss(loss_fn: Loss, output: Any, target: Any) -> Tensor:
@@ -121,6 +146,11 @@ def token_count(loss_fn: Loss, target: Any) -> float | None:
         known, options = known.func, dict(known.keywords)
     if isinstance(known, nn.CrossEntropyLoss | nn.NLLLoss):
         options = {n: getattr(known, n) for n in ("weight", "ignore_index", "reduction")}
+    elif known in _ELEMENT_MEANS or type(known) in _ELEMENT_MEANS:
+        options = {"reduction": getattr(known, "reduction", "mean")} | options
+        return (
+            float(target.numel()) if options["reduction"] == "mean" and isinstance(target, Tensor) else None
+        )
     elif known not in _TOKEN_MEANS:
         return None
     if (

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
 from intarsia.pipeline.distributed.agreement import Terms, agree
-from intarsia.pipeline.distributed.batch import bare, join
+from intarsia.pipeline.distributed.batch import join, real_part
 from intarsia.pipeline.distributed.loading import materialise, weights_of
 from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction, mean_inside
 from intarsia.pipeline.distributed.placement import (
@@ -41,6 +41,7 @@ from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.schedule.schedules import refusal
 from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.tied import TiedGradients
 from intarsia.pipeline.stages.weights import Weights
@@ -60,14 +61,13 @@ class DistributedPipeline(RankStages):
     Made by `Stages.distributed` on every rank, inside an initialised process group. The gradients after
     `step` are the plain model's: of the mean loss over the batch (`reduction="mean"`) or of the sum.
     Parameters held by several ranks begin equal and get the sum of their gradients. A batch of another
-    length, or another autocast, makes new buffers; one that micro-batches do not divide is refused on every
-    rank before it runs. An exception in one stage is raised on every rank at the end of the step, whose
-    gradients then mean nothing: call `zero_grad` before the next.
+    length, or another autocast, makes new buffers. An exception in one stage is raised on every rank at the
+    end of the step, whose gradients then mean nothing: call `zero_grad` before the next.
 
     Args:
         stages: what `split` gave, on every rank the same cuts.
         schedule: a name of torch's schedules: GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...
-        n_microbatches: how many equal parts a batch is cut into.
+        n_microbatches: how many parts a batch is cut into; the last may be shorter.
         loss_fn: called with the model's answer and the target of a micro-batch.
         loss_weight: from the target of a micro-batch, how much its loss averages over (tokens, say), or
             "equal"; see `MicrobatchLoss` for what is recognised without it.
@@ -75,6 +75,9 @@ class DistributedPipeline(RankStages):
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
         checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
             (True), none, or some by number.
+        scaler: a `torch.amp.GradScaler`, one on each rank: the backward pass begins with the scaled loss, and
+            where any rank's gradients overflow, all scalers skip the step.
+        target_axis: the target's dimension that holds the batch.
         device: where this rank's stages live.
         group: the process group of the pipeline's ranks.
         mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
@@ -95,6 +98,8 @@ class DistributedPipeline(RankStages):
         reduction: Reduction = "mean",
         check_loss: bool = True,
         checkpoint: bool | Collection[int] = False,
+        scaler: torch.amp.GradScaler | None = None,
+        target_axis: int = 0,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
@@ -108,7 +113,7 @@ class DistributedPipeline(RankStages):
             raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
         self.signature, self.n_microbatches = stages.signature, n_microbatches
         if n_microbatches > 1:
-            self.signature.check_divisible(front=True)
+            self.signature.check_divisible()
         self.loss = None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
         self.checkpoint = _numbers(checkpoint, len(stages))
         if self.loss is not None and loss_weight is None and n_microbatches > 1:
@@ -142,7 +147,11 @@ class DistributedPipeline(RankStages):
         written = [s for s in parts.values() if isinstance(s, Stage) and s.form.written]
         self._statistics = [b for s in written for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
-        self._terms = Terms(self.signature, world, n_microbatches, self.device, first, last)
+        self._terms = Terms(
+            self.signature, world, n_microbatches, self.device, first, last, target_axis, _whole(stages)
+        )
+        self.scaler = scaler
+        self._sizes: list[int] = []  # of the micro-batches of this step
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
         # Every border is checked now, so that nothing is refused in the middle of a step.
         for takes, _ in self._borders[1:]:
@@ -185,14 +194,18 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
-        batch = agree(self._terms, args, kwargs, target, loss)
+        scale = 1.0
+        if self.scaler is not None and loss is not None:  # asked as a loop would, which also wakes the scaler
+            scale = float(self.scaler.scale(torch.ones((), device=self.device)))
+        batch = agree(self._terms, args, kwargs, target, loss, scale)
+        self._sizes = batch.sizes
         borders, run = self._schedule(loss, batch.lengths)
         if loss is not None:
             self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
         losses: list[Tensor] = []
         options: dict[str, Any] = {}
         if self.is_last and loss is not None:
-            loss.begin(batch.targets, batch.weights, batch.total)
+            loss.begin(batch.targets, batch.weights, batch.total, scale)
             options = {"target": torch.arange(self.n_microbatches), "losses": losses}
         with (
             self.world.watched("in the middle of a step"),
@@ -205,12 +218,14 @@ class DistributedPipeline(RankStages):
         result = StepResult(None, None)
         if self.is_last and run.failure.error is None:
             try:
-                result = self._result(borders, chunks, losses, target, loss)
+                result = self._result(borders, chunks, [x.detach() / scale for x in losses], target, loss)
             except Exception as error:
                 run.failure.note(error, "the loss of the whole batch")
         if loss is not None:
             loss.end()
         self._raise_together(run.failure)
+        if loss is not None and self.scaler is not None:
+            self._share_overflow()
         if result.loss is not None:
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
@@ -225,8 +240,8 @@ class DistributedPipeline(RankStages):
         loss: MicrobatchLoss | None,
     ) -> StepResult:
         specs: Any = borders[-1][1]
-        output = join(self.signature, specs, chunks)
-        total = torch.stack([x.detach() for x in losses]).sum() if losses else None
+        output = join(self.signature, specs, chunks, sum(self._sizes))
+        total = torch.stack(list(losses)).sum() if losses else None
         if loss is not None and total is not None and all(map(self.signature.splits, specs)):
             with uncached_autocast(self.device):
                 loss.compare(output, target, total)
@@ -244,6 +259,14 @@ class DistributedPipeline(RankStages):
             raise failure.error
         raise PipelineError(f"rank {failed[0]} failed with {shared[failed[0]]}")
 
+    def _share_overflow(self) -> None:
+        """Let every rank's scaler find an overflow that one of them would find, so that all skip the step."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        over = any(not bool(torch.isfinite(g).all()) for g in gradients)
+        flags = self.world.gather(torch.tensor([int(over)], device=self.device))
+        if gradients and any(int(flag) for flag in flags.values()):
+            gradients[0].view(-1)[:1] = float("inf")
+
     def _schedule(
         self, loss: MicrobatchLoss | None, lengths: Mapping[str, int]
     ) -> tuple[Borders, ScheduleRun]:
@@ -256,7 +279,7 @@ class DistributedPipeline(RankStages):
                 self.schedule_class,
                 self.parts,
                 borders,
-                self.signature.splits,
+                self.signature.axis,
                 self.n_microbatches,
                 self.checkpoint,
                 self.device,
@@ -266,7 +289,8 @@ class DistributedPipeline(RankStages):
 
             def scaled(outputs: Sequence[Tensor], index: int) -> Tensor:
                 assert loss is not None
-                return loss(self.signature.unflatten(bare(outputs, specs)), index)
+                real = real_part(self.signature, specs, outputs, self._sizes[index])
+                return loss(self.signature.unflatten(real), index)
 
             self._built[key] = borders, build_run(plan, lengths, None if loss is None else scaled)
         return self._built[key]
@@ -278,6 +302,21 @@ def _numbers(checkpoint: bool | Collection[int], count: int) -> frozenset[int]:
     if wrong:
         raise PartitionError(f"checkpoint names stage {wrong[0]}; there are {count}")
     return frozenset(chosen)
+
+
+def _whole(stages: StageSequence) -> str:
+    """Why a micro-batch may not be filled up with copies of a sample; empty if it may."""
+    for i, stage in enumerate(stages):
+        if not isinstance(stage, Stage):
+            continue
+        for name in sorted(stage.form.states.keys() & stage.form.written):
+            state = stage.form.states[name]
+            return f"stage {i} updates {state}, which copies that fill it up would enter"
+    signature = stages.signature
+    for spec in signature.outputs:
+        if isinstance(spec, TensorSpec) and not signature.splits(spec):
+            return f"output {spec} has no batch, so copies that fill it up could not be taken off again"
+    return ""
 
 
 def _refuse_mean_inside(stages: StageSequence) -> None:

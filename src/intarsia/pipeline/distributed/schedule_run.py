@@ -61,7 +61,7 @@ class RunPlan:
     schedule_class: Any
     parts: Mapping[int, nn.Module]  # this rank's stages
     borders: Borders
-    splits: Callable[[TensorSpec], bool]
+    axis: Callable[[TensorSpec], int | None]  # of the batch in an input
     n_microbatches: int
     recompute: frozenset[int]
     device: torch.device
@@ -97,21 +97,21 @@ def _pipeline_stage(plan: RunPlan, i: int, lengths: Mapping[str, int], run: Sche
     takes, gives = plan.borders[i]
     count = len(plan.borders)
     first, last = i == 0, i == count - 1
-    whole = [first and not plan.splits(s) for s in takes]  # type: ignore[arg-type]
+    axes = [plan.axis(s) if first else 0 for s in takes]  # type: ignore[arg-type]
     wired = WiredStage(
         plan.parts[i],
         takes,  # type: ignore[arg-type]
         gives,  # type: ignore[arg-type]
-        whole,
+        axes,
         lengths,
         first=first,
         last=last,
         recompute=i in plan.recompute,
     )
     inputs = [
-        _plain(s, lengths, w) if first else wire_spec(s, lengths) for s, w in zip(takes, whole, strict=True)
+        _plain(s, lengths, a) if first else wire_spec(s, lengths) for s, a in zip(takes, axes, strict=True)
     ]
-    outputs = [_plain(s, lengths, not s.shape) if last else wire_spec(s, lengths) for s in gives]  # type: ignore[union-attr]
+    outputs = [_plain(s, lengths, 0 if s.shape else None) if last else wire_spec(s, lengths) for s in gives]  # type: ignore[union-attr]
     return _GuardedStage(
         _Guarded(wired, i, plan.device, run, last),
         i,
@@ -198,10 +198,11 @@ def _guarded_loss(
     return guarded
 
 
-def _plain(spec: TensorSpec | str, lengths: Mapping[str, int], front: bool) -> Tensor:
+def _plain(spec: TensorSpec | str, lengths: Mapping[str, int], axis: int | None) -> Tensor:
+    """The form of an input or output: the batch in front, or one more dimension where there is none."""
     assert isinstance(spec, TensorSpec)
-    shape = spec.sizes(lengths)
-    return torch.empty((1, *shape) if front else shape, dtype=spec.dtype, device="meta")
+    empty = torch.empty(spec.sizes(lengths), dtype=spec.dtype, device="meta")
+    return empty.unsqueeze(0) if axis is None else empty.movedim(axis, 0).contiguous()
 
 
 def _nothing_left() -> Callable[..., None]:

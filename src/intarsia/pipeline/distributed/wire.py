@@ -123,7 +123,7 @@ class WiredStage(nn.Module):
         stage: nn.Module,
         takes: Sequence[TensorSpec],
         gives: Sequence[TensorSpec],
-        whole: Sequence[bool],
+        axes: Sequence[int | None],
         lengths: Mapping[str, int],
         *,
         first: bool,
@@ -134,14 +134,15 @@ class WiredStage(nn.Module):
         self.stage = stage
         self.dtypes = tuple(t.dtype for t in takes)
         self.gives = tuple((spec, spec.sizes(lengths)) for spec in gives)
-        # Inputs that every micro-batch gets in full come with a dimension in front.
-        self.whole = tuple(whole)
+        # Inputs have the batch in front; those that every micro-batch gets in full, a dimension more.
+        self.axes = tuple(axes)
         self.first, self.last, self.recompute = first, last, recompute
 
     def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The next border's wires from this one's."""
         if self.first:
-            values = tuple(w[0] if full else w for w, full in zip(wires, self.whole, strict=True))
+            pairs = zip(wires, self.axes, strict=True)
+            values = tuple(w[0] if axis is None else w.movedim(0, axis) for w, axis in pairs)
         else:
             values = _Enter.apply(self.dtypes, *wires)  # type: ignore[no-untyped-call]
         outputs = self._run(values)

@@ -134,15 +134,10 @@ class CallSignature:
             return 0 if 0 in found else None  # a number may stand elsewhere by chance
         return found[0] if len(found) == 1 else None
 
-    def check_divisible(self, *, front: bool = False) -> None:
-        """Raise `PartitionError` where a batch cannot be computed in parts; `front` allows axis 0 alone."""
+    def check_divisible(self) -> None:
+        """Raise `PartitionError` where a batch cannot be computed in parts."""
         if self.mixes:
             raise PartitionError(f"the batch cannot be divided into micro-batches: {self.mixes}")
-        for spec in [*self.tensors, *self.outputs]:
-            if front and isinstance(spec, TensorSpec) and self.axis(spec) not in (None, 0):
-                raise PartitionError(
-                    f"{spec} has its batch on axis {self.axis(spec)}; here it must be axis 0"
-                )
 
     def _ordered(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         known = {name: kwargs[name] for name in self.keywords if name in kwargs}

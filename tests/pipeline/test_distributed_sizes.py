@@ -1,0 +1,35 @@
+"""Batches of any size, with the batch on any axis, and fp16 with a scaler, on two processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_distributed import assert_passed, launch
+from torch import nn
+from torch.nn import functional as F
+
+from intarsia.pipeline.distributed.loss import token_count
+
+WORKER = Path(__file__).with_name("rank_sizes.py")
+
+
+def test_batches_of_any_size_and_place_and_a_scaler():
+    words = ("shorter 1F1B ok", "shorter ok", "axes ok", "scaler ok")
+    assert_passed(launch("shorter:1F1B:ZBV", "axes", "scaler", worker=WORKER), *words)
+
+
+@pytest.mark.full
+def test_shorter_batches_under_every_schedule():
+    assert_passed(launch("shorter", worker=WORKER), "shorter DualPipeV ok")
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.L1Loss(), nn.BCEWithLogitsLoss()])
+def test_means_over_elements_are_known(loss):
+    assert token_count(loss, torch.zeros(3, 4)) == 12.0
+
+
+def test_other_losses_are_not_known():
+    assert token_count(nn.MSELoss(reduction="sum"), torch.zeros(3, 4)) is None
+    assert token_count(lambda output, target: output.sum(), torch.zeros(3, 4)) is None
