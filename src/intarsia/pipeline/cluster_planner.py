@@ -116,7 +116,7 @@ def _choose(
     replicas: Sequence[int] | None,
 ) -> _Chosen:
     signature = captured.signature
-    signature.check_divisible(front=True)
+    signature.check_divisible()
     axes = [signature.axis(s) for s in signature.tensors]
     example = next((t.shape[a] for t, a in zip(tensors, axes, strict=True) if a is not None), 1)
     # A batch that the capture fixed can be divided in one way only.
