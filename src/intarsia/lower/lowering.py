@@ -14,6 +14,7 @@ from intarsia.lower import complex_moves, fourier  # noqa: F401  (their rules ar
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
 from intarsia.lower.decompositions import decomposition_table, registered_decompositions
 from intarsia.lower.grad_modes import inline_grad_modes
+from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered
 from intarsia.lower.output_views import output_views
 from intarsia.lower.passes import run_passes
@@ -27,7 +28,8 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     """Functionalise and decompose where needed, unlift, run the passes.
 
     Decomposing traces the whole program anew, which costs more than all the rest; a program that
-    changes nothing in place and whose operators all have converters is taken as it is.
+    changes nothing in place and whose operators all have converters is taken as it is, and one where a few
+    nodes write to memory of their own, or have no converter, is changed there alone.
     """
     captured = program
     inline_grad_modes(program.graph_module)
@@ -37,7 +39,12 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     if complex_values:
         table.update({**COMPLEX_DECOMPOSITIONS, **registered_decompositions()})
     _free_views(program.graph)
-    if any(_needs_work(node, table) for node in program.graph.nodes):
+
+    def needs_work(node: fx.Node) -> bool:
+        return _needs_work(node, table)
+
+    needed = any(map(needs_work, program.graph.nodes))
+    if needed and (complex_values or not settle(program.graph, table, needs_work)):
         with torch.no_grad():
             program = program.run_decompositions(table)
     lowered = unlift(program)

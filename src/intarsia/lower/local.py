@@ -1,0 +1,167 @@
+"""Small changes of a captured graph in place of tracing it anew: writes to fresh memory, single operators."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from intarsia.lower.replaced import note_replaced
+
+aten = torch.ops.aten
+
+# Written in place, and the same as a value.
+_AS_VALUES = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.relu_.default: aten.relu.default,
+}
+# Operators that make memory of their own and keep none of what they are given. Named, not asked for:
+# composite operators such as dropout hand out their input without saying so.
+_FRESH = frozenset(
+    {
+        *_AS_VALUES.values(),
+        aten.batch_norm.default,
+        aten.bmm.default,
+        aten.conv1d.default,
+        aten.conv2d.default,
+        aten.conv3d.default,
+        aten.convolution.default,
+        aten.embedding.default,
+        aten.gelu.default,
+        aten.layer_norm.default,
+        aten.linear.default,
+        aten.max_pool2d.default,
+        aten.mm.default,
+        aten.sigmoid.default,
+        aten.silu.default,
+        aten.softmax.int,
+        aten.tanh.default,
+    }
+)
+
+
+def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node], bool]) -> bool:
+    """Do what a few nodes need on the spot; False where one of them needs the whole program traced anew.
+
+    What was done until then is right by itself.
+    """
+    with torch.no_grad():
+        settled = all(
+            _as_value(node) or _expanded(node, table) for node in list(graph.nodes) if needs_work(node)
+        )
+    graph.lint()
+    return settled
+
+
+def _as_value(node: fx.Node) -> bool:
+    """Make a write to memory that nobody else holds a value of its own."""
+    value = _AS_VALUES.get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    written = node.args[0] if node.args else None
+    if value is None or not isinstance(written, fx.Node) or written.target not in _FRESH:
+        return False
+    if any(user is not node and user.target not in _FRESH for user in written.users):
+        return False  # it may be a view, or be handed out
+    tensor = written.meta.get("val")
+    others = [x.meta.get("val") for x in node.all_input_nodes]
+    if not isinstance(tensor, torch.Tensor) or not all(
+        isinstance(x, torch.Tensor) and x.dtype == tensor.dtype for x in others
+    ):
+        return False
+    rest = (*node.args[1:], *node.kwargs.values())
+    if any(not isinstance(x, fx.Node) for x in rest) and not tensor.is_floating_point():
+        return False  # a number may have another dtype than what is written to
+    note_replaced(node, [node.target])
+    node.target = value
+    after = dict.fromkeys(_behind(node))
+    written.replace_all_uses_with(node, delete_user_cb=lambda user: user in after)
+    return True
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    found, at = [], node.next
+    while at.op != "root":
+        found.append(at)
+        at = at.next
+    return found
+
+
+def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
+    """Put what an operator is made of in its place, traced by itself; sizes must be numbers."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if any(user.op == "output" for user in node.users):
+        return False  # the program knows its results by name
+    given = node.all_input_nodes
+    fakes = [argument.meta.get("val") for argument in given]
+    if not all(_is_plain(fake) for fake in (*fakes, node.meta.get("val"))):
+        return False
+    made = _traced(node, fakes, table)
+    if made is None:
+        return False
+    known: dict[fx.Node, Any] = {}
+    inputs = iter(given)
+    with node.graph.inserting_before(node):
+        for inner in made.graph.nodes:
+            if inner.op == "placeholder":
+                known[inner] = next(inputs)
+            elif inner.op == "call_function":
+                copy = node.graph.node_copy(inner, known.__getitem__)
+                copy.meta = {**node.meta, "val": inner.meta.get("val")}
+                note_replaced(copy, [target])
+                known[inner] = copy
+    (returned,) = next(iter(reversed(made.graph.nodes))).args
+    if isinstance(returned, fx.Node):
+        node.replace_all_uses_with(known[returned])
+    else:
+        for user in list(node.users):
+            assert isinstance(returned, list | tuple)
+            user.replace_all_uses_with(known[returned[user.args[1]]])  # type: ignore[index]
+            node.graph.erase_node(user)
+    node.graph.erase_node(node)
+    return True
+
+
+def _traced(node: fx.Node, fakes: list[Any], table: dict[Any, Any]) -> fx.GraphModule | None:
+    """The graph of one operator; None where it holds anything but calls of operators that write nothing."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    places = {argument: place for place, argument in enumerate(node.all_input_nodes)}
+    if any(user.target is not operator.getitem for user in node.users) and not isinstance(
+        node.meta.get("val"), torch.Tensor
+    ):
+        return None
+
+    def call(*tensors: torch.Tensor) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: tensors[places[argument]])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    try:
+        made = make_fx(call, decomposition_table=table)(*fakes)
+    except Exception:  # the long way says what is wrong with it
+        return None
+    for inner in made.graph.nodes:
+        if inner.op not in ("placeholder", "call_function", "output"):
+            return None
+        schema = getattr(inner.target, "_schema", None)
+        if inner.op == "call_function" and (schema is None or schema.is_mutable or inner.target in table):
+            return None
+    return made
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is tensors of known sizes."""
+    leaves = pytree.tree_leaves(value)
+    return bool(leaves) and all(
+        isinstance(x, torch.Tensor)
+        and not x.is_complex()
+        and all(isinstance(size, int) for size in (*x.shape, *x.stride()))
+        for x in leaves
+    )
