@@ -35,6 +35,14 @@ class PartitionError(IntarsiaError):
     """A plan is invalid, or full compilation was asked for and is impossible."""
 
 
+class UnknownNameError(PartitionError):
+    """An option names an operator or a module that the graph does not have."""
+
+    def __init__(self, message: str, option: str, name: object) -> None:
+        super().__init__(message)
+        self.option, self.name = option, name
+
+
 class InputError(IntarsiaError, ValueError):
     """A compiled module was called with something it was not compiled for."""
 

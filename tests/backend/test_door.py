@@ -273,6 +273,14 @@ def test_every_option_of_compile_is_passed_on() -> None:
     assert "torch_executed_ops" in only().plan
 
 
+@torch.no_grad()
+def test_a_name_of_one_graph_is_a_note_in_the_others() -> None:
+    model, x = Branches().eval(), torch.randn(3, 8)
+    agree(compiled(model, {"torch_executed_ops": ["tanh", "relu"]}, dynamic=False), model, x)
+    assert len(reports()) == 2
+    assert any("not in this graph: torch_executed_ops names" in note for note in reports()[0].notes)
+
+
 @pytest.mark.parametrize(
     ("rest", "told"),
     [

@@ -133,3 +133,29 @@ def test_a_transformers_pipeline() -> None:
     assert write() == before
     tuned.restore()
     assert write() == before
+
+
+def test_a_fastapi_service() -> None:
+    fastapi = pytest.importorskip("fastapi", reason="fastapi is not installed")
+    from fastapi.testclient import TestClient
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).eval()
+    app = fastapi.FastAPI()
+
+    @app.get("/{size}")
+    def answer(size: int) -> list[int]:
+        with torch.inference_mode():
+            x = torch.linspace(-1, 1, size * 32).reshape(size, 32)
+            return [int(row) for row in model(x).argmax(-1)]
+
+    with TestClient(app) as client:
+
+        def ask() -> list[Any]:
+            return [client.get(f"/{size}").json() for size in (2, 5, 3)]
+
+        before = ask()
+        with intarsia.tune(app, ask, **ANYHOW, min_block_size=1) as tuned:
+            (placed,) = tuned.placed.values()
+            assert ask() == before and placed.refused is None and len(placed.programs) == 1
+        assert ask() == before and "forward" not in model.__dict__

@@ -13,10 +13,18 @@ from torch import fx
 
 from intarsia.backend.dynamo_graph import DynamoInput, Kind, apart_from_dynamo
 from intarsia.backend.frozen import Autocast, example_of, freeze, without_autocast
+from intarsia.backend.options import without_name
 from intarsia.backend.program import Program, Stamp, program_of, stamp
 from intarsia.backend.reports import GraphReport, joined, update
 from intarsia.compiler import compile
-from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, StaleWeightsError
+from intarsia.errors import (
+    CaptureError,
+    InputError,
+    IntarsiaError,
+    LoweringError,
+    StaleWeightsError,
+    UnknownNameError,
+)
 from intarsia.graph.segment import PYTORCH
 from intarsia.runtime.compiled import Compiled
 
@@ -65,7 +73,7 @@ class GraphCall:
         """Compile for the first call. What the user's options ask for and cannot be had is raised."""
         with self._lock:
             try:
-                self._compile(args)
+                self._compile_knowing_names(args)
             except (CaptureError, LoweringError) as error:
                 if self._options.get("fallback") == "error" or self._options.get("require_full_compilation"):
                     raise
@@ -126,6 +134,18 @@ class GraphCall:
                 self._programs, self._last = (), None
         stale = [p for p in self._programs if changed and p.fits(args)]
         self._programs = tuple(p for p in self._programs if p not in stale)
+
+    def _compile_knowing_names(self, args: Sequence[Any]) -> None:
+        """Compile; a name in the options that this graph does not have may be another graph's."""
+        while True:
+            try:
+                return self._compile(args)
+            except UnknownNameError as error:
+                options = without_name(self._options, error)
+                if options is None:
+                    raise
+                self._options = options
+                self._note(f"not in this graph: {error}")
 
     def _compile(self, args: Sequence[Any]) -> None:
         frozen = freeze(self._module, self._known, args, self._live, self._autocast)

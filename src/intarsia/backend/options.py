@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from intarsia.compiler import compile
-from intarsia.errors import InputError
+from intarsia.errors import InputError, UnknownNameError
 from intarsia.partition.options import PartitionChoices
 
 # What Dynamo itself tells: the graph, its inputs and which of their sizes vary.
@@ -54,3 +55,15 @@ def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> dict
             told = f"; near is {', '.join(map(repr, near))}" if near else f"; known are {', '.join(known)}"
             raise InputError(f"there is no option {name!r}{told}")
     return dict(options or {})
+
+
+def without_name(options: Mapping[str, Any], error: UnknownNameError) -> dict[str, Any] | None:
+    """The options without a name that one graph does not have; None where it cannot be taken out."""
+    together = options.get("options")
+    held = options.get(error.option) if together is None else getattr(together, error.option)
+    if isinstance(held, str) or not isinstance(held, Sequence) or error.name not in held:
+        return None
+    kept = [name for name in held if name is not error.name and name != error.name]
+    if together is None:
+        return {**options, error.option: kept}
+    return {**options, "options": replace(together, **{error.option: kept})}

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from intarsia.errors import PartitionError
+from intarsia.errors import PartitionError, UnknownNameError
 from intarsia.graph.nodes import compute_nodes, is_view_op, modules, op_name
 from intarsia.graph.sizes import size_hint
 from intarsia.lower.replaced import replaced_by
@@ -156,9 +156,8 @@ def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable
             kinds = {str(getattr(kind, "__name__", kind)) for node in nodes for _, kind in modules(node)}
             wanted, near = (module, known) if isinstance(module, str) else (module.__name__, kinds)
             told = near_names(wanted, near)
-            raise PartitionError(
-                f"torch_executed_modules names {wanted!r}, in which no node was traced{told}"
-            )
+            message = f"torch_executed_modules names {wanted!r}, in which no node was traced{told}"
+            raise UnknownNameError(message, "torch_executed_modules", module)
 
 
 def check_engine_names(options: PartitionOptions, engines: Iterable[str]) -> None:
@@ -188,7 +187,8 @@ def check_op_names(
         if not any(map(name_matcher(plain), besides)):
             full_names = [*besides, *(full for node in nodes for full in op_names(node))]
             known = {part for full in full_names for part in _shorter(full)}
-            raise PartitionError(f"{option} names {name!r}, which no node is{near_names(str(name), known)}")
+            message = f"{option} names {name!r}, which no node is{near_names(str(name), known)}"
+            raise UnknownNameError(message, option, name)
 
 
 def _nodes_of(graphs: Iterable[fx.GraphModule]) -> list[fx.Node]:

@@ -96,7 +96,7 @@ def _fault(
 ) -> str | None:
     """Why the program must not, or need not, take the module's place."""
     if set(made.plan.engines) <= {PYTORCH}:
-        return "no engine takes any of it"
+        return "all of it would run in PyTorch"
     changed = next((note for note in made.notes if note.startswith("frozen by capture")), None)
     if changed is not None:
         return changed
