@@ -57,7 +57,7 @@ def qkv(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 EDGES = [NAN, INF, -INF, 3e38, -3e38]
 CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
-    "max_pool2d": (Of(lambda x: TF.max_pool2d(x, 3, 2, 1)), (IMAGE,), [NAN]),
+    "max_pool2d": (Of(lambda x: TF.max_pool2d(x, 3, 2, 1)), (IMAGE,), [NAN, -INF]),
     "max_pool2d behind a convolution": (
         nn.Sequential(nn.Conv2d(2, 3, 3), nn.MaxPool2d(2)),
         (IMAGE,),
@@ -163,3 +163,13 @@ def test_a_row_hidden_whole_is_not_a_number(engine: str) -> None:
     torch.testing.assert_close(
         fast(q, k, v, hide), attend(q, k, v, hide), equal_nan=True, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch runs this call")
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_the_largest_of_nothing_but_minus_infinity(engine: str) -> None:
+    """Kernels start from the least finite number, which a padded window then keeps."""
+    model = Of(lambda x: TF.max_pool2d(x, 2, padding=1))
+    fast = intarsia.compile(model, (IMAGE,), engines=[engine], min_block_size=1)
+    assert fast.plan.on_engines == 1
+    assert fast(torch.full_like(IMAGE, -INF)).tolist() == model(torch.full_like(IMAGE, -INF)).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 
@@ -62,10 +62,12 @@ def place_of(line: Line, cut: int | str) -> int:
 def places_of(line: Line, plan: Plan) -> list[int]:
     """The places at which a plan cuts; its graph may be another one of the same model.
 
-    Nodes are matched by name, as export gives it. Of the places between two segments the one where the
-    fewest bytes cross is taken.
+    Nodes are matched by the name that export gave them, or the node they were decomposed from. Of the places
+    between two segments the one where the fewest bytes cross is taken.
     """
-    number = {node.name: i for i, segment in enumerate(plan.segments) for node in segment.nodes}
+    placed = [(node, i) for i, segment in enumerate(plan.segments) for node in segment.nodes]
+    number = {name: i for node, i in placed for name in _names_before(node)}
+    number |= {node.name: i for node, i in placed}
     known = [
         (i, number[n.name]) for i, n in enumerate(line.nodes) if n.name in number and n not in line.recomputed
     ]
@@ -80,6 +82,15 @@ def places_of(line: Line, plan: Plan) -> list[int]:
         places.append(min(reversed(between), key=line.crossing_bytes.__getitem__))
     line.check(places)
     return places
+
+
+def _names_before(node: fx.Node) -> Iterator[str]:
+    """What the nodes were called that this one was made from, as torch keeps it."""
+    sources = [*node.meta.get("from_node", ())]
+    while sources:
+        source = sources.pop()
+        yield source.name
+        sources += source.from_node
 
 
 def relayed(

@@ -9,9 +9,10 @@ from intarsia.engines.guards.kinds import AnyGuard
 from intarsia.network import Layer
 
 _NUMBERS = Interval(-math.inf, math.inf)
+_ABOVE = Interval(-(2.0**100), math.inf)
 _FINITE = Interval(-(2.0**100), 2.0**100)
 # Kernels that pass over NaN, or lose it in what they make.
-_LOSES_NAN = frozenset({"MaxPool", "LSTM", "GRU", "RNN"})
+_LOSES_NAN = frozenset({"LSTM", "GRU", "RNN"})
 # They leave out elements of weight zero, where torch multiplies them: an infinity becomes a NaN.
 _LEAVES_OUT = frozenset({"ConvTranspose", "GridSample"})
 
@@ -25,6 +26,8 @@ class OnnxRuntimeLimits:
         kind = layer.kind
         if kind == "MaxPool" and len(layer.get_outputs()) > 1:
             return _FINITE  # of a window of minus infinity no place is told
+        if kind == "MaxPool":
+            return _ABOVE  # of a window of minus infinity it gives the least finite number
         if kind in _LOSES_NAN:
             return _NUMBERS
         if kind == "GridSample" and index == 1:

@@ -144,6 +144,8 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:
         return Interval(-(2.0**100), 2.0**100)  # of a window of minus infinity no place is told
+    if kind == "MaxPool":
+        return Interval(-(2.0**100), math.inf)  # of such a window it gives the least finite number
     if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
         return Interval(-math.inf, 2.0**100)  # minus infinity masks
     if kind == "GridSample" and index == 1:
