@@ -280,6 +280,40 @@ def test_weights_stay_where_pytorch_has_them(engine: str) -> None:
     torch.testing.assert_close(fast(ids)[1], torch.full((8,), 3.0))
 
 
+@pytest.mark.parametrize("engine", [ORT, "openvino"])
+def test_a_kernel_that_packs_its_weights_makes_one_packed_copy(engine: str) -> None:
+    """The process takes the weight of a product once more; measured where nothing else runs."""
+    code = f"""
+import ctypes, gc, torch, intarsia
+def resident():
+    gc.collect(), ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+def compiled(width):
+    model, x = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()), torch.randn(4, width)
+    model.eval()(x)
+    before = resident()
+    fast = intarsia.compile(model, (x,), engines=["{engine}"], min_block_size=1, verify=False)
+    fast(x)
+    assert fast.plan.engines == ("{engine}",)
+    return (resident() - before) / model[0].weight.nbytes
+compiled(16)
+print(compiled(4096))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.5 < float(done.stdout) < 1.5, done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_inductor_pytorch_the_whole_module_in_one_cuda_graph() -> None:
+    assert [engine.name for engine in default_engines("cuda")] == ["inductor", "pytorch"]
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval().cuda(), torch.randn(2, 8, device="cuda")
+    fast = intarsia.compile(model, (x,), engines=["inductor"], min_block_size=1)
+    assert fast.plan.engines == ("inductor",)
+    assert not any("CUDA graph" in note for note in fast.notes)  # nothing kept it from being recorded
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_the_same_cuts_become_the_stages_of_a_pipeline() -> None:
     model = Net().eval()
     plan = compiled(model).plan

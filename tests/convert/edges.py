@@ -68,7 +68,16 @@ DEVIATES = {
     ("masked.cumsum", "whole"): "2**53 and small numbers cancel, added up in another order",
     **{
         (op, "minus infinity alone"): "eager's mean of infinities is NaN or not by the order they come in"
-        for op in ("var_mean", "std_mean")
+        for op in ("var_mean", "std_mean", "native_layer_norm")
+    },
+    **{(op, "minus infinity alone"): _SCALE for op in ("nn.functional.group_norm", "native_group_norm")},
+    **{
+        (op, "minus infinity alone"): _ZERO
+        for op in (
+            "_upsample_bilinear2d_aa",
+            "nn.functional.interpolate",
+            "nn.functional.upsample_bilinear",
+        )
     },
     **{
         (op, edge): "boundaries that are not sorted have no defined answer"
