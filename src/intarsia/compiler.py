@@ -358,7 +358,7 @@ def _built(
             as_it_is is not None,
             by_choice=as_it_is == EAGER,
         )
-        if on_gpu and wishes.cuda_graphs is not False:
+        if on_gpu and examples and wishes.cuda_graphs is not False:  # the model as it is has none
             use_cuda_graphs(
                 compiled,
                 lowered.module.graph,
