@@ -1,5 +1,7 @@
 """Tuning programs that somebody else wrote: recorded calls, compiled modules in their places."""
 
+from intarsia.tuning.archive import load as load
+from intarsia.tuning.archive import save as save
 from intarsia.tuning.recorded import Recorded as Recorded
 from intarsia.tuning.recording import recording as recording
 from intarsia.tuning.tune import tune as tune

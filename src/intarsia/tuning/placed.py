@@ -22,7 +22,9 @@ class PlacedForward:
     moment on when a weight is written to or replaced.
     """
 
-    def __init__(self, path: str, module: nn.Module, programs: Sequence[Compiled]) -> None:
+    def __init__(
+        self, path: str, module: nn.Module, programs: Sequence[Compiled], *, loaded: bool = False
+    ) -> None:
         self.path, self.module, self.own = path, module, module.forward
         self.programs = list(programs)
         self.enabled = True
@@ -34,6 +36,10 @@ class PlacedForward:
             for key, tensor in table.items()
             if tensor is not None
         ]
+        # A program that was loaded has weights of its own, so it cannot see that the module's are written to.
+        counted = [tensor for _, _, tensor, _ in self._weights if loaded and not tensor.is_inference()]
+        self._counted = [tensor.detach() for tensor in counted]
+        self._written = sum(tensor._version for tensor in self._counted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.enabled or self.module.training or _autocast() or _carries_gradients(args, kwargs):
@@ -42,7 +48,7 @@ class PlacedForward:
         for program in programs:
             try:
                 if self._replaced():
-                    raise StaleWeightsError(f"a weight of {self.path} was replaced")
+                    raise StaleWeightsError(f"a weight of {self.path} was replaced or written to")
                 made = program(*args, **kwargs)
             except InputError as error:
                 told = str(error)
@@ -68,6 +74,8 @@ class PlacedForward:
             del self.module.__dict__["forward"]
 
     def _replaced(self) -> bool:
+        if self._counted and sum(tensor._version for tensor in self._counted) != self._written:
+            return True
         return any(
             table.get(key) is not tensor or tensor.data_ptr() != address
             for table, key, tensor, address in self._weights

@@ -1,0 +1,62 @@
+"""A tuned program as one file."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tuning.test_tune import Block, Service, Stateful, agree, tuned_service
+from torch import nn
+
+from intarsia.errors import ArchiveError
+from intarsia.tuning import load, save
+
+
+def test_what_was_tuned_is_saved_and_loaded(tmp_path: Path) -> None:
+    service, tuned = tuned_service(Stateful())
+    before = service.answer()
+    save(tuned, tmp_path / "a.tuned")
+    tuned.restore()
+    again = load(tmp_path / "a.tuned", service)
+    assert sorted(again.placed) == ["models['main'].blocks.0", "models['main'].blocks.1"]
+    agree(service.answer(), before)
+    assert all(placed.refused is None for placed in again.placed.values())
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_loaded_program_sees_that_weights_are_written_to(tmp_path: Path) -> None:
+    service, tuned = tuned_service()
+    save(tuned, tmp_path / "a.tuned")
+    tuned.restore()
+    again = load(tmp_path / "a.tuned", service)
+    line: nn.Linear = service.models["main"][0].line  # type: ignore[assignment,index,union-attr]
+    with torch.no_grad():
+        line.weight.mul_(2)
+    with pytest.warns(UserWarning, match="replaced or written to"):
+        answer = service.answer()
+    again.restore()
+    agree(answer, service.answer())
+
+
+def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) -> None:
+    service, tuned = tuned_service()
+    path = tmp_path / "a.tuned"
+    save(tuned, path)
+    other = Service(nn.Sequential(Block(), Block()))
+    with pytest.raises(ArchiveError, match="has other weights than when it was tuned"):
+        load(path, other)
+    assert "forward" not in other.models["main"].__dict__
+    with pytest.raises(ArchiveError, match="which this list has not"):
+        load(path, [nn.Linear(2, 2)])
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ArchiveError, match="damaged"):
+        load(path, service)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("set.json", '{"format": "intarsia-tuned", "version": 9}')
+    with pytest.raises(ArchiveError, match="version 9"):
+        load(path, service)
+    tuned.restore()
+    with pytest.raises(ArchiveError, match="nothing is tuned"):
+        save(tuned, path)
