@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["INTARSIA_CACHE_GB"] = "0"  # what was compiled before is compiled again
 
 import onnxruntime
 import openvino

@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import multiprocessing
+import os
 import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from tests.archive.models import MODELS
 from torch import nn
 
 import intarsia
-from intarsia.errors import ArchiveError
+from intarsia.errors import ArchiveError, InputError
 
 
 def compiled(name: str) -> tuple[Any, tuple[Any, ...]]:
@@ -120,3 +123,58 @@ def test_types_are_found_by_their_registered_names() -> None:
     made = copy.deepcopy(fast)(torch.ones(3))
     assert type(made) is specimen_module.Pair
     assert torch.equal(made.twice, torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime", "pytorch"])
+def test_export_and_tracing_are_refused_clearly(engine: str) -> None:
+    x = torch.randn(2, 16)
+    fast = intarsia.compile(nn.Linear(16, 4).eval(), (x,), engines=engine, min_block_size=1)
+    with pytest.raises(Exception, match="engines, which torch cannot trace"):
+        torch.export.export(fast, (x,))
+    with pytest.raises(InputError, match="engines, which torch cannot trace"):
+        torch.jit.trace(fast, (x,))  # type: ignore[no-untyped-call]
+    with pytest.raises(InputError, match="load the file in every process"):
+        fast.share_memory()
+
+
+def _answer(fast: Any, x: torch.Tensor, pipe: Any) -> None:
+    pipe.send(fast(x).tolist())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+def test_a_forked_process_answers_alike(engine: str) -> None:
+    x = torch.randn(2, 16)
+    fast = intarsia.compile(nn.Linear(16, 4).eval(), (x,), engines=engine, min_block_size=1)
+    _check_process("fork", fast, x)
+
+
+@pytest.mark.full
+def test_a_spawned_process_answers_alike() -> None:
+    x = torch.randn(2, 16)
+    fast = intarsia.compile(nn.Linear(16, 4).eval(), (x,), engines="onnxruntime", min_block_size=1)
+    _check_process("spawn", fast, x)
+
+
+def _check_process(start: str, fast: Any, x: torch.Tensor) -> None:
+    context = multiprocessing.get_context(start)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(fast, x, theirs))  # type: ignore[attr-defined]
+    process.start()
+    assert ours.poll(100)
+    assert torch.allclose(torch.tensor(ours.recv()), fast(x), atol=1e-6)
+    process.join(20)
+    assert process.exitcode == 0
+
+
+def test_everything_is_put_on_the_device_asked_for(tmp_path: Path) -> None:
+    x = torch.randn(2, 16)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU()).eval()
+    intarsia.save(intarsia.compile(model, (x,), engines="pytorch"), tmp_path / "m")
+    for place in ("meta", {"cpu": "meta"}):
+        elsewhere = intarsia.load(tmp_path / "m", map_location=place)  # a device that every machine has
+        assert {tensor.device.type for tensor in elsewhere.state_dict().values()} == {"meta"}
+        with pytest.raises(InputError, match="is on cpu; compiled for meta"):
+            elsewhere(x)
+        assert elsewhere(x.to("meta")).device.type == "meta"
+    assert torch.equal(intarsia.load(tmp_path / "m", map_location={"cuda:0": "cpu"})(x), model(x))

@@ -35,6 +35,12 @@ GLOBAL_HOOKS = tuple(
 )
 
 
+NOT_TRACED = (
+    "a compiled module runs on engines, which torch cannot trace; export or trace the model it was made"
+    " from, or save the compiled module with intarsia.save"
+)
+
+
 class Compiled(nn.Module):
     """A model whose pieces run on engines; call it like the model it was made from.
 
@@ -196,6 +202,9 @@ class Compiled(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The common call, plain tensors of fixed shape and no hooks, is checked and run right here: a model
         # of a hundred microseconds feels every further step.
+        # A trace would take this call's result for a constant.
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise InputError(NOT_TRACED)
         self._frozen.check()
         if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
             return super().__call__(*args, **kwargs)
@@ -225,6 +234,8 @@ class Compiled(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Any call: nested, named or sized at run time, or wrong, which is then said."""
+        if torch.compiler.is_exporting():
+            raise InputError(NOT_TRACED)
         if not self._stands:
             return _run_as_it_is(self._as_it_is[0], args, kwargs)
         flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
@@ -343,6 +354,13 @@ class Compiled(nn.Module):
                     f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
                     " model and compile that again"
                 )
+
+    def share_memory(self) -> Compiled:
+        """Engines hold memory of their own; an error that says what to do."""
+        raise InputError(
+            "the engines of a compiled module hold memory of their own, which is not shared; save it, and"
+            " load the file in every process: they share its pages"
+        )
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
