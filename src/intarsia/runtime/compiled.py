@@ -35,10 +35,7 @@ GLOBAL_HOOKS = tuple(
 )
 
 
-NOT_TRACED = (
-    "a compiled module runs on engines, which torch cannot trace; export or trace the model it was made"
-    " from, or save the compiled module with intarsia.save"
-)
+NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
 
 
 class Compiled(nn.Module):
@@ -357,10 +354,7 @@ class Compiled(nn.Module):
 
     def share_memory(self) -> Compiled:
         """Engines hold memory of their own; an error that says what to do."""
-        raise InputError(
-            "the engines of a compiled module hold memory of their own, which is not shared; save it, and"
-            " load the file in every process: they share its pages"
-        )
+        raise InputError("engines hold memory of their own: save it, and load the file in every process")
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
