@@ -6,7 +6,9 @@ import inspect
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, Unpack
 
@@ -30,6 +32,7 @@ from intarsia.build.faithful import (
 from intarsia.build.judge import Judge
 from intarsia.build.part_names import check_names_of_parts, names_within
 from intarsia.build.parts import CompileOne, compile_parts
+from intarsia.build.protect import undisturbed
 from intarsia.build.refit import as_before, new_state, relowered
 from intarsia.build.rewriter import rewriter
 from intarsia.capture.device import device_kind, device_of
@@ -37,7 +40,7 @@ from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import resolve_call
 from intarsia.capture.random_state import kept_random_state
-from intarsia.choose.candidate import Sample, Workshop
+from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
@@ -377,17 +380,12 @@ def _built(
     def eager() -> Compiled:
         return _built(model, lowered, usable, wishes, [], notes, as_it_is=EAGER)
 
-    own_call = next((example for example in examples if example.call[0] is call[0]), examples[0])
-    if wishes.measured.objective == "throughput":
-        own_call = max([own_call, *examples], key=lambda example: example.elements)
-    sample = Sample(own_call.call, own_call.inputs)
+    sample = sample_of(examples, call, largest=wishes.measured.objective == "throughput")
     told = f"{wishes.rewrite} {wishes.verify} {wishes.cuda_graphs}"
-
-    def error(module: Compiled) -> float:
-        return error_of(lowered, module.results, examples)
-
+    error = partial(error_of, lowered, examples)
     workshop = Workshop(builder, table, finish, eager, error, wishes.rewrite is None, wishes.began)
-    return choose(wishes.measured, workshop, usable, sample, told, wishes.tolerance)
+    with undisturbed(own) if isinstance(own, nn.Module) else nullcontext():  # it is measured as it is, too
+        return choose(wishes.measured, workshop, usable, sample, told, wishes.tolerance)
 
 
 def _as_it_is(

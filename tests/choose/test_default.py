@@ -198,3 +198,37 @@ def test_a_model_on_a_gpu_is_measured_as_it_is_too(monkeypatch: pytest.MonkeyPat
     fast = intarsia.compile(Net(LARGE), (x,), engines=["pytorch"], partition=Measured(), rewrite=False)
     assert {trial.name for trial in fast.plan.findings.trials} == {"pytorch", "eager"}
     assert fast.plan.findings.chosen == "eager" or any("CUDA graph" in note for note in fast.notes)
+
+
+def test_measuring_leaves_no_trace_in_the_model() -> None:
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    model, plain = Counting(LARGE).eval(), Counting(LARGE).eval()
+    intarsia.compile(plain, (_x(LARGE),), partition="dependency")  # capture runs `forward` once
+    state = torch.get_rng_state()
+    intarsia.compile(model, (_x(LARGE),), partition=Measured(budget_s=5, candidates=()))
+    assert model.calls == plain.calls and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    _races(monkeypatch, {"openvino": 1e-9})
+    monkeypatch.setattr("intarsia.choose.room.free_bytes", lambda: 2**20)
+    found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),)).plan.findings
+    assert "onnxruntime: it may take 0.0 GiB of memory, and 0.0 GiB are free" in found.left_out
+    assert {trial.name for trial in found.trials} == {"openvino", "pytorch", "eager"}
+
+
+def test_sizes_that_are_measured_at_are_part_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _races(monkeypatch, {})
+    model, x = Net(64).eval(), _x(64)
+    for largest in (64, 128):
+        count = len(races.log)
+        sizes = ({0: torch.export.Dim("batch", min=2, max=largest)},)
+        measured = Measured("throughput", budget_s=30, candidates=())
+        intarsia.compile(model, (x,), engines=["onnxruntime"], dynamic_shapes=sizes, partition=measured)
+        assert len(races.log) > count

@@ -20,6 +20,7 @@ from intarsia.lower.decompositions import decomposition_table, keeping_whole
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import corners
 from intarsia.partition.table import PYTORCH
+from intarsia.runtime.compiled import Compiled
 
 Lower = Callable[[], tuple[Lowered, Call]]
 _MOST_SUSPECTS = 12
@@ -198,15 +199,13 @@ def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.
         yield {node: {segment.engine: reason} for node in segment.nodes}, f"a segment is moved: {reason}"
 
 
-def error_of(
-    lowered: Lowered, results: Callable[[Sequence[Any]], Sequence[Any]], examples: Sequence[Example]
-) -> float:
-    """The largest relative error of a graph's results against the model's, over all examples."""
+def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) -> float:
+    """The largest relative error of a compiled graph's results against the model's, over all examples."""
     worst = 0.0
     for example in examples:
         if example.truth is not None:
             with torch.no_grad():
-                made = list(results(example.inputs))
+                made = list(compiled.results(example.inputs))
             worst = max(worst, relative_error(made, example.truth.in_graph_order(lowered)))
     return worst
 

@@ -11,6 +11,8 @@ from typing import Any
 from torch import fx
 
 from intarsia.build.builder import Builder
+from intarsia.build.faithful import Example
+from intarsia.capture.call import Call
 from intarsia.choose.contents import digest
 from intarsia.choose.findings import Trial
 from intarsia.choose.plan import MOVED
@@ -54,6 +56,14 @@ class Sample:
 
     call: tuple[Sequence[Any], Mapping[str, Any]]
     inputs: Sequence[Any]
+
+
+def sample_of(examples: Sequence[Example], call: Call, *, largest: bool) -> Sample:
+    """The user's own call among the examples, or the `largest` of all, which sizes that vary allow."""
+    own = next((example for example in examples if example.call[0] is call[0]), examples[0])
+    if largest:
+        own = max([own, *examples], key=lambda example: example.elements)
+    return Sample(own.call, own.inputs)
 
 
 @dataclass(frozen=True)

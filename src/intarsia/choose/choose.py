@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from intarsia.choose.blocks import blocks_at
 from intarsia.choose.candidate import Candidate, Sample, Workshop
 from intarsia.choose.contents import contents
@@ -36,9 +38,9 @@ def choose(
     `told` stands for whatever the programs depend on besides graph, engines and options.
     """
     memory = Memory()
-    told = (
-        f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {told} {tolerance}"
-    )
+    sizes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in sample.inputs]
+    asked = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {tolerance}"
+    told = f"{asked} {sizes} {told}"
     key = _key(measured, workshop, engines, told)
     known = memory.findings(key)
     if known is not None and (known.complete or (measured.budget_s or 0.0) <= known.budget_s):

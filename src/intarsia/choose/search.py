@@ -17,6 +17,7 @@ from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
 from intarsia.choose.mixes import mix, promising_mixes
 from intarsia.choose.progress import Progress
+from intarsia.choose.room import no_room
 from intarsia.choose.shorten import block_error, shortened, with_exact_blocks
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
@@ -232,6 +233,8 @@ class Search:
         # Engines take about as long as each other; what only PyTorch runs is there at once.
         others = any(engine.name != PYTORCH for engine in candidate.engines)
         needs = max(self.build_s.values()) if others else 0.0
+        if others and (reason := no_room(self.workshop.builder.module)) is not None:
+            return reason
         if left < needs:
             return f"it may take {needs:.1f} s to build, and {left:.1f} s are left of {self._budget}"
         return None

@@ -1,0 +1,50 @@
+"""Whether there is memory for one more plan: each engine packs a copy of the weights for itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_COPIES = 2.0  # a packed copy, and what building takes besides
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def no_room(module: fx.GraphModule) -> str | None:
+    """Why another plan of this graph may not fit into memory, in a clause; None where it does."""
+    weights = {id(t): t for t in _constants(module)}
+    needs = _COPIES * sum(t.numel() * t.element_size() for t in weights.values())
+    free = free_bytes()
+    if free is None or needs <= free:
+        return None
+    return f"it may take {needs / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
+
+
+def free_bytes() -> int | None:
+    """Memory that this process may still take, as Linux tells it; None elsewhere."""
+    found = [value for value in (_available(), _left_to_group()) if value is not None]
+    return min(found, default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (line,) = [line for line in lines if line.startswith("MemAvailable:")]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+
+
+def _left_to_group() -> int | None:
+    """What the limit of a container leaves."""
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        return limit - int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):  # no limit ("max"), no such file
+        return None
+
+
+def _constants(module: fx.GraphModule) -> list[torch.Tensor]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [tensor for _, tensor in named if tensor.device.type == "cpu"]
