@@ -112,6 +112,35 @@ def test_weights_that_keep_changing_become_inputs() -> None:
     assert any("_parameters['weight'] changed 4 times" in note for note in only().notes)
 
 
+def test_weights_made_in_inference_mode_are_inputs() -> None:
+    with torch.inference_mode():
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(3, 8)
+        fast = compiled(model, dynamic=False)
+        agree(fast, model, x)
+        model[0].weight.mul_(2)  # type: ignore[operator,union-attr]
+        agree(fast, model, x)
+    assert any("made in inference mode" in note for note in only().notes) and only().programs == 1
+
+
+@torch.no_grad()
+def test_a_tensor_that_the_model_replaces_at_every_call() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.state = nn.Linear(8, 8), torch.zeros(2, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = self.state * 0.5 + self.line(x)
+            return self.state
+
+    model, twin = Keeps().eval(), Keeps().eval()
+    twin.load_state_dict(model.state_dict())
+    fast = compiled(model, dynamic=False)
+    for x in torch.randn(8, 2, 8):
+        agree(fast, twin, x)
+    assert only().programs == 5 and only().share == 1.0
+
+
 @torch.no_grad()
 def test_modules_of_one_class_share_a_graph_and_not_its_weights() -> None:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval() for _ in range(3)]

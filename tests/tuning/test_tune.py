@@ -150,6 +150,13 @@ def test_what_is_not_ours_to_replace(spoil: Any, reason: str) -> None:
     assert reason in next(why for path, why in tuned.left.items() if path == "['block']")
 
 
+def test_weights_made_in_inference_mode_are_not_frozen() -> None:
+    with torch.inference_mode():
+        model = Block().eval()
+        tuned = intarsia.tune({"block": model}, lambda: model(torch.ones(4, 64)), **ANYHOW)
+    assert "inference mode" in tuned.left["['block']"]
+
+
 def test_a_slower_program_is_not_kept() -> None:
     model = nn.Linear(2, 2).eval()  # of microseconds: no engine is faster
     with torch.no_grad():

@@ -148,6 +148,11 @@ class GraphCall:
                 self._note(f"not in this graph: {error}")
 
     def _compile(self, args: Sequence[Any]) -> None:
+        uncounted = {i for i in self._weights if args[i].is_inference()} - self._live
+        if uncounted:
+            self._live |= uncounted
+            names = ", ".join(self._known[i].source for i in sorted(uncounted)[:3])
+            self._note(f"{names}: made in inference mode, where torch counts no changes, so no constant")
         frozen = freeze(self._module, self._known, args, self._live, self._autocast)
         options = {name: value for name, value in self._options.items() if name != "fallback"}
         self._stamps = {i: stamp(args[i]) for i in frozen.weights}

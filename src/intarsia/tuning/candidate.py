@@ -52,6 +52,8 @@ def _not_now(module: nn.Module, calls: Recorded) -> str | None:
         return "it is TorchScript's"
     if any(part.training for part in module.modules()):
         return "it is in training mode"
+    if any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers())):
+        return "its weights were made in inference mode, where torch does not count changes"
     if "forward" in module.__dict__:
         return "its forward was replaced by somebody else"
     if any(part._forward_hooks or part._forward_pre_hooks for part in module.modules()):
