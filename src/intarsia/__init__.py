@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from intarsia.engines import OnnxRuntime as OnnxRuntime
     from intarsia.engines import OpenVINO as OpenVINO
     from intarsia.engines import PyTorch as PyTorch
+    from intarsia.generation.compile import compile_generation as compile_generation
     from intarsia.lower.decompositions import register_decomposition as register_decomposition
     from intarsia.report import explain as explain
     from intarsia.runtime import Compiled as Compiled
@@ -40,6 +41,7 @@ _HOMES = {
     "OnnxRuntime": "intarsia.engines",
     "OpenVINO": "intarsia.engines",
     "PyTorch": "intarsia.engines",
+    "compile_generation": "intarsia.generation.compile",
     "register_decomposition": "intarsia.lower.decompositions",
     "explain": "intarsia.report",
     "Compiled": "intarsia.runtime",

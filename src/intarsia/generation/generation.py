@@ -1,0 +1,55 @@
+"""What `compile_generation` made: a model that generates by compiled programs, and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from intarsia.generation.forward import GeneratingForward
+
+
+@dataclass(eq=False)
+class Generation:
+    """A model whose `generate` runs compiled programs; `restore()`, or the end of a `with` block, undoes it.
+
+    `model` is the very model that was given, with another `forward` in its place. `generate(...)` is its own.
+    """
+
+    model: nn.Module
+    forward: GeneratingForward
+    notes: tuple[str, ...] = ()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate`."""
+        return self.model.generate(*args, **kwargs)  # type: ignore[operator]
+
+    def enable(self, on: bool = True) -> None:
+        """Let the model run compiled, or as it is, for now."""
+        self.forward.enabled = on
+
+    def restore(self) -> None:
+        """Give the model its own forward back; compiled programs are let go."""
+        self.forward.take_out()
+        self.forward.by_rows = {}
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.restore()
+
+    def __str__(self) -> str:
+        made = self.forward
+        lines = [f"{made.path} generates compiled, up to {made.max_length} tokens"]
+        for rows, programs in made.by_rows.items():
+            named = {
+                "prompt": programs.prompt,
+                "padded prompt": programs.masked_prompt,
+                "token": programs.token,
+            }
+            for name, program in named.items():
+                if program is not None:
+                    lines.append(f"  {rows} rows, {name}: on {', '.join(program.plan.engines)}")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

@@ -1,0 +1,40 @@
+"""Which keys each new token attends to."""
+
+from __future__ import annotations
+
+import torch
+
+_HIDDEN = -1e6  # leaves nothing of a score, and engines still sum it exactly, as they do not the least float
+
+
+def attention_mask(
+    seen: torch.Tensor, *, past: int, room: int | None, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """What a token attends to, of shape (rows, 1, new, keys): booleans, or numbers to add to scores.
+
+    `seen` is true where a token is no padding, for the `past` tokens and the new ones. With `room`, keys are
+    so many places of a cache, the first `past` of them filled, and then the new tokens; else the new alone.
+    Each token attends to itself, so that padding, which no other token reads, has finite keys and values.
+
+    >>> seen = torch.tensor([[False, True, True, True]])
+    >>> attention_mask(seen, past=3, room=5, window=None, dtype=torch.bool).int().tolist()
+    [[[[0, 1, 1, 0, 0, 1]]]]
+    >>> attention_mask(seen, past=0, room=None, window=2, dtype=torch.bool).int().tolist()[0][0]
+    [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    """
+    rows, total = seen.shape
+    places = torch.arange(total, device=seen.device)
+    asking = places[past:, None]
+    visible = places[None] <= asking
+    if window is not None:
+        visible &= places[None] > asking - window
+    attends = (visible & seen[:, None, None]) | (places[None] == asking)
+    if room is not None:
+        inner = attends
+        attends = seen.new_zeros(rows, 1, total - past, room + total - past)
+        attends[..., :past] = inner[..., :past]
+        attends[..., room:] = inner[..., past:]
+    if dtype == torch.bool:
+        return attends
+    hidden = torch.full((), max(torch.finfo(dtype).min, _HIDDEN), dtype=dtype, device=seen.device)
+    return torch.where(attends, torch.zeros_like(hidden), hidden)

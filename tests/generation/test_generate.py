@@ -1,0 +1,201 @@
+"""`generate` on a compiled decoder: the same tokens as before, however it is asked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.generation.families import tiny
+from transformers import DynamicCache, TextStreamer
+
+import intarsia
+from intarsia.errors import InputError
+from intarsia.generation import Generation
+
+ROOM = 40
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Generation]:
+    with intarsia.compile_generation(tiny("llama"), max_length=ROOM, batch=2, engines="onnxruntime") as made:
+        yield made
+
+
+def padded(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def both(made: Generation, **call: Any) -> tuple[Any, Any, dict[str, int]]:
+    """What `generate` gives compiled and as it was, and who ran the forwards of the first."""
+    before = dict(made.forward.runs)
+    torch.manual_seed(3)
+    ours = made.generate(**call)
+    runs = {name: made.forward.runs[name] - before[name] for name in before}
+    made.enable(False)
+    torch.manual_seed(3)
+    own = made.generate(**call)
+    made.enable()
+    return ours, own, runs
+
+
+def test_greedy_tokens_and_logits_are_the_models(llama: Generation) -> None:
+    kinds = {"do_sample": False, "max_new_tokens": 30, "output_logits": True, "return_dict_in_generate": True}
+    ours, own, runs = both(llama, **padded(), **kinds)
+    assert torch.equal(ours.sequences, own.sequences)
+    assert len(set(own.sequences[1, 9:].tolist())) > 5  # not one token over and over
+    for a, b in zip(ours.logits, own.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert runs == {"prompt": 1, "token": 29, "own": 0}
+    assert type(ours.past_key_values) is DynamicCache
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"do_sample": True, "temperature": 1.5, "top_k": 20},
+        {"do_sample": True, "top_p": 0.8, "repetition_penalty": 1.3},
+        {"do_sample": False, "eos_token_id": list(range(100, 110))},
+    ],
+    ids=["top_k", "top_p", "stopping"],
+)
+def test_sampling_and_stopping(llama: Generation, kind: dict[str, Any]) -> None:
+    ours, own, runs = both(llama, **padded(), max_new_tokens=20, **kind)
+    assert torch.equal(ours, own)
+    assert runs["own"] == 0
+
+
+@pytest.mark.parametrize(
+    "kind", [{"num_beams": 2}, {"num_beams": 2, "do_sample": True}], ids=["beam", "drawn"]
+)
+def test_beams_reorder_the_cache(llama: Generation, kind: dict[str, Any]) -> None:
+    ids = padded()["input_ids"][1:]
+    ours, own, runs = both(llama, input_ids=ids, max_new_tokens=20, **kind)
+    assert torch.equal(ours, own)
+    assert runs["own"] == 0
+
+
+def test_prompts_of_all_lengths_one_after_the_other(llama: Generation) -> None:
+    for length in (1, 2, 3, 17, 30, 5):
+        ids = torch.randint(3, 128, (2, length), generator=torch.Generator().manual_seed(length))
+        ours, own, runs = both(llama, input_ids=ids, max_new_tokens=6, do_sample=False)
+        assert torch.equal(ours, own), length
+        assert runs["own"] == 0
+
+
+def test_longer_than_memory_goes_on_in_pytorch(llama: Generation) -> None:
+    with pytest.warns(UserWarning, match="reaches token 41, and max_length is 40"):
+        ours, own, runs = both(llama, **padded(), max_new_tokens=50, do_sample=False)
+    assert torch.equal(ours, own)
+    assert runs["own"] == 50 - 1 - (ROOM - 9)
+
+
+def test_other_rows_and_attentions_are_the_models_own(llama: Generation) -> None:
+    with pytest.warns(UserWarning, match="it has 3 rows, and compiled for are 2"):
+        ours, own, runs = both(llama, **padded(3), max_new_tokens=5, do_sample=False)
+    assert torch.equal(ours, own) and runs == {"prompt": 0, "token": 0, "own": 5}
+    with pytest.warns(UserWarning, match="output_hidden_states is asked for"):
+        ours, own, _ = both(
+            llama, **padded(), max_new_tokens=3, output_hidden_states=True, return_dict_in_generate=True
+        )
+    assert len(ours.hidden_states) == len(own.hidden_states) == 3
+
+
+def test_a_conversation_continues_on_its_cache(llama: Generation) -> None:
+    model: Any = llama.model
+
+    def talk() -> torch.Tensor:
+        cache, ids = DynamicCache(config=model.config), padded()["input_ids"]
+        mask = padded()["attention_mask"]
+        for turn in range(3):
+            ids = model.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4, do_sample=False
+            )
+            more = torch.full((2, 3), 5 + turn)
+            ids = torch.cat([ids, more], 1)
+            mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1])], 1)
+        return ids
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours = talk()
+        llama.enable(False)
+        own = talk()
+        llama.enable()
+    assert torch.equal(ours, own)
+
+
+def test_the_cache_may_change_hands_at_any_token(llama: Generation) -> None:
+    model: Any = llama.model
+    call = padded()
+    truth, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    ids, mask = call["input_ids"], call["attention_mask"]
+    with torch.no_grad():
+        for step in range(8):
+            position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            kinds = {"attention_mask": mask, "position_ids": position, "logits_to_keep": 1}
+            expected = llama.forward.own(input_ids=ids, past_key_values=truth, **kinds).logits
+            llama.enable(step % 3 != 1)
+            found = model(input_ids=ids, past_key_values=ours, **kinds).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            if step == 4:
+                for cache in (truth, ours):
+                    cache.reorder_cache(torch.tensor([1, 0]))
+                mask = mask.flip(0)
+            if step == 5:
+                for cache in (truth, ours):
+                    cache.crop(-2)
+                mask = mask[:, :-2]
+            ids = expected[:, -1].argmax(-1, keepdim=True)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    llama.enable()
+    assert truth.get_seq_length() == ours.get_seq_length()
+
+
+def test_streaming_return_dict_and_signature(llama: Generation) -> None:
+    model: Any = llama.model
+    heard: list[int] = []
+
+    class Ear(TextStreamer):  # type: ignore[misc]
+        def __init__(self) -> None: ...
+
+        def put(self, value: torch.Tensor) -> None:
+            heard.extend(value.flatten().tolist())
+
+        def end(self) -> None: ...
+
+    with pytest.warns(UserWarning, match="a cache and use_cache=False"), torch.no_grad():
+        model(**padded(), past_key_values=DynamicCache(), use_cache=False, logits_to_keep=1)
+    made = model.generate(padded()["input_ids"][1:], max_new_tokens=4, do_sample=False, streamer=Ear())
+    assert heard == made[0].tolist()
+    with torch.no_grad():
+        logits, cache = model(**padded(), logits_to_keep=1, return_dict=False)
+    assert logits.shape == (2, 1, 128) and cache.get_seq_length() == 9
+
+
+def test_weights_that_change_are_the_models() -> None:
+    model = tiny("llama")
+    call = {"input_ids": padded()["input_ids"][1:], "max_new_tokens": 5, "do_sample": False}
+    made = intarsia.compile_generation(model, max_length=16, engines="onnxruntime")
+    assert "1 rows, token: on onnxruntime" in str(made)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    with pytest.warns(UserWarning, match=r"lm_head\.weight"):
+        ours = made.generate(**call)
+    made.restore()
+    assert "forward" not in vars(model)
+    assert torch.equal(ours, model.generate(**call))
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(InputError, match="takes a transformers model that generates, not a Linear"):
+        intarsia.compile_generation(torch.nn.Linear(1, 1), max_length=16)
+    with pytest.raises(InputError, match="max_length is 3"):
+        intarsia.compile_generation(tiny("llama"), max_length=3)
+    with pytest.raises(InputError, match="is in training"):
+        intarsia.compile_generation(tiny("llama").train(), max_length=16)
