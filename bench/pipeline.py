@@ -4,6 +4,8 @@
 
 Each configuration runs in interleaved rounds in one process, one torch thread a stage; the least time counts.
 The plain model runs on one thread too, so the ideal speed-up of m chunks on n stages is n * m / (m + n - 1).
+`kept MB` is what autograd really keeps for a step, and `recomputing` with checkpointing; the last two columns
+are the simulation's megabytes of the fullest stage.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def step(module: nn.Module, x: torch.Tensor) -> float:
 
 
 def kept_bytes(module: nn.Module, x: torch.Tensor) -> int:
-    """What autograd really keeps over one forward pass, weights left out."""
+    """What autograd really keeps over one forward pass, weights left out, of all micro-batches."""
     own = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
     seen: dict[int, int] = {}
 
@@ -72,7 +74,10 @@ def main() -> None:
     head = (
         f"{'model':<6}{'stages':>7}{'chunks':>7}{'plain ms':>10}{'pipe ms':>10}{'speed-up':>10}{'ideal':>7}"
     )
-    print(head + f"{'predicted ms':>14}{'measured/predicted':>20}{'kept MB':>9}{'GPipe':>8}{'1F1B':>8}")
+    print(
+        f"{head}{'predicted ms':>14}{'measured/predicted':>20}{'kept MB':>9}{'recomputing':>13}"
+        f"{'GPipe':>8}{'1F1B':>8}"
+    )
     for name, (model, x) in models(options.quick).items():
         for stages in [n for n in (1, 2, 4) if n <= max(2, cores)]:
             for chunks in (1, 4, 8) if options.quick else (1, 2, 4, 8, 16):
@@ -93,11 +98,12 @@ def row(name: str, model: nn.Module, x: torch.Tensor, stages: int, chunks: int, 
     fill = simulate(schedule("GPipe", stages, chunks), costs)
     lean = simulate(schedule("1F1B", stages, chunks), costs)
     ideal = stages * chunks / (chunks + stages - 1)
-    kept = kept_bytes(model, part) / 2**20
+    kept = kept_bytes(pipe, x) / 2**20
+    again = kept_bytes(parts.gpipe(chunks=chunks, checkpoint="always"), x) / 2**20
     print(
         f"{name:<6}{stages:>7}{chunks:>7}{min(plain) * 1e3:>10.1f}{min(piped) * 1e3:>10.1f}"
         f"{min(plain) / min(piped):>10.2f}{ideal:>7.2f}{fill.step_time * 1e3:>14.1f}"
-        f"{min(piped) / fill.step_time:>20.2f}{kept:>9.2f}"
+        f"{min(piped) / fill.step_time:>20.2f}{kept:>9.2f}{again:>13.2f}"
         f"{max(fill.peak_memory) / 2**20:>8.1f}{max(lean.peak_memory) / 2**20:>8.1f}"
     )
 
