@@ -98,15 +98,12 @@ def play(order: Order, table: StageTable, links: Vector, recompute: bool = False
     wires = np.concatenate([[0.0], links, [0.0]])
     wait = np.where(forward, wires[stages], wires[stages + 1])
     wait[weight] = 0.0
-    again = table.seconds[0] if recompute else 0.0
-    passes = np.stack(
-        [
-            table.seconds[0] + table.handover,
-            table.seconds[1] + table.seconds[2] + again + table.handover,
-            table.seconds[1] + again + table.handover,
-            table.seconds[2],
-        ]
-    )
+    forward_pass, inputs, weights = table.seconds
+    whole = inputs + weights + (forward_pass if recompute else 0.0)
+    # A stage that is computed again gives the gradients of its weights with those of its inputs.
+    parts = (whole, np.zeros(count)) if recompute else (inputs, weights)
+    passes = np.stack([forward_pass, whole, *parts])
+    passes[:WEIGHT] += table.handover
     seconds = passes[actions, stages]
     clock, place = np.zeros(ranks), np.arange(ranks) * slots
     stop = place + slots

@@ -120,8 +120,17 @@ def _pipeline_stage(plan: RunPlan, i: int, lengths: Mapping[str, int], run: Sche
         input_args=tuple(inputs),
         output_args=tuple(outputs),
         group=plan.group,
-        dw_builder=None if SPLITS_BACKWARD else _nothing_left,
+        dw_builder=None if _splits_backward(plan, i) else _nothing_left,
     )
+
+
+def _splits_backward(plan: RunPlan, i: int) -> bool:
+    """Whether the gradients of a stage's weights can wait; else they are computed with those of its inputs.
+
+    A recomputed stage would be computed again for every group of weights that waits, and torch's pass for
+    the weights walks a part of the graph twice if a weight is used in several places (ALBERT's layers).
+    """
+    return SPLITS_BACKWARD and i not in plan.recompute and not getattr(plan.parts[i], "reuses_weights", False)
 
 
 class _Guarded(nn.Module):

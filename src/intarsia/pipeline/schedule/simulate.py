@@ -94,13 +94,17 @@ def simulate(
 
 
 def seconds(action: Action, cost: Cost, checkpoint: bool = False) -> float:
-    """How long an action takes; with `checkpoint` the forward pass runs again in front of the backward."""
-    again = cost.forward if checkpoint else 0.0
+    """How long an action takes; with `checkpoint` the forward pass runs again in front of the backward.
+
+    The weights' gradients then come with the inputs': they would need the forward pass once more.
+    """
     if action is Action.FORWARD:
         return cost.forward
     if action is Action.BACKWARD:
-        return again + cost.backward
-    return again + cost.backward_input if action is Action.INPUT else cost.backward_weight
+        return cost.backward + (cost.forward if checkpoint else 0.0)
+    if checkpoint:
+        return cost.forward + cost.backward if action is Action.INPUT else 0.0
+    return cost.backward_input if action is Action.INPUT else cost.backward_weight
 
 
 def _ready(slot: Slot, done: dict[Slot, float], links: Sequence[float], stages: int) -> float | None:

@@ -108,6 +108,8 @@ class _Spread(nn.Module):
             pairs = zip(values, self.entering, strict=True)
             values = tuple(v[0] if axis is None else v.movedim(0, axis) if axis else v for v, axis in pairs)
         answer: tuple[Any, ...] = self.stage(*values)
+        if self.leaving:  # a model cut along its modules may answer None beside its tensors
+            answer = tuple(v for v in answer if isinstance(v, torch.Tensor))
         if any(self.leaving):
             answer = tuple(v.movedim(a, 0) for v, a in zip(answer, self.leaving, strict=True))
         return answer

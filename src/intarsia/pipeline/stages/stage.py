@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -80,6 +81,17 @@ class Stage(nn.Module):
         known.update(zip(form.results, made, strict=True))
         known |= {name: known[name].clone() for name in form.copied}
         return tuple(known[_name(spec)] for spec in form.gives)
+
+    @property
+    def reuses_weights(self) -> bool:
+        """Whether a parameter is used in more than one place of this stage."""
+        holders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
+        uses: Counter[int] = Counter()
+        for node, name in zip(holders, self.form.arguments, strict=True):
+            if name in self.form.states:
+                state = attrgetter(self.form.states[name])(self)
+                uses[id(state)] += len(node.users) if isinstance(state, nn.Parameter) else 0
+        return any(count > 1 for count in uses.values())
 
     def to_device(self, device: torch.device | str) -> Stage:
         """Move the weights, and the devices written into the graph (of `arange`, `zeros`), to `device`."""
