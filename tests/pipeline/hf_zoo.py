@@ -89,8 +89,8 @@ def plain_step(
     return torch.stack(losses).sum(), torch.cat(answers)
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference as a part of the largest value; where all is 0, the difference itself."""
+def error(got: Tensor, want: Tensor, least: float = 1e-6) -> float:
+    """The largest difference as a part of the largest value, or of `least` where that is more."""
     got, want = got.detach().float(), want.detach().float()
     scale = float(want.abs().max())
-    return float((got - want).abs().max()) / (scale if scale > 1e-6 else 1.0)
+    return float((got - want).abs().max()) / max(scale, least)

@@ -54,11 +54,13 @@ def in_process(name, ways):
         assert error(answer.logits, logits) <= bounds["output"]
         assert float(got.detach()) == pytest.approx(float(loss), rel=bounds["loss"])
         want = dict(plain.named_parameters())
+        # Some gradients are 0 but for rounding (of the biases of keys): they are held against the others.
+        least = max(float(p.grad.abs().max()) for p in want.values() if p.grad is not None) / 1000
         for key, parameter in pipe.named_parameters():
             if want[key].grad is None:
                 assert parameter.grad is None or not parameter.grad.any(), key
                 continue
-            off = error(parameter.grad, want[key].grad)
+            off = error(parameter.grad, want[key].grad, least)
             assert off <= bounds["gradient"], (name, chunks, checkpoint, autocast, key)
             largest[autocast] = max(largest[autocast], off)
     return largest
