@@ -1,11 +1,13 @@
 """The zoo through `torch.compile(backend="intarsia")`, against `intarsia.compile` of the same models.
 
-    python bench/torch_compile.py [--full] [--only bert] [--table speed|sizes]
+    python bench/torch_compile.py [--full] [--only bert] [--table speed|sizes] [--partition dependency]
 
 The first table has latency, in interleaved rounds in one process, and the ratio, which should be at most 1.05
-for models of the size they are known by. The second has four lengths (for images: batches) after one compile
-with `dynamic=True`: the graphs Dynamo made, how often they were compiled, the share of nodes on engines, and
-the largest difference from eager.
+for models of the size they are known by. Where plans are measured, two searches may end in two plans: the
+last column tells, and `--partition dependency` gives both sides one plan.
+
+The second has four lengths (for images: batches) after one compile with `dynamic=True`: the graphs made,
+how often they were compiled, the share of nodes on engines, and the largest difference from eager.
 """
 
 from __future__ import annotations
@@ -31,16 +33,17 @@ LENGTHS = (16, 7, 24, 11)
 BATCHES = (2, 3, 5, 4)
 
 
-def door(model: nn.Module, dynamic: bool) -> Any:
+def door(model: nn.Module, dynamic: bool, options: dict[str, Any]) -> Any:
     torch._dynamo.reset()
     reports(clear=True)
-    return torch.compile(model, backend=intarsia_backend, dynamic=dynamic)
+    return torch.compile(model, backend=intarsia_backend, dynamic=dynamic, options=options)
 
 
-def speed(name: str, full: bool) -> tuple[str, ...]:
+def speed(name: str, full: bool, options: dict[str, Any]) -> tuple[str, ...]:
     thing = zoo.specimen(name, full=full)
     args, kwargs = thing.args, thing.kwargs
-    fast, quick = intarsia.compile(thing.model, args, kwargs), door(thing.model, dynamic=False)
+    fast = intarsia.compile(thing.model, args, kwargs, **options)
+    quick = door(thing.model, False, options)
     times = race(
         {
             "compile": lambda: fast(*args, **kwargs),
@@ -60,6 +63,7 @@ def speed(name: str, full: bool) -> tuple[str, ...]:
         f"{in_pairs[len(in_pairs) // 2]:.3f}",
         f"{theirs.best / ours.best:.3f}",
         str(len(reports())),
+        " / ".join((",".join(fast.plan.engines), *(",".join(report.engines) for report in reports()))),
     )
 
 
@@ -78,9 +82,9 @@ def resized(value: Any, turn: int, full: bool) -> Any:
     return batch
 
 
-def sizes(name: str, full: bool) -> tuple[str, ...]:
+def sizes(name: str, full: bool, options: dict[str, Any]) -> tuple[str, ...]:
     thing = zoo.specimen(name, full=full)
-    quick = door(thing.model, dynamic=True)
+    quick = door(thing.model, True, options)
     off = 0.0
     for turn in range(len(LENGTHS)):
         args, kwargs = pytree.tree_map(lambda x: resized(x, turn, full), (thing.args, thing.kwargs))  # noqa: B023
@@ -105,11 +109,21 @@ def main() -> None:
     )
     parser.add_argument("--full", action="store_true", help="models of the size they are known by")
     parser.add_argument("--only", nargs="*", default=None, help="architectures of the zoo")
+    parser.add_argument("--partition", default=None, help="a strategy for both sides, such as dependency")
     parser.add_argument("--table", choices=["speed", "sizes"], default=None)
     asked = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     columns = {
-        "speed": ("model", "eager ms", "compile ms", "torch.compile ms", "ratio", "of the best", "graphs"),
+        "speed": (
+            "model",
+            "eager ms",
+            "compile ms",
+            "torch.compile ms",
+            "ratio",
+            "of the best",
+            "graphs",
+            "on",
+        ),
         "sizes": ("model", "graphs", "compiled", "on engines", "error", "left to PyTorch"),
     }
     for kind, run in (("speed", speed), ("sizes", sizes)):
@@ -122,7 +136,7 @@ def main() -> None:
             )
         for name in asked.only or zoo.names():
             with torch.no_grad():
-                row = run(name, asked.full)
+                row = run(name, asked.full, {} if asked.partition is None else {"partition": asked.partition})
             console.print(*row)
             table.add_row(*row)
         console.print(table)
