@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from pipeline_zoo import make
+from pipeline_zoo import ResNet, make
 from rank_training import Tagger, check_gradients, gradients
 from rank_worker import SCHEDULES, loss_of, run_cases
 from torch import nn
 from torch.nn import functional as F
 
-from intarsia.errors import InputError
+from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.split import split
 
 
@@ -127,6 +127,28 @@ def scaler():
     with pytest.raises(InputError, match="every rank's scaler must do the same steps"):
         pipe.step(x, target=target)
     print("scaler ok", flush=True)
+
+
+def named():
+    """Modules computed again by name, beside stages by number, give the same gradients and statistics."""
+    torch.manual_seed(0)
+    first = ResNet()
+    x, target = torch.randn(8, 3, 8, 8), torch.arange(8)
+    for schedule in ("1F1B", "ZBV"):
+        found = []
+        for checkpoint in (False, ["blocks.1", "blocks.0"], [0, "blocks.2"]):
+            model = copy.deepcopy(first)
+            parts = split(model, (x,), stages=SCHEDULES[schedule], by="memory")
+            pipe = parts.distributed(schedule, 4, loss_fn=loss_of, checkpoint=checkpoint)
+            pipe.step(x, target=target)
+            found.append((pipe, gradients(model)))
+        for pipe, _ in found[1:]:
+            check_gradients(pipe, found[0][1], f"named {schedule}")
+            for key, value in pipe.state_dict().items():
+                torch.testing.assert_close(value, found[0][0].state_dict()[key])
+    with pytest.raises(PartitionError, match=r"checkpoint names 'blocks\.9'"):
+        parts.distributed("ZBV", 4, loss_fn=loss_of, checkpoint=["blocks.9"])
+    print("named ok", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ WORKER = Path(__file__).with_name("rank_sizes.py")
 
 
 def test_batches_of_any_size_and_place_and_a_scaler():
-    words = ("shorter 1F1B ok", "shorter ok", "axes ok", "scaler ok")
-    assert_passed(launch("shorter:1F1B:ZBV", "axes", "scaler", worker=WORKER), *words)
+    words = ("shorter 1F1B ok", "shorter ok", "axes ok", "scaler ok", "named ok")
+    assert_passed(launch("shorter:1F1B:ZBV", "axes", "scaler", "named", worker=WORKER), *words)
 
 
 @pytest.mark.full

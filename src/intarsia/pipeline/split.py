@@ -26,7 +26,7 @@ from intarsia.pipeline.stages.devices import buffers_on_meta, is_on_meta, to_met
 from intarsia.pipeline.stages.meta_cost import DeviceSpeed, estimate_with, made_up_on, measure_made_up
 from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import TensorSpec
-from intarsia.pipeline.stages.stage import Stage, build_stages
+from intarsia.pipeline.stages.stage import Stage, build_stages, recompute_modules
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.trace import Trace, trace
 from intarsia.pipeline.stages.tree import split_tree
@@ -53,6 +53,7 @@ def split(
     dynamic_shapes: Any = None,
     batch_dims: BatchDims | None = None,
     agree: bool = False,
+    checkpoint: Sequence[str] = (),
     costs: Literal["measured", "analytic"] | DeviceSpeed = "measured",
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
@@ -70,6 +71,9 @@ def split(
     runs a larger batch without it; `batch_dims` says otherwise, by position or by name: an axis, or None for
     a tensor that every micro-batch gets whole. `dynamic_shapes`, as of `torch.export`, opens other sizes,
     such as the length of a sequence.
+
+    `checkpoint` names modules (or patterns of names, `"encoder.layer.*"`) that are computed again in the
+    backward pass instead of keeping what they computed, wherever the stages run.
 
     A model on the meta device is cut there, without memory: each kind of node is measured alone on made-up
     values, and `Stages.load` brings the weights. `costs="analytic"` computes seconds from operations and
@@ -136,10 +140,15 @@ def split(
             choose=choose,
             batch_dims=batch_dims,
         )
+        if checkpoint:
+            recompute_modules(parts, checkpoint)
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
     node_costs, source = _node_costs(captured, args, kwargs, by, speed, progress)
     places = choose(captured.line, node_costs, crossing_prices(captured))
-    return make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
+    made = make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
+    if checkpoint:
+        recompute_modules(made, checkpoint)
+    return made
 
 
 def _node_costs(

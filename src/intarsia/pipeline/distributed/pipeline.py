@@ -39,10 +39,9 @@ from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, Schedul
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.schedule.schedules import refusal
-from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
-from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.stage import Stage, recompute_modules
 from intarsia.pipeline.stages.tied import TiedGradients
 from intarsia.pipeline.stages.weights import Weights
 
@@ -74,7 +73,7 @@ class DistributedPipeline(RankStages):
         reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
         checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
-            (True), none, or some by number.
+            (True), none, or some by number; or modules, by name or pattern (`"h.*.mlp"`).
         scaler: a `torch.amp.GradScaler`, one on each rank: the backward pass begins with the scaled loss, and
             where any rank's gradients overflow, all scalers skip the step.
         target_axis: the target's dimension that holds the batch.
@@ -97,7 +96,7 @@ class DistributedPipeline(RankStages):
         loss_weight: LossWeight | None = None,
         reduction: Reduction = "mean",
         check_loss: bool = True,
-        checkpoint: bool | Collection[int] = False,
+        checkpoint: bool | Collection[int | str] = False,
         scaler: torch.amp.GradScaler | None = None,
         target_axis: int = 0,
         device: torch.device | str | None = None,
@@ -115,7 +114,7 @@ class DistributedPipeline(RankStages):
         if n_microbatches > 1:
             self.signature.check_divisible()
         self.loss = None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
-        self.checkpoint = _numbers(checkpoint, len(stages))
+        self.checkpoint = _recomputed(checkpoint, stages)
         if self.loss is not None and loss_weight is None and n_microbatches > 1:
             _refuse_mean_inside(stages)
         world = World(group, mesh)
@@ -130,7 +129,7 @@ class DistributedPipeline(RankStages):
         self._stages = list(stages)
         for stage in self._stages:
             if isinstance(stage, Stage):
-                retarget(stage.program, self.device)  # those of other ranks run on fake tensors
+                stage.retarget(self.device)  # those of other ranks run on fake tensors
         self._borders: Borders = [_border_specs(s) for s in stages]
         held = [i for i, rank in enumerate(self.stage_ranks) if rank == world.rank]
         source = weights_of(weights)
@@ -296,12 +295,17 @@ class DistributedPipeline(RankStages):
         return self._built[key]
 
 
-def _numbers(checkpoint: bool | Collection[int], count: int) -> frozenset[int]:
-    chosen = range(count) if checkpoint is True else () if checkpoint is False else checkpoint
-    wrong = [i for i in chosen if i not in range(count)]
+def _recomputed(checkpoint: bool | Collection[int | str], stages: StageSequence) -> frozenset[int]:
+    """The stages to compute again; modules that are named are told to their stages."""
+    chosen = range(len(stages)) if checkpoint is True else () if checkpoint is False else checkpoint
+    numbers = [i for i in chosen if isinstance(i, int)]
+    wrong = [i for i in numbers if i not in range(len(stages))]
     if wrong:
-        raise PartitionError(f"checkpoint names stage {wrong[0]}; there are {count}")
-    return frozenset(chosen)
+        raise PartitionError(f"checkpoint names stage {wrong[0]}; there are {len(stages)}")
+    names = [name for name in chosen if isinstance(name, str)]
+    if names:
+        recompute_modules(stages, names)
+    return frozenset(numbers)
 
 
 def _whole(stages: StageSequence) -> str:

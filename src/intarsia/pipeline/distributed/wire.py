@@ -9,7 +9,6 @@ are kept: whole numbers cross as floats of the same width, and no arithmetic tou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.gpipe.checkpoint import enable_recomputing
+from intarsia.pipeline.stages.recompute import recompute_contexts
 from intarsia.pipeline.stages.signature import TensorSpec
 
 # Whole numbers, by the float of the same width that carries their bits.
@@ -171,25 +170,10 @@ class WiredStage(nn.Module):
         if not (self.recompute and torch.is_grad_enabled()):
             return tuple(self.stage(*values))
         before = [v._version for v in values]
-        outputs = checkpoint(self.stage, *values, use_reentrant=False, context_fn=_contexts)
+        outputs = checkpoint(self.stage, *values, use_reentrant=False, context_fn=recompute_contexts)
         if [v._version for v in values] != before:
             raise PipelineError("the stage changes its input in place, so it cannot be computed again")
         return tuple(outputs)
-
-
-class _Recomputing(AbstractContextManager[None]):
-    """Around every further run: the stage leaves its buffers alone. A split backward pass enters it twice."""
-
-    def __enter__(self) -> None:
-        self.mode = enable_recomputing()
-        self.mode.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.mode.__exit__(*error)
-
-
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _Recomputing()
 
 
 class _Alias(torch.autograd.Function):

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from intarsia.errors import InputError
+from intarsia.errors import InputError, PartitionError
 from intarsia.graph.alias import memory_of
 from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.graft import graft_tensor
+from intarsia.pipeline.stages.recompute import module_names, recomputed_program
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.trace import State, Trace
 
@@ -55,11 +58,13 @@ class Stage(nn.Module):
                 graft_tensor(self, name, state.tensor, state.persistent)
         # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
         object.__setattr__(self, "program", program)
+        object.__setattr__(self, "runner", program)
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "captured_training", training)
         self.training = training
 
     program: fx.GraphModule
+    runner: nn.Module  # the program, or the same with parts that are computed again for their gradient
     form: StageForm
     captured_training: bool
 
@@ -77,7 +82,7 @@ class Stage(nn.Module):
             state = attrgetter(path)(self)
             # The statistics were updated the first time; running again must leave them alone.
             known[name] = state.clone() if is_recomputing() and name in form.written else state
-        made = self.program(*(known[name] for name in form.arguments))
+        made = self.runner(*(known[name] for name in form.arguments))
         known.update(zip(form.results, made, strict=True))
         known |= {name: known[name].clone() for name in form.copied}
         return tuple(known[_name(spec)] for spec in form.gives)
@@ -96,13 +101,45 @@ class Stage(nn.Module):
     def to_device(self, device: torch.device | str) -> Stage:
         """Move the weights, and the devices written into the graph (of `arange`, `zeros`), to `device`."""
         target = torch.device(device)
-        retarget(self.program, target)
+        self.retarget(target)
         return self.to(target)
+
+    def retarget(self, device: torch.device) -> None:
+        """Let what the graph creates be created on `device`."""
+        retarget(self.program, device)
+        if self.runner is not self.program:
+            retarget(self.runner, device)
+
+    def recompute(self, names: Sequence[str]) -> None:
+        """Compute the modules of these names again in the backward pass; of those alone."""
+        states = {node: attrgetter(path)(self).requires_grad for node, path in self.form.states.items()}
+        runner = recomputed_program(self.program, states, self.form.written, names)
+        object.__setattr__(self, "runner", runner)
 
     def extra_repr(self) -> str:
         """The border values on both sides."""
         sides = (", ".join(map(str, side)) for side in (self.form.takes, self.form.gives))
         return " -> ".join(f"({side})" for side in sides)
+
+
+def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None:
+    """Let the modules of these names, or patterns, be computed again; a name that is nowhere is an error."""
+    if isinstance(names, str):
+        raise PartitionError(f"checkpoint={names!r} is one name; give a list of them")
+    known: set[str] = set()
+    for stage in stages:
+        if not isinstance(stage, Stage):
+            raise PartitionError(
+                "modules are computed again by name in stages cut by the graph; these are cut along the"
+                " module tree, where torch.utils.checkpoint in the model does it"
+            )
+        known |= module_names(stage.program)
+        stage.recompute(names)
+    for name in names:
+        if not any(fnmatchcase(path, name) for path in known):
+            near = get_close_matches(name, sorted(known), n=3)
+            told = f"; near are {', '.join(map(repr, near))}" if near else ""
+            raise PartitionError(f"checkpoint names {name!r}, which is no module of the graph{told}")
 
 
 def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:

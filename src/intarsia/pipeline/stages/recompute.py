@@ -1,0 +1,145 @@
+"""Modules of a stage that run again in the backward pass instead of keeping what they computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from intarsia.errors import PartitionError, PipelineError
+from intarsia.graph.cuts import pieces_at
+from intarsia.graph.line import Line, training_line
+from intarsia.graph.source import modules
+from intarsia.pipeline.gpipe.checkpoint import enable_recomputing, is_recomputing
+
+
+def module_names(program: fx.GraphModule) -> set[str]:
+    """The modules that a stage's nodes were traced in."""
+    return {path for node in program.graph.nodes for path, _ in modules(node) if path}
+
+
+def recomputed_program(
+    program: fx.GraphModule, states: Mapping[str, bool], written: frozenset[str], names: Sequence[str]
+) -> nn.Module:
+    """The program with the modules called `names` (or patterns, `h.*.mlp`) computed again for their gradient.
+
+    `states` says of the program's weights and buffers whether they learn; `written` are those it changes.
+    """
+    holders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    line = training_line(program.graph, {n: states[n.name] for n in holders if n.name in states})
+    spans = _spans(line, names)
+    if not spans:
+        return program
+    return _RecomputedProgram(program, line, spans, written)
+
+
+class _RecomputedProgram(nn.Module):
+    """Pieces of a program, run in order; what `torch.utils.checkpoint` runs is between them."""
+
+    def __init__(
+        self,
+        program: fx.GraphModule,
+        line: Line,
+        spans: Sequence[tuple[int, int]],
+        written: frozenset[str],
+    ) -> None:
+        super().__init__()
+        ends = {0, len(line.nodes)}
+        places = sorted({place for span in spans for place in span} - ends)
+        starts = [0, *places]
+        self.pieces = pieces_at(program, line, places)
+        begins = {first for first, _ in spans}
+        self.again = [i < len(starts) and starts[i] in begins for i in range(len(self.pieces))]
+        self.runs = nn.ModuleList(piece.module for piece in self.pieces)
+        self.written = [tuple(n.name in written for n in piece.inputs) for piece in self.pieces]
+        self.inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
+        (self.results,) = next(iter(reversed(program.graph.nodes))).args
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """What the program gives."""
+        known: dict[Any, Any] = dict(zip(self.inputs, values, strict=True))
+        for piece, module, again, written in zip(
+            self.pieces, self.runs, self.again, self.written, strict=True
+        ):
+            given = [known[n] for n in piece.inputs]
+            again = again and torch.is_grad_enabled()
+            made = _run_again(module, given, written) if again else module(*given)
+            known.update(zip(piece.outputs, made, strict=True))
+        return tuple(known[v] if isinstance(v, fx.Node) else v for v in self.results)
+
+
+def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]) -> tuple[Any, ...]:
+    """Run a piece under `torch.utils.checkpoint`; buffers it changes are as they were when it runs again."""
+    buffers = [v if w else None for v, w in zip(values, written, strict=True)]
+    before = [None if v is None else v.detach().clone() for v in buffers]
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        rest = iter(given)
+        again = is_recomputing()
+        every = []
+        for value, earlier, changes in zip(buffers, before, written, strict=True):
+            if not changes:
+                every.append(next(rest))
+            else:
+                every.append(earlier.clone() if again and earlier is not None else value)
+        return tuple(module(*every))
+
+    kept = [v for v, w in zip(values, written, strict=True) if not w]
+    versions = [v._version for v in kept if isinstance(v, torch.Tensor)]
+    made = checkpoint(run, *kept, use_reentrant=False, context_fn=recompute_contexts)
+    if [v._version for v in kept if isinstance(v, torch.Tensor)] != versions:
+        raise PipelineError("a module that is to be computed again changes its input in place")
+    return tuple(made)
+
+
+class _Recomputing(AbstractContextManager[None]):
+    """Around every further run: the stage leaves its buffers alone. A split backward pass enters it twice."""
+
+    def __enter__(self) -> None:
+        self.mode = enable_recomputing()
+        self.mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What `torch.utils.checkpoint` enters around the first run, and around the others."""
+    return nullcontext(), _Recomputing()
+
+
+def _spans(line: Line, names: Sequence[str]) -> list[tuple[int, int]]:
+    """The stretches of the line that lie in a named module, as places where it may be cut."""
+    labels = [_label(node, names) for node in line.nodes]
+    allowed = [0, *line.allowed, len(line.nodes)]
+    spans: list[tuple[int, int]] = []
+    start = 0
+    while start < len(labels):
+        if not labels[start]:
+            start += 1
+            continue
+        end = start
+        while end < len(labels) and labels[end] == labels[start]:
+            end += 1
+        first = min(p for p in allowed if p >= start)
+        last = max(p for p in allowed if p <= end)
+        if first < last:
+            spans.append((first, last))
+        elif any(n not in line.recomputed for n in line.nodes[start:end]):
+            why = line.closed.get(start) or line.closed.get(end) or "no cut may fall around it"
+            raise PartitionError(f"{labels[start]} cannot be computed again by itself: {why}")
+        start = end
+    return spans
+
+
+def _label(node: fx.Node, names: Sequence[str]) -> str:
+    """The outermost module of a node that is named; empty if none is."""
+    for path, _ in modules(node):
+        if path and any(fnmatchcase(path, name) for name in names):
+            return path
+    return ""

@@ -1,0 +1,108 @@
+"""Modules that are computed again in the backward pass, by name, in cut models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pipeline_compare import one_thread  # noqa: F401
+from pipeline_zoo import ZOO, ResNet, calm, make
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.split import split
+from intarsia.pipeline.stages.recompute import module_names
+
+
+def loss_of(output):
+    return sum(t.float().square().mean() for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor))
+
+
+def kept_elements(module, args, kwargs):
+    """Elements that autograd keeps over a forward pass, parameters aside."""
+    own = {p.untyped_storage()._cdata for p in module.parameters()}
+    found = {}
+
+    def pack(tensor):
+        key = tensor.untyped_storage()._cdata
+        if key not in own:
+            found[key] = tensor.numel()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        output = module(*args, **kwargs)
+    return sum(found.values()), output
+
+
+NAMES = {
+    "gpt2": ["transformer.h.*"],
+    "resnet": ["blocks.1", "blocks.2"],
+    "llama": ["model.layers.*.mlp"],
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_same_gradients_and_less_kept(name, chunks):
+    model, args, kwargs = make(name)
+    calm(model).train()
+    plain = copy.deepcopy(model)
+    parts = split(model, args, kwargs, stages=2, by="memory", checkpoint=NAMES[name])
+    whole = split(plain, args, kwargs, stages=2, by="memory")
+    if chunks is not None:
+        parts, whole = (p.gpipe(chunks=chunks, checkpoint="never") for p in (parts, whole))
+    if chunks is None:
+        less, output = kept_elements(parts, args, kwargs)
+        more, want = kept_elements(whole, args, kwargs)
+        assert less < more, (less, more)
+    else:
+        output, want = parts(*args, **kwargs), whole(*args, **kwargs)
+    loss_of(output).backward()
+    loss_of(want).backward()
+    for (n, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), n
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, msg=lambda m, n=n: f"{n}: {m}")
+    for (n, a), b in zip(plain.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(a, b), n  # statistics were updated once
+
+
+def test_dropout_draws_the_same_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), nn.Linear(8, 8))
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+    parts = split(model, (x,), stages=2, by="memory", checkpoint=["1"])
+    for module in (plain, parts):
+        torch.manual_seed(1)
+        loss_of(module(x)).backward()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_names_that_are_nowhere_are_refused():
+    model, x = ResNet(), torch.randn(2, 3, 8, 8)
+    with pytest.raises(PartitionError, match=r"checkpoint names 'blocks.7'.*near are 'blocks"):
+        split(model, (x,), stages=2, by="memory", checkpoint=["blocks.7"])
+    with pytest.raises(
+        PartitionError, match=r"conv2 cannot be computed again by itself: \w+ is changed in place"
+    ):
+        split(model, (x,), stages=2, by="memory", checkpoint=["blocks.*.conv2"])
+    with pytest.raises(PartitionError, match="is one name; give a list"):
+        split(model, (x,), stages=2, by="memory", checkpoint="blocks.1")
+    parts = split(model, (x,), stages=2, by="memory")
+    assert "blocks.1.conv1" in set().union(*(module_names(stage.program) for stage in parts))
+    assert set(NAMES) <= set(ZOO)
+
+
+class Odd(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 1e9 else x + 1
+
+
+def test_stages_of_modules_refuse():
+    model = nn.Sequential(nn.Linear(4, 4), Odd(), nn.Linear(4, 4), Odd())
+    with pytest.raises(PartitionError, match="cut along the module tree"):
+        split(model, (torch.randn(2, 4),), stages=2, by="memory", checkpoint=["0"])
