@@ -48,7 +48,9 @@ def race(
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for number in range(rounds):
         lap = _now()
-        for name in list(calls):
+        names = list(calls)
+        first = number % max(1, len(names))  # who comes first, after a pause, takes turns too
+        for name in (*names[first:], *names[:first]):
             try:
                 if not repeats[name]:
                     repeats[name] = _repeats(calls[name], warmup)

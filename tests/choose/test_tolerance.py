@@ -12,9 +12,11 @@ from torch import nn
 
 import intarsia
 from intarsia.choose import search
+from intarsia.choose.candidate import Workshop
 from intarsia.choose.measured import Measured
 from intarsia.compare import relative_error
 from intarsia.engines import OnnxRuntimeInt8, OpenVINOBf16
+from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import InputError
 
 Call = Callable[[], object]
@@ -114,6 +116,25 @@ def test_the_error_is_held_on_every_example(model: nn.Module, monkeypatch: pytes
     worse = X * 200 + torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
     both = _compile(model, tolerance=0.5, examples=[(worse,)]).plan.findings.trial(name).error
     assert both >= small > 0
+
+
+def test_shorter_arithmetic_comes_before_engines_that_take_long(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    original = Workshop.build
+
+    def build(self: Workshop, candidate: Any, *more: Any) -> Any:
+        built.append(candidate.name)
+        if candidate.is_slow_to_build:
+            raise OutOfTime("not here")
+        return original(self, candidate, *more)
+
+    monkeypatch.setattr(Workshop, "build", build)
+    _prefer(monkeypatch, SHORT[0].name)
+    measured = Measured(budget_s=600, candidates=())
+    _compile(model, tolerance=0.05, engines=[SHORT[0].family, "inductor"], partition=measured)
+    assert built.index(SHORT[0].name) < built.index("inductor")
 
 
 def test_exact_is_the_default(model: nn.Module) -> None:

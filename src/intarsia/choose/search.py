@@ -71,15 +71,19 @@ class Search:
         return self.built[chosen], self._findings(chosen)
 
     def _search(self) -> None:
-        self._build_all(line_ups(self.workshop, self.engines, self.measured))
+        first, *others = line_ups(self.workshop, self.engines, self.measured)
+        # Who gave a tolerance wants shorter arithmetic tried, before an engine that may take all the time.
+        later = [other for other in others if self.tolerance is not None and other.is_slow_to_build]
+        self._build_all([first, *(other for other in others if other not in later)])
         if not self.built:
             raise self.errors[0]
         self._race(list(self.built), final=False, rounds=5, share=0.15)
         leaders = self._close()
         self._drop(leaders)
-        fresh = self._build_all(variants_of(self.built[leaders[0]].candidate, self.workshop, self.measured))
+        lead = self.built[leaders[0]].candidate
+        fresh = self._shortened(leaders[0]) + self._build_all(later)
+        fresh += self._build_all(variants_of(lead, self.workshop, self.measured))
         fresh += self._build_all(self._mixes())
-        fresh += self._shortened(leaders[0])
         if len(leaders) + len(fresh) > 1 and (fresh or self._fits_a_race(leaders)):
             self._race([*leaders, *fresh], final=True, rounds=20, share=0.2)
         else:
@@ -145,8 +149,7 @@ class Search:
 
     def _with_exact_blocks(self, short: Engine, lead: str) -> list[str]:
         """The short engine with its worst blocks on the leading exact engine: as few of them as will do."""
-        places = [block.place for block in self.blocks[1:]]  # findings tell one way to cut
-        blocks = blocks_at(self.workshop.builder.module, places) if places else self._affordable_blocks(1)
+        blocks = self._affordable_blocks(1)
         exact = next((e for e in self.built[lead].candidate.engines if e.is_exact), self.engines[-1])
         if blocks is None:
             return []
@@ -172,6 +175,8 @@ class Search:
     def _affordable_blocks(self, engines: int) -> Blocks | None:
         """Blocks as small as the time that is left allows; None without waists, or without time."""
         builder = self.workshop.builder
+        if self.blocks:  # findings tell one way to cut
+            return blocks_at(builder.module, [block.place for block in self.blocks[1:]])
         left = self.progress.left_s - _RESERVE * self.progress.budget_s
         whole = sum(self.build_s.values())
         for most in _BLOCKS:
@@ -213,7 +218,8 @@ class Search:
                 self.left_out.append(f"{candidate.name}: {str(error).splitlines()[0]}")
                 continue
             self.built[candidate.name] = built
-            self.build_s[candidate.name] = built.build_s
+            if not candidate.is_slow_to_build:  # which says nothing of the others
+                self.build_s[candidate.name] = built.build_s
             names.append(candidate.name)
             self._limit()
         return names
@@ -232,7 +238,7 @@ class Search:
             return f"the budget of {self._budget} is spent"
         # Engines take about as long as each other; what only PyTorch runs is there at once.
         others = any(engine.name != PYTORCH for engine in candidate.engines)
-        needs = max(self.build_s.values()) if others else 0.0
+        needs = max(self.build_s.values(), default=0.0) if others else 0.0
         if others and (reason := no_room(self.workshop.builder.module)) is not None:
             return reason
         if left < needs:

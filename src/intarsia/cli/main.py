@@ -84,7 +84,7 @@ def _line_ups() -> list[tuple[str, list[str] | None]]:
     if not usable:
         return [("PyTorch alone", None)]
     alone: list[tuple[str, list[str] | None]] = [(f"{name} alone", [name]) for name in usable]
-    return alone if len(usable) == 1 else [*alone, (" + ".join(usable), None)]
+    return [*alone, ("measured", None)]
 
 
 def _call(peer: Any, thing: zoo.Specimen) -> Any:

@@ -40,8 +40,10 @@ def explain(
 ) -> Explanation:
     """Say what `compile` would run where, and why; no engine is built and nothing is run.
 
-    The arguments are those of `compile`, without what concerns building. The advice names the ops that, if
-    an engine took them, would save segments. Bodies of control flow are explained too, each by itself.
+    Nothing is measured either: engines take what they can in their order, as `compile` has it where engines
+    or a partition are named. The arguments are those of `compile`, without what concerns building. The advice
+    names the ops that, if an engine took them, would save segments. Bodies of control flow are explained too,
+    each by itself.
 
     Example:
         >>> import torch, intarsia

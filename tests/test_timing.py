@@ -1,0 +1,55 @@
+"""Races: turns, peers that are far behind, peers that fail, budgets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from intarsia.timing import race
+
+
+def _sleeping(seconds: float, name: str, log: list[str]) -> Callable[[], None]:
+    def call() -> None:
+        log.append(name)
+        time.sleep(seconds)
+
+    return call
+
+
+def test_who_comes_first_takes_turns() -> None:
+    log: list[str] = []
+    race({name: _sleeping(0.003, name, log) for name in "abc"}, rounds=4, warmup=0, budget_s=10)
+    turns = log[
+        -9:
+    ]  # behind the first round, in which every peer is called once more to see how long it takes
+    assert turns == list("bcacababc")
+
+
+def test_who_is_far_behind_leaves() -> None:
+    log: list[str] = []
+    peers = {"quick": _sleeping(0.01, "quick", log), "slow": _sleeping(0.2, "slow", log)}
+    took = race(peers, rounds=5, warmup=0, budget_s=20, drop=3.0)
+    assert took["quick"].rounds == 5 and took["slow"].rounds == 1
+
+
+def test_who_fails_leaves_and_is_told() -> None:
+    def fails() -> None:
+        raise MemoryError("no more")
+
+    failed: dict[str, Exception] = {}
+    took = race({"a": lambda: None, "b": fails}, rounds=2, warmup=1, failed=failed)
+    assert list(took) == ["a"] and str(failed["b"]) == "no more"
+    with pytest.raises(MemoryError):
+        race({"a": lambda: None, "b": fails}, rounds=2, warmup=1)
+
+
+def test_a_round_that_does_not_fit_does_not_begin() -> None:
+    log: list[str] = []
+    took = race({"a": _sleeping(0.3, "a", log)}, rounds=30, warmup=1, least=1, budget_s=1.0)
+    assert took["a"].rounds < 4 and len(log) <= 4
+
+
+def test_nobody_races() -> None:
+    assert race({}) == {}
