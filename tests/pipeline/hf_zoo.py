@@ -80,7 +80,9 @@ def plain_step(
     """The loss and the logits of the plain model; gradients are accumulated over micro-batches."""
     total, losses, answers = weight_of(target), [], []
     for part, aim in parts(call, target, count):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        # With its cache autocast casts a weight that layers share (ALBERT) once, and adds up its gradients in
+        # bfloat16; stages cast it in each place, and add in float32.
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
             answer = model(**part)
             loss = loss_of(answer, aim) * weight_of(aim) / total
         loss.backward()
