@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from intarsia.generation.attention import attending_to_tokens
 
 Mask = torch.Tensor | Mapping[str, torch.Tensor] | None
 
@@ -26,30 +29,39 @@ class PromptStep(nn.Module):
 
 
 class TokenStep(nn.Module):
-    """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone."""
+    """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone.
 
-    def __init__(self, model: nn.Module, kinds: Sequence[str], keeps: bool) -> None:
+    With `in_place`, attention reads the memory where it stands (see `attention.py`); else, for models whose
+    attention is their own, the memory and the token are put into one tensor.
+    """
+
+    def __init__(self, model: nn.Module, kinds: Sequence[str], keeps: bool, in_place: bool) -> None:
         super().__init__()
-        self.model, self.kinds, self.keeps = model, tuple(kinds), keeps
+        self.model, self.kinds, self.keeps, self.in_place = model, tuple(kinds), keeps, in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         masks, memory = rest[: len(self.kinds)], rest[len(self.kinds) :]
-        layers = [_PastLayer(*pair) for pair in zip(memory[::2], memory[1::2], strict=True)]
+        pairs = zip(memory[::2], memory[1::2], strict=True)
+        layers = [_PastLayer(keys, values, self.in_place) for keys, values in pairs]
         cache = Cache(layers=layers)
-        logits = _logits(self, input_ids, position_ids, _by_kind(self.kinds, masks), cache)
+        with attending_to_tokens(self.model) if self.in_place else nullcontext():
+            logits = _logits(self, input_ids, position_ids, _by_kind(self.kinds, masks), cache)
         return logits, *(tensor for layer in layers for tensor in (layer.new_keys, layer.new_values))
 
 
 class _PastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
     """The whole memory of a layer, filled or not, and then the new token."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, in_place: bool) -> None:
         super().__init__()
+        self.in_place = in_place
         self.keys, self.values, self.is_initialized = keys, values, True
         self.new_keys, self.new_values = keys, values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         self.new_keys, self.new_values = key_states, value_states
+        if self.in_place:
+            return (self.keys, key_states), (self.values, value_states)
         return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
