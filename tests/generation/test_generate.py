@@ -131,15 +131,30 @@ def test_a_conversation_continues_on_its_cache(llama: Generation) -> None:
 
 
 def test_the_cache_may_change_hands_at_any_token(llama: Generation) -> None:
+    _change_hands(llama)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_caches_of_sliding_windows_change_hands(family: str) -> None:
+    with intarsia.compile_generation(tiny(family), max_length=ROOM, batch=2, engines="onnxruntime") as made:
+        _change_hands(made)
+        ours, own, runs = both(made, **padded(1), num_beams=2, max_new_tokens=25)
+        assert torch.equal(ours, own) and runs["own"] == 0
+
+
+def _change_hands(llama: Generation) -> None:
     model: Any = llama.model
+    own: Any = llama.forward.own
     call = padded()
     truth, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    truth.activate_past_recording()  # or sliding windows cannot be cropped
     ids, mask = call["input_ids"], call["attention_mask"]
     with torch.no_grad():
         for step in range(8):
             position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             kinds = {"attention_mask": mask, "position_ids": position, "logits_to_keep": 1}
-            expected = llama.forward.own(input_ids=ids, past_key_values=truth, **kinds).logits
+            expected = own(input_ids=ids, past_key_values=truth, **kinds).logits
             llama.enable(step % 3 != 1)
             found = model(input_ids=ids, past_key_values=ours, **kinds).logits
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -197,5 +212,11 @@ def test_what_cannot_be_served_is_refused() -> None:
         intarsia.compile_generation(torch.nn.Linear(1, 1), max_length=16)
     with pytest.raises(InputError, match="max_length is 3"):
         intarsia.compile_generation(tiny("llama"), max_length=3)
+    with pytest.raises(InputError, match="max_length is 513, and GPT2LMHeadModel ends at 512"):
+        intarsia.compile_generation(tiny("gpt2"), max_length=513)
+    rotary = tiny("llama")
+    rotary.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(InputError, match="of kind 'dynamic', which change with the length"):
+        intarsia.compile_generation(rotary, max_length=16)
     with pytest.raises(InputError, match="is in training"):
         intarsia.compile_generation(tiny("llama").train(), max_length=16)

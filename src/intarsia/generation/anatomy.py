@@ -71,6 +71,7 @@ def anatomy_of(model: Any, max_length: int) -> Anatomy:
             f"{type(model).__name__} runs the attention {attention!r}; served are 'sdpa' and 'eager'"
             " (model.set_attn_implementation)"
         )
+    _check_positions(own, config, max_length)
     cache = DynamicCache(config=config)
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=own.device)
@@ -98,6 +99,25 @@ def anatomy_of(model: Any, max_length: int) -> Anatomy:
         keeps="logits_to_keep" in takes,
         result=type(made),
     )
+
+
+def _check_positions(model: Any, config: Any, max_length: int) -> None:
+    """InputError where the model has no such position, or where positions change with the length."""
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    for kind in ("dynamic", "longrope"):
+        if f"'{kind}'" in rope:
+            raise InputError(
+                f"{type(model).__name__} has rotary embeddings of kind {kind!r}, which change with the length"
+            )
+    limit = getattr(config, "max_position_embeddings", None)
+    if model.device.type != "cpu" or limit is None or max_length <= limit:
+        return  # a GPU does not live through an index out of range
+    last = torch.full((1, 1), max_length - 1)
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros_like(last), position_ids=last, use_cache=False)
+    except IndexError as error:
+        raise InputError(f"max_length is {max_length}, and {type(model).__name__} ends at {limit}") from error
 
 
 def _heads(tensor: torch.Tensor) -> tuple[int, int]:

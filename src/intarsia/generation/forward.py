@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from intarsia.errors import StaleWeightsError
+from intarsia.errors import InputError, StaleWeightsError
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.masks import attention_mask
 from intarsia.generation.storage import StoredLayer, stored
@@ -58,6 +58,7 @@ class GeneratingForward(PlacedForward):
         self.__signature__ = inspect.signature(self.own)  # `generate` asks what forward takes
         self.__name__ = "forward"
         self.runs = {"prompt": 0, "token": 0, "own": 0}
+        self._like = {rows: anatomy.empty(rows) for rows in programs}
         self._told: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +74,8 @@ class GeneratingForward(PlacedForward):
                 told = made
             except StaleWeightsError as error:
                 self.enabled, told = False, str(error)
+            except InputError as error:  # nothing was written to the cache yet
+                told = str(error)
         self.runs["own"] += 1
         kind = re.sub(r"\d+", "", told or "")  # one warning of a kind, not one for each token
         if told is not None and kind not in self._told:
@@ -152,7 +155,7 @@ class GeneratingForward(PlacedForward):
             )
         if program is None:
             return "it has padding, and compiled for is none (padding=True)"
-        layers = stored(call.cache, self.max_length, self.anatomy.empty(rows))
+        layers = stored(call.cache, self.max_length, self._like[rows])
         if isinstance(layers, str):
             return layers
         if any(layer.room != self.max_length for layer in layers):
