@@ -42,6 +42,13 @@ def compile_generation(
     left); None: where there is more than one row. `options` are those of `compile`.
     Any other call (longer, another number of rows, attentions asked for, weights changed ...) is answered by
     the model's own forward, on the same cache, with a warning that says why.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> with compile_generation(model, max_length=8, engines="pytorch"):
+    ...     model.generate(torch.tensor([[1, 5]]), max_new_tokens=3, min_new_tokens=3).shape
+    torch.Size([1, 5])
     """
     checked_options = checked(options)
     rows = (batch,) if isinstance(batch, int) else tuple(batch)
