@@ -47,43 +47,9 @@ ADDS_UP = {
     "nn.functional.scaled_dot_product_attention", "norm", "std", "std_mean", "var", "var_mean",
 }  # fmt: skip
 # (op, edge) that deviate, each with the reason that docs/coverage.md prints.
-_ZERO = "a weight of zero meets an infinity: torch multiplies them, which is NaN, ours leaves the element out"
-_SCALE = "an infinite weight: torch multiplies it into mean and variance first, which is NaN"
 DEVIATES = {
-    ("nn.functional.interpolate", "infinity"): _ZERO,
-    ("nn.functional.upsample_bilinear", "infinity"): _ZERO,
-    ("nn.functional.group_norm", "infinity"): _SCALE,
-    ("native_group_norm", "infinity"): _SCALE,
-    (
-        "nn.functional.grid_sample",
-        "whole",
-    ): "neighbours of 2**53 cancel, weights are rounded otherwise",
-    (
-        "cdist",
-        "NaN",
-    ): "of the largest difference (p=inf) eager passes over NaN at some sizes",
-    ("addcdiv", "tiny"): "OpenVINO divides before it multiplies by `value`, and the quotient overflows first",
-    ("tensor_split", "limits"): "places of a split beyond 2**62, which eager refuses, are cut to the size",
-    ("nn.functional.avg_pool2d", "limits"): "a window of -2**63 alone, which has no positive counterpart",
-    ("masked.cumsum", "whole"): "2**53 and small numbers cancel, added up in another order",
-    **{
-        (op, "minus infinity alone"): "eager's mean of infinities is NaN or not by the order they come in"
-        for op in ("var_mean", "std_mean", "native_layer_norm")
-    },
-    **{(op, "minus infinity alone"): _SCALE for op in ("nn.functional.group_norm", "native_group_norm")},
-    **{
-        (op, "minus infinity alone"): _ZERO
-        for op in (
-            "_upsample_bilinear2d_aa",
-            "nn.functional.interpolate",
-            "nn.functional.upsample_bilinear",
-        )
-    },
-    **{
-        (op, edge): "boundaries that are not sorted have no defined answer"
-        for op in ("bucketize", "searchsorted")
-        for edge in ("NaN", "infinity", "minus infinity alone", "huge", "whole", "negative", "limits", "bits")
-    },
+    ("addcdiv", "tiny"): "OpenVINO takes denormals for zero, also those that are divided by",
+    ("masked.cumsum", "whole"): "eager adds up in float64 and engines in float32, where 2**53 swallows ones",
 }
 # The memory they return is not set.
 UNDEFINED = {

@@ -41,3 +41,8 @@ def zero_unless(condition: Tensor) -> Tensor:
         held = F.reduce_max(held, list(range(held.ndim)), keepdims=False)
     # There is no element 1 of one element.
     return F.gather(F.constant(np.zeros(1, np.int64)), F.cast(held, D.INT64), 0)
+
+
+def left_where(x: Tensor, condition: Tensor) -> Tensor:
+    """`x` itself; a call in which the condition holds anywhere is left to PyTorch."""
+    return F.sub(x, F.cast(zero_unless(condition), x.dtype))  # less 0, which also keeps -0.0

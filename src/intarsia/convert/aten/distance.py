@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from intarsia.convert.aten.demands import left_where
 from intarsia.convert.aten.indexing import places
 from intarsia.convert.aten.precision import filled, is_empty, wide
 from intarsia.convert.aten.reduce import largest
@@ -31,7 +32,8 @@ def _length(difference: Tensor, p: float) -> Tensor:
     if p == 2:
         return F.reduce_l2(x, [-1], keepdims=False)
     if math.isinf(p):
-        return largest(x, [-1], keepdims=False)
+        made = largest(x, [-1], keepdims=False)
+        return left_where(made, F.isnan(made))  # eager passes over NaN at some sizes
     return F.pow(F.reduce_sum(F.pow(x, float(p)), [-1], keepdims=False), 1 / p)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.demands import left_where
 from intarsia.convert.aten.precision import filled, is_empty, static, used, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -67,6 +68,7 @@ def native_layer_norm(
         return made, filled(ctx, output=1), filled(ctx, output=2)
     axes = list(range(input.ndim - len(normalized_shape), input.ndim))
     mean, rstd = _statistics(wide(input, halves=True), axes, eps)
+    mean = left_where(mean, F.isinf(mean))  # eager's is infinite or NaN by the order it adds in
     return made, F.cast(mean, ctx.value[1].dtype), F.cast(rstd, ctx.value[2].dtype)
 
 
@@ -213,13 +215,23 @@ def _like(x: Tensor, model: Tensor) -> Tensor:
     return F.reshape(x, [-1 if i in unknown else size for i, size in enumerate(model.shape)])  # type: ignore[misc]
 
 
+def _finite(weight: Tensor) -> Tensor:
+    """A weight that torch may multiply by mean and deviation first, and still have what we have."""
+    known = weight.constant
+    if known is None:
+        return left_where(weight, F.isinf(weight))
+    if np.isinf(known.astype(np.float32)).any():
+        raise ConversionError("an infinite weight of group norm is not handled")
+    return weight
+
+
 def _group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Tensor:
     x = wide(input)
     rows = _grouped(x, groups)
     made = F.instance_norm(rows, _ones([groups], x.dtype), _ones([groups], x.dtype, 0.0), eps)
     made = _like(made, x)
     if weight is not None:
-        made = F.mul(made, _along_channels(F.cast(weight, x.dtype), x.ndim))
+        made = F.mul(made, _along_channels(_finite(F.cast(weight, x.dtype)), x.ndim))
     if bias is not None:
         made = F.add(made, _along_channels(F.cast(bias, x.dtype), x.ndim))
     return F.cast(made, input.dtype)
@@ -258,6 +270,7 @@ def native_group_norm(
     if not used(ctx.node, 1) and not used(ctx.node, 2):
         return made, None, None
     mean, rstd = _statistics(_grouped(wide(input, halves=True), group), [2], eps)
+    mean = left_where(mean, F.isinf(mean))
     return made, *(F.cast(F.squeeze(x, [2]), ctx.value[1].dtype) for x in (mean, rstd))
 
 

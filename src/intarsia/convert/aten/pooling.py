@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels, windows
-from intarsia.convert.aten.demands import from_the_front
+from intarsia.convert.aten.demands import from_the_front, left_where
 from intarsia.convert.aten.exact import summed_up
 from intarsia.convert.aten.precision import filled, is_empty, is_float, static, used, whole, wide
 from intarsia.convert.aten.reduce import holds_somewhere
@@ -184,6 +184,7 @@ def _average(
         ]
         unfolded = windows.unfold(filled_in, places)
         summed = summed_up(unfolded, [unfolded.ndim - 1])
+        summed = left_where(summed, F.less(F.abs(summed), 0))  # the least integer has no magnitude
         # Towards zero; engines differ for what is negative.
         whole_part = F.div(F.abs(summed), F.constant(np.asarray(by).astype(dtypes.to_numpy(x.dtype))))
         made = F.mul(kernels.sign(summed), whole_part)

@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.demands import left_where
 from intarsia.convert.aten.exact import LONG, product_of_integers, sum_of_integers
 from intarsia.convert.aten.precision import axes_of, filled, is_empty, is_float, wide
 from intarsia.convert.context import ConversionContext
@@ -231,7 +232,10 @@ def _spread(
         return tuple(filled(ctx, math.nan, i) for i in range(2)) if mean else filled(ctx, math.nan)
     variance, centre = _variance(ctx, x, dim, correction, keepdim)
     made = F.cast(F.sqrt(variance) if root else variance, ctx.dtype)
-    return (made, F.cast(centre, ctx.dtype)) if mean else made
+    if not mean:
+        return made
+    centre = left_where(centre, F.isinf(centre))  # eager's is infinite or NaN by the order it adds in
+    return made, F.cast(centre, ctx.dtype)
 
 
 def _register_spread(name: str, root: bool, mean: bool) -> None:

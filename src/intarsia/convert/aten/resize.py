@@ -35,9 +35,22 @@ def _goal(x: Tensor, output_size: Any, scales: Sequence[float | None]) -> list[A
     return goal
 
 
-def _weights(x: Tensor, mode: str, size: int, goal: int, align: bool, scale: float | None) -> Array:
-    """What torch weighs each input element of an axis by, asked of torch itself: (goal, size)."""
+def _weights(
+    x: Tensor, mode: str, size: int, goal: int, align: bool, scale: float | None
+) -> tuple[Array, Array]:
+    """What torch weighs each input element of an axis by, asked of torch itself: (goal, size).
+
+    With it, where an infinity becomes NaN, for torch multiplies by zero as well.
+    """
     rows = torch.eye(size, dtype=dtypes.to_torch(x.dtype), device="cpu")
+    weights: Array = _resized_rows(rows, mode, goal, align, scale).numpy().T
+    infinite = torch.where(rows == 1, math.inf, 0.0).to(rows.dtype)
+    lost: Array = _resized_rows(infinite, mode, goal, align, scale).isnan().numpy().T
+    return weights, lost
+
+
+def _resized_rows(rows: torch.Tensor, mode: str, goal: int, align: bool, scale: float | None) -> torch.Tensor:
+    made: torch.Tensor
     if mode == "linear":
         made = aten.upsample_linear1d(rows[None], [goal], align, scale)[0]
     elif mode == "linear_aa":
@@ -45,9 +58,11 @@ def _weights(x: Tensor, mode: str, size: int, goal: int, align: bool, scale: flo
     elif mode == "cubic_aa":
         made = aten._upsample_bicubic2d_aa(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
     else:
-        made = aten.upsample_bicubic2d(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
-    weights: Array = made.numpy().T
-    return weights
+        # Four rows high, so that along the other axis too each neighbour is one of its own.
+        high = torch.zeros(1, len(rows), 4, rows.shape[1], dtype=rows.dtype, device="cpu")
+        high[0, :, 1] = rows
+        made = aten.upsample_bicubic2d(high, [4, goal], align, None, scale)[0, :, 1]
+    return made
 
 
 def _places(exact: bool, size: int, goal: int, scale: float | None) -> Array:
@@ -58,18 +73,34 @@ def _places(exact: bool, size: int, goal: int, scale: float | None) -> Array:
     return found
 
 
-def _by_weights(x: Tensor, axis: int, weights: Array) -> Tensor:
-    """A weighted sum of look-ups along one axis; only elements that weigh are looked up."""
+def _taps(weights: Array, lost: Array) -> tuple[Array, Array]:
+    """The elements to look up and what they weigh, (goal, taps), each row as long as the longest."""
+    rows = [
+        [
+            *((int(place), float(weighs[place])) for place in np.flatnonzero(weighs)),
+            *((int(place), 0.0) for place in np.flatnonzero(loses)),
+        ]
+        or [(0, 0.0)]
+        for weighs, loses in zip(weights, lost, strict=True)
+    ]
+    taps = max(map(len, rows))
+    for row in rows:
+        while len(row) < taps:  # by halves, which add up to the same whatever the element is
+            place, weight = row[0]
+            row[0] = (place, weight / 2)
+            row.append(row[0])
+    pairs = np.array(rows)
+    return pairs[..., 0].astype(np.int64), pairs[..., 1]
+
+
+def _by_weights(x: Tensor, axis: int, weights: Array, lost: Array) -> Tensor:
+    """A weighted sum of look-ups along one axis, of the elements that torch looks up."""
     goal, size = weights.shape
-    if goal == size and np.array_equal(weights, np.eye(size)):
+    if goal == size and np.array_equal(weights, np.eye(size)) and not lost.any():
         return x
-    taps = max(int((weights != 0).sum(1).max()), 1)
-    order = np.argsort(weights == 0, axis=1, kind="stable")[:, :taps]
-    chosen = np.take_along_axis(weights, order, 1)
-    # A tap that weighs nothing looks at one that weighs, lest it meet an infinity.
-    order = np.where(chosen == 0, order[:, :1], order)
+    order, chosen = _taps(weights, lost)
     total: Tensor | None = None
-    for tap in range(taps):
+    for tap in range(order.shape[1]):
         column = chosen[:, tap].reshape(-1, *[1] * (x.ndim - 1 - axis))
         term = F.mul(F.gather(x, order[:, tap], axis), F.constant(column.astype(dtypes.to_numpy(x.dtype))))
         total = term if total is None else F.add(total, term)
@@ -134,7 +165,7 @@ def smooth(
             raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
         extent = self.shape[2 + i]
         if isinstance(goal[i], int) and isinstance(extent, int):
-            x = _by_weights(x, 2 + i, _weights(x, mode, extent, goal[i], align, scales[i]))
+            x = _by_weights(x, 2 + i, *_weights(x, mode, extent, goal[i], align, scales[i]))
         else:
             x = resized(x, 2 + i, mode, goal[i], align, scales[i])
     return F.cast(x, self.dtype)

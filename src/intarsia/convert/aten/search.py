@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.demands import zero_unless
-from intarsia.convert.aten.sizes import arange, int64, size
+from intarsia.convert.aten.demands import left_where, zero_unless
+from intarsia.convert.aten.sizes import END, arange, int64, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -62,11 +62,25 @@ def _sorted(line: Tensor, sorter: Tensor) -> Tensor:
     return F.gather_elements(line, F.cast(sorter, D.INT64), line.ndim - 1)
 
 
+def _unsorted(line: Tensor) -> Tensor | None:
+    """Where a line does not rise, or holds NaN: eager's answer then depends on where it starts to search."""
+    axis, known = line.ndim - 1, line.constant
+    if known is not None:
+        numbers = known.astype(np.float64) if line.dtype in dtypes.FLOATS else known
+        if not (numbers[..., 1:] >= numbers[..., :-1]).all() or np.isnan(numbers).any():
+            raise ConversionError("boundaries that are not sorted, or hold NaN, are not handled")
+        return None
+    short = F.cast(line, _COMPARED.get(line.dtype, line.dtype))
+    extent = line.shape[axis]
+    if isinstance(extent, int) and extent < 2:
+        return F.isnan(short) if extent and short.dtype in dtypes.FLOATS else None
+    rises = F.less_equal(F.slice(short, 0, -1, axis=axis), F.slice(short, 1, END, axis=axis))
+    return F.logical_not(rises)
+
+
 def _count(ctx: ConversionContext, line: Tensor, values: Any, right: bool) -> Tensor:
     """How many elements of the sorted `line` lie before each value; NaN comes after all numbers."""
-    known = line.constant
-    if known is not None and line.dtype in dtypes.FLOATS and np.isnan(known.astype(np.float32)).any():
-        raise ConversionError("a sorted sequence that holds NaN is not handled")
+    unsorted = _unsorted(line)
     a, b = ctx.common(line, values)
     a, b = (F.cast(t, _COMPARED.get(t.dtype, t.dtype)) for t in (a, b))
     each = F.unsqueeze(b, [b.ndim])
@@ -75,7 +89,7 @@ def _count(ctx: ConversionContext, line: Tensor, values: Any, right: bool) -> Te
     count = F.reduce_sum(before, [before.ndim - 1], keepdims=False)
     if b.dtype in dtypes.FLOATS:
         count = F.where(F.isnan(b), int64(size(line, line.ndim - 1)), count)
-    return F.cast(count, ctx.dtype)
+    return F.cast(count if unsorted is None else left_where(count, unsorted), ctx.dtype)
 
 
 @converter(aten.isin.Tensor_Tensor)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from intarsia.convert.aten.demands import left_where
 from intarsia.convert.aten.sizes import END, Size, ceil_divide, floor_divide, modulo, size, smaller, wrap
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -15,6 +16,7 @@ from intarsia.network import Tensor
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
+_LONGEST = 2**24  # places that every engine compares exactly
 
 
 def cut(x: Tensor, lengths: Sequence[Size], axis: int) -> list[Tensor]:
@@ -117,12 +119,12 @@ def tensor_split_tensor(
     given, axis = tensor_indices_or_sections, wrap(dim, self.ndim)
     known = given.constant
     if given.ndim == 1:
-        listed = (
-            [F.gather(given, i) for i in range(len(ctx.value) - 1)]
-            if known is None
-            else list(map(int, known))
-        )
-        return _at(self, listed, axis)
+        if known is not None:
+            return _at(self, list(map(int, known)), axis)
+        # Torch refuses the largest numbers, which a slice would cut to the size.
+        far = F.logical_or(F.less(_LONGEST, given), F.less(given, -_LONGEST))
+        inside = left_where(given, far)
+        return _at(self, [F.gather(inside, i) for i in range(len(ctx.value) - 1)], axis)
     if known is None:
         raise ConversionError("a number of sections that is not known yet is not handled")
     return _even(self, int(known), axis)

@@ -14,7 +14,8 @@ _FINITE = Interval(-(2.0**100), 2.0**100)
 # Kernels that pass over NaN, or lose it in what they make.
 _LOSES_NAN = frozenset({"LSTM", "GRU", "RNN"})
 # They leave out elements of weight zero, where torch multiplies them: an infinity becomes a NaN.
-_LEAVES_OUT = frozenset({"ConvTranspose", "GridSample"})
+_LEAVES_OUT = frozenset({"ConvTranspose"})
+_SMALL = Interval(-(2.0**16), 2.0**16)
 
 
 class OnnxRuntimeLimits:
@@ -30,8 +31,8 @@ class OnnxRuntimeLimits:
             return _ABOVE  # of a window of minus infinity it gives the least finite number
         if kind in _LOSES_NAN:
             return _NUMBERS
-        if kind == "GridSample" and index == 1:
-            return Interval(-(2.0**16), 2.0**16)  # places are kept in 32 bits
+        if kind == "GridSample":  # places are kept in 32 bits, and rounded: neighbours must not be far apart
+            return _SMALL
         if (
             kind == "Attention"
         ):  # torch's kernel leaves a row whose scores are NaN or -inf at 0, this one at NaN

@@ -61,7 +61,6 @@ _SQUARES = frozenset(
     {
         "Attention",
         "GRU",
-        "GridSample",
         "GroupNormalization",
         "InstanceNormalization",
         "LSTM",
@@ -140,6 +139,8 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         return _ANY_NUMBER if made == ir.DataType.BOOL else None
     if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
         return Interval(-(2.0**100), 2.0**100)  # torch multiplies what is padded too: infinity by 0
+    if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
+        return Interval(-(2.0**16), 2.0**16)
     if kind in HANDS_NAN_ON:
         return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:
@@ -148,8 +149,6 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         return Interval(-(2.0**100), math.inf)  # of such a window it gives the least finite number
     if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
         return Interval(-math.inf, 2.0**100)  # minus infinity masks
-    if kind == "GridSample" and index == 1:
-        return Interval(-(2.0**16), 2.0**16)  # places that are reflected are rounded on the way
     if kind == "Resize" and layer.attribute("mode", "nearest") != "nearest":
         return Interval(-(2.0**100), 2.0**100) if index == 0 else _ANY_NUMBER  # torch: infinity by weight 0
     if kind in _SQUARES:
