@@ -35,6 +35,7 @@ class Outcome:
     error: float | None = None
     note: str = ""
     seconds: float = 0.0
+    commit: str = ""  # the state of this repository that it was run in
 
 
 def outcome_of(case: Case) -> Outcome:

@@ -33,7 +33,9 @@ def page(outcomes: Sequence[Outcome], listed: int) -> str:
     missing = (
         f" {listed - len(outcomes)} more are listed and not tried yet." if listed > len(outcomes) else ""
     )
-    lines = [f"{len(outcomes)} models: {summary}.{missing}", ""]
+    states = Counter(made.commit or "an earlier one" for made in outcomes)
+    told = ", ".join(f"{count} of {state}" for state, count in states.items())
+    lines = [f"{len(outcomes)} models: {summary}.{missing} Rows by the commit they were run at: {told}.", ""]
     lines += [
         "| model | source | outcome | on engines | error | note |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -45,6 +45,9 @@ def test_time_is_limited() -> None:
 
 
 def test_the_page_has_counts_and_a_line_a_model() -> None:
-    text = page([Outcome("a", "here", EQUAL, 0.5, 1e-7, "x | y"), Outcome("b", "here", PARTS)], 3)
+    text = page(
+        [Outcome("a", "here", EQUAL, 0.5, 1e-7, "x | y", commit="abc123"), Outcome("b", "here", PARTS)], 3
+    )
     assert "2 models: 1 equal, 1 in parts. 1 more are listed and not tried yet." in text
+    assert "run at: 1 of abc123, 1 of an earlier one." in text
     assert "| a | here | equal | 50% | 1e-07 | x \\| y |" in text
