@@ -35,6 +35,7 @@ from intarsia.build.parts import CompileOne, compile_parts
 from intarsia.build.protect import undisturbed
 from intarsia.build.refit import as_before, new_state, relowered
 from intarsia.build.rewriter import rewriter
+from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
@@ -159,6 +160,7 @@ def compile(
     with _COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
         args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
         device = device_kind(model, args, kwargs)
+        refuse_autocast(device)
         if cuda_graphs is not None and cuda_graphs is not False and device != "cuda":
             raise InputError(
                 f"cuda_graphs={cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"

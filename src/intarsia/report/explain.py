@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from torch import fx, nn
 
 from intarsia.build.control_flow import bodies
+from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.device import device_kind
 from intarsia.capture.input import resolve_call
 from intarsia.capture.random_state import keeps_random_state
@@ -54,7 +55,9 @@ def explain(
     """
     wishes, strategy = partition_options(options, choices), find_strategy(partition)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-    usable, notes = resolve_engines(engines, device_kind(model, args, kwargs))
+    device = device_kind(model, args, kwargs)
+    refuse_autocast(device)
+    usable, notes = resolve_engines(engines, device)
     lowered, _ = lower_model(
         model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
     )

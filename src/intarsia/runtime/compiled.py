@@ -11,10 +11,12 @@ from torch import fx, nn
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.autocast import under_autocast
 from intarsia.capture.export import evaluating
 from intarsia.capture.size_guards import check_guards, read_guards
 from intarsia.engines import Program
 from intarsia.errors import InputError, RefitError
+from intarsia.graph.devices import uses_gpu
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
@@ -91,6 +93,7 @@ class Compiled(nn.Module):
         self.body_plans = dict(body_plans or {})
         self._checks = _checks(lowered) if checks is None else tuple(checks)
         self._ranges = lowered.range_constraints
+        self._kind = "cuda" if uses_gpu(lowered.module.graph) else "cpu"
         places = {item.name: item.index for item in lowered.inputs if item.index is not None}
         self._guards = read_guards(lowered.guards, places)
         self._user_slots = tuple(
@@ -202,6 +205,8 @@ class Compiled(nn.Module):
         # A trace would take this call's result for a constant.
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
+        if torch.is_autocast_enabled(self._kind) and not self._as_it_is:
+            raise InputError(under_autocast(self._kind))
         self._frozen.check()
         if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
             return super().__call__(*args, **kwargs)
