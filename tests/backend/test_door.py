@@ -328,6 +328,18 @@ def test_a_wish_that_means_nothing_is_an_error(rest: dict[str, Any], told: str) 
 
 
 @torch.no_grad()
+def test_an_error_of_any_kind_leaves_the_graph_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr("intarsia.backend.graph_call.compile", broken)
+    model, x = Net().eval(), torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="leaves this graph to PyTorch .*ZeroDivisionError: a mistake"):
+        agree(compiled(model, dynamic=False), model, x)
+    assert only().reason == "ZeroDivisionError: a mistake of ours"
+
+
+@torch.no_grad()
 def test_fullgraph() -> None:
     model = Net().eval()
     agree(compiled(model, fullgraph=True), model, torch.randn(3, 8))
