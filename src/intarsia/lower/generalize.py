@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.call import Call as Call
@@ -63,13 +64,24 @@ def _lowered(
     except IntarsiaError:
         raise
     except Exception as error:  # torch could export the model, and could not take its graph apart
-        what = next(iter(str(error).splitlines()), "")
-        raise LoweringError(
-            f"{type(model).__name__} cannot be lowered: {type(error).__name__}: {what}"
-        ) from error
+        raise LoweringError(f"{type(model).__name__} cannot be lowered: {_said(program, error)}") from error
     if drop_guards and isinstance(model, nn.Module):
         lowered = drop_redundant_guards(lowered, model, example_inputs(lowered, *call))
     return lowered
+
+
+def _said(program: ExportedProgram, error: Exception) -> str:
+    """Why torch could not take a graph apart; a failed assertion of its own says that to no user."""
+    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    if "INTERNAL ASSERT" not in what:
+        return what
+    resizes = [node for node in program.graph.nodes if node.target is torch.ops.aten.resize_.default]
+    if any(isinstance(size, fx.Node) for node in resizes for size in node.args[1]):
+        return (
+            "torch cannot take resize_ to a size that varies out of a graph; write what the result is to hold"
+            " (x[:n], torch.nn.functional.pad, x.new_zeros), or let the size be fixed"
+        )
+    return f"torch fails in its own code ({what.split(' at ')[0]})"
 
 
 def _wide(
