@@ -26,7 +26,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest -n 2 --dist loadfile -m "not full and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile --durations 60 -m "not full and not gpu"
 
 test-full: install
 	$(BIN)/pytest -n 2 --dist worksteal

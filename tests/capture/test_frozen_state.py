@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import sys
@@ -101,3 +102,21 @@ def test_a_model_that_fails_leaves_no_profiler() -> None:
     with watched(model), pytest.raises(ValueError):
         model(torch.rand(1))
     assert sys.getprofile() is None and not model._forward_hooks
+
+
+def test_the_clock_of_a_garbage_collection_is_not_the_models() -> None:
+    class Collects(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gc.collect()
+            return x + 1
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        time.perf_counter()
+
+    gc.callbacks.append(callback)
+    try:
+        with watched(model := Collects()) as notes:
+            model(torch.ones(1))
+    finally:
+        gc.callbacks.remove(callback)
+    assert notes == []

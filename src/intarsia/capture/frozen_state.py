@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -148,6 +149,11 @@ def _generators() -> dict[str, Any]:
     return state
 
 
+def _collects_garbage(frame: FrameType) -> bool:
+    """Whether a frame is a callback of the garbage collector, which may run at any time."""
+    return any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks)
+
+
 def _note_clock(clocks: dict[str, str], frame: FrameType, event: str, function: Any) -> None:
     if event != "c_call":
         return
@@ -158,5 +164,5 @@ def _note_clock(clocks: dict[str, str], frame: FrameType, event: str, function: 
         name in ("now", "utcnow", "today") and isinstance(owner, type) and issubclass(owner, datetime.date)
     )
     file = frame.f_code.co_filename
-    if (of_time or of_day) and "/torch/" not in file:
+    if (of_time or of_day) and "/torch/" not in file and not _collects_garbage(frame):
         clocks[f"{file}:{frame.f_lineno}"] = name

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.traceback import NodeSource
 from torch.utils import _pytree as pytree
 
 from intarsia.lower.replaced import note_replaced
@@ -114,7 +115,8 @@ def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
                 known[inner] = next(inputs)
             elif inner.op == "call_function":
                 copy = node.graph.node_copy(inner, known.__getitem__)
-                copy.meta = {**node.meta, "val": inner.meta.get("val")}
+                source = NodeSource(node, "intarsia.lower")  # so that its name before is known
+                copy.meta = {**node.meta, "val": inner.meta.get("val"), "from_node": [source]}
                 note_replaced(copy, [target])
                 known[inner] = copy
     (returned,) = next(iter(reversed(made.graph.nodes))).args
