@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.build.parts import shared_copy
 from intarsia.errors import CaptureError, InputError, PartitionError
+from intarsia.runtime.shared_copy import shared_copy
 
 
 def mlp(width: int = 8) -> nn.Sequential:
@@ -299,3 +299,42 @@ def test_transformer_with_padding_is_compiled_in_parts() -> None:
     with torch.no_grad():
         torch.testing.assert_close(fast(*args, **kwargs), model(*args, **kwargs), rtol=1e-4, atol=1e-5)
     assert fast.parts
+
+
+COLLECTED: list[torch.Tensor] = []
+
+
+class Hooks(nn.Module):
+    """Installs hooks that collect what its stages make, when it is first run, as transformers' models do."""
+
+    def __init__(self, *, by_value: bool) -> None:
+        super().__init__()
+        self.stages, self.by_value = nn.ModuleList([mlp(), mlp()]), by_value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "installed"):
+            self.installed = True
+            for stage in self.stages:
+                stage.register_forward_hook(lambda module, args, made: COLLECTED.append(made))
+        COLLECTED.clear()
+        for stage in self.stages:
+            x = stage(x)
+        made = torch.cat(COLLECTED, 1)
+        return made if not self.by_value or float(x.sum()) > -1e9 else made - 1
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_hooks_that_a_first_run_installs_are_not_installed_twice(by_value: bool) -> None:
+    model = Hooks(by_value=by_value).eval()
+    fast = intarsia.compile(model, (X,), min_block_size=1)
+    assert isinstance(fast, intarsia.PartlyCompiled if by_value else intarsia.Compiled)
+    assert fast(X).shape == model(X).shape == (2, 16)
+    assert_alike(fast, model, X)
+
+
+def test_hooks_that_a_copy_installs_are_its_own() -> None:
+    model = Hooks(by_value=False).eval()
+    copy = shared_copy(model)
+    assert copy(X).shape == (2, 16)
+    assert not any(stage._forward_hooks for stage in model.stages)
+    assert model(X).shape == (2, 16)

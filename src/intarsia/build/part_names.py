@@ -7,7 +7,6 @@ from fnmatch import fnmatchcase
 
 from torch import fx, nn
 
-from intarsia.build.parts import shared_copy
 from intarsia.build.protect import undisturbed
 from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
@@ -21,6 +20,7 @@ from intarsia.partition.names import (
     near_names,
 )
 from intarsia.partition.options import ModuleName, PartitionOptions
+from intarsia.runtime.shared_copy import shared_copy
 
 
 def names_within(model: nn.Module, path: str, names: Iterable[ModuleName]) -> tuple[ModuleName, ...]:

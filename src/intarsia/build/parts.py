@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from intarsia.build.protect import undisturbed
 from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
-from intarsia.capture.export import evaluating
 from intarsia.capture.frozen_state import attributes_of, changing_modules
 from intarsia.capture.random_state import kept_random_state
 from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.partly import PartForward, PartlyCompiled
+from intarsia.runtime.partly import PartlyCompiled, assembled
+from intarsia.runtime.shared_copy import shared_copy
 
 CompileOne = Callable[[str, nn.Module, Call, Any], Compiled]
 MOST_TRIES = 48  # submodules tried; each costs an export
@@ -42,7 +42,7 @@ def compile_parts(
     seen = _record(model, call)
     parts, failures = _compile_each(model, seen, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
-    made = _assembled(model, parts, notes, reason)
+    made = assembled(model, parts, notes, reason)
     fault = _fault(made, call, seen.answer)
     if fault is None:
         return made
@@ -50,17 +50,17 @@ def compile_parts(
     alone = {
         p: c
         for p, c in parts.items()
-        if _fault(_assembled(model, {p: c}, (), reason), call, seen.answer) is None
+        if _fault(assembled(model, {p: c}, (), reason), call, seen.answer) is None
     }
     notes += [
         f"{path} runs as it is: compiled, the model answers otherwise: {fault}"
         for path in {*parts} - {*alone}
     ]
-    made = _assembled(model, alone, notes, reason)
+    made = assembled(model, alone, notes, reason)
     fault = _fault(made, call, seen.answer) if alone else None
     if fault is None:
         return made
-    return _assembled(model, {}, [*notes, f"all of it runs as it is: compiled in parts, {fault}"], reason)
+    return assembled(model, {}, [*notes, f"all of it runs as it is: compiled in parts, {fault}"], reason)
 
 
 @dataclasses.dataclass
@@ -205,41 +205,6 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
 
 def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _assembled(
-    model: nn.Module, parts: Mapping[str, Compiled], notes: Sequence[str], reason: str
-) -> PartlyCompiled:
-    copy = shared_copy(model)
-    for path, part in parts.items():
-        module = copy.get_submodule(path)
-        # The module keeps its class, attributes and children: whoever asks for its weight or length finds it.
-        module.__dict__["forward"] = PartForward(path, part, module.forward)
-    return PartlyCompiled(copy, parts, notes, reason)
-
-
-def shared_copy(model: nn.Module) -> nn.Module:
-    """The tree of modules copied, in evaluation mode; weights and TorchScript's modules are shared."""
-    copies: dict[int, nn.Module] = {}
-
-    def copied(module: nn.Module) -> nn.Module:
-        if isinstance(module, torch.jit.ScriptModule):
-            return module
-        if id(module) not in copies:
-            twin = copies[id(module)] = module.__class__.__new__(module.__class__)
-            twin.__dict__.update(module.__dict__)
-            for table in ("_parameters", "_buffers"):
-                twin.__dict__[table] = dict(module.__dict__[table])
-            twin.__dict__["_modules"] = {
-                name: child if child is None else copied(child) for name, child in module._modules.items()
-            }
-            twin.training = False
-            if inspect.ismethod(own := module.__dict__.get("forward")) and own.__self__ is module:
-                twin.__dict__["forward"] = own.__func__.__get__(twin)
-        return copies[id(module)]
-
-    with evaluating(model):  # a module may do more in eval() than set a flag
-        return copied(model)
 
 
 def _fault(made: PartlyCompiled, call: Call, truth: Sequence[torch.Tensor]) -> str | None:

@@ -11,7 +11,8 @@ from torch import nn
 
 from intarsia.capture.export import evaluating
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+# Weights, submodules, and hooks, which a model may install when it is first run (transformers' models do).
+_TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from intarsia.capture.export import evaluating
 from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.shared_copy import shared_copy
 
 
 @dataclass(frozen=True)
@@ -105,3 +106,15 @@ class PartlyCompiled(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{len(self.parts)} modules compiled: {', '.join(self.parts)}"
+
+
+def assembled(
+    model: nn.Module, parts: Mapping[str, Compiled], notes: Sequence[str], reason: str
+) -> PartlyCompiled:
+    """A copy of the model, which shares its weights, with compiled modules in the places of some of its own."""
+    copy = shared_copy(model)
+    for path, part in parts.items():
+        module = copy.get_submodule(path)
+        # The module keeps its class, attributes and children: whoever asks for its weight or length finds it.
+        module.__dict__["forward"] = PartForward(path, part, module.forward)
+    return PartlyCompiled(copy, parts, notes, reason)
