@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from tests.tuning.test_tune import Block, Service, Stateful, agree, tuned_servic
 from torch import nn
 
 from intarsia.errors import ArchiveError
+from intarsia.runtime.archive.container import Writer
 from intarsia.tuning import load, save
 
 
@@ -51,10 +51,10 @@ def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) 
     with pytest.raises(ArchiveError, match="which this list has not"):
         load(path, [nn.Linear(2, 2)])
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ArchiveError, match="damaged"):
+    with pytest.raises(ArchiveError, match="no whole archive"):
         load(path, service)
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("set.json", '{"format": "intarsia-tuned", "version": 9}')
+    with path.open("wb") as file:
+        Writer(file).close({"format": "intarsia-tuned", "version": 9})
     with pytest.raises(ArchiveError, match="version 9"):
         load(path, service)
     tuned.restore()

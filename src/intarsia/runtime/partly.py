@@ -77,7 +77,7 @@ class PartlyCompiled(nn.Module):
         self.model = model
         self.parts = dict(parts)
         self.plan = PartsPlan({path: part.plan for path, part in parts.items()}, reason)
-        self._notes = tuple(notes)
+        self.own_notes = tuple(notes)  # those that are not a part's
         # TorchScript's modules cannot be copied in evaluation mode.
         self._switch_mode = any(module.training for module in model.modules())
 
@@ -85,7 +85,7 @@ class PartlyCompiled(nn.Module):
     def notes(self) -> tuple[str, ...]:
         """What a user should know."""
         return (
-            *self._notes,
+            *self.own_notes,
             *(f"{path}: {note}" for path, part in self.parts.items() for note in part.notes),
         )
 
@@ -111,7 +111,7 @@ class PartlyCompiled(nn.Module):
 def assembled(
     model: nn.Module, parts: Mapping[str, Compiled], notes: Sequence[str], reason: str
 ) -> PartlyCompiled:
-    """A copy of the model, which shares its weights, with compiled modules in the places of some of its own."""
+    """A copy of the model, which shares its weights, with compiled modules in place of some of its own."""
     copy = shared_copy(model)
     for path, part in parts.items():
         module = copy.get_submodule(path)

@@ -66,10 +66,7 @@ class FrozenWeights:
         """SHA-256 of the weights as they are now, with their names."""
         whole = hashlib.sha256()
         for name, _, _, tensor, _ in self._places:
-            whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            if tensor.layout is torch.strided:
-                flat = tensor.detach().cpu().contiguous().flatten()
-                whole.update(flat.view(torch.uint8).numpy().data)
+            whole.update(f"{name} {tensor_digest(tensor)}".encode())
         return whole.hexdigest()
 
     def _raise(self) -> None:
@@ -84,6 +81,15 @@ class FrozenWeights:
             " compiled with, and some of its segments would now read others: call its refit(model), or"
             " compile the model again"
         )
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's dtype, shape and, where they lie in plain memory, elements."""
+    whole = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.layout is torch.strided:
+        flat = tensor.detach().cpu().contiguous().flatten()
+        whole.update(flat.view(torch.uint8).numpy().data)
+    return whole.hexdigest()
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:

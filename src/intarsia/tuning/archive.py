@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import os
-import zipfile
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.load import load_bytes
-from intarsia.runtime.archive.save import save_bytes
+from intarsia.runtime.archive.bundle import check_unchanging, open_bundle, write_bundle
+from intarsia.runtime.archive.load import complaining, load_bytes
 from intarsia.runtime.compiled import Compiled
 from intarsia.tuning.holders import held_modules
 from intarsia.tuning.placed import PlacedForward
 from intarsia.tuning.tuned import Tuned
 
-_INDEX, _FORMAT, _VERSION = "set.json", "intarsia-tuned", 1
+_FORMAT, _VERSION = "intarsia-tuned", 1
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     """Write the programs of all tuned modules into one file; a file that fails is not left behind."""
     if not tuned.placed:
         raise ArchiveError("nothing is tuned, so there is nothing to save")
-    members: dict[str, bytes] = {}
+    members: dict[str, Compiled] = {}
     modules: dict[str, list[str]] = {}
     for number, (where, placed) in enumerate(tuned.placed.items()):
         for place, program in enumerate(placed.programs):
-            if program.lowered.buffers:
-                changed = ", ".join(program.lowered.buffers)
-                raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")
+            check_unchanging(where, program)
             name = f"modules/{number}.{place}.intarsia"
-            members[name] = save_bytes(program)
+            members[name] = program
             modules.setdefault(where, []).append(name)
-    index = {"format": _FORMAT, "version": _VERSION, "modules": modules}
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(beside, "w", zipfile.ZIP_STORED, allowZip64=True) as file:
-            file.writestr(zipfile.ZipInfo(_INDEX), json.dumps(index, indent=1))
-            for name, data in members.items():
-                file.writestr(zipfile.ZipInfo(name), data)
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_bundle(path, _FORMAT, _VERSION, {"modules": modules}, members)
 
 
 def load(path: str | os.PathLike[str], target: Any) -> Tuned:
@@ -56,29 +42,22 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
     """
     held = held_modules(target)
     placed: dict[str, PlacedForward] = {}
-    try:
-        with zipfile.ZipFile(path) as file:
-            for where, names in _index(file).items():
-                if where not in held:
-                    raise ArchiveError(f"{path} tunes {where}, which this {type(target).__name__} has not")
-                programs = [load_bytes(file.read(name)) for name in names]
-                for program in programs:
-                    _check_weights(where, held[where], program)
-                placed[where] = PlacedForward(where, held[where], programs, loaded=True)
-    except (zipfile.BadZipFile, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ArchiveError(f"{path} is damaged, or no file of tuned modules: {error}") from error
+    with complaining(f"{os.fspath(path)} cannot be loaded"):
+        reader = open_bundle(path, _FORMAT, _VERSION)
+        for where, names in _modules(reader.manifest).items():
+            if where not in held:
+                raise ArchiveError(f"it tunes {where}, which this {type(target).__name__} has not")
+            programs = [load_bytes(reader.member(name)) for name in names]
+            for program in programs:
+                _check_weights(where, held[where], program)
+            placed[where] = PlacedForward(where, held[where], programs, loaded=True)
     for one in placed.values():
         one.put()
     return Tuned(placed, {})
 
 
-def _index(file: zipfile.ZipFile) -> dict[str, list[str]]:
-    index = json.loads(file.read(_INDEX))
-    if not isinstance(index, dict) or index.get("format") != _FORMAT:
-        raise ArchiveError("it is no file of tuned modules")
-    if index.get("version") != _VERSION:
-        raise ArchiveError(f"it has version {index.get('version')!r}; this package reads {_VERSION}")
-    modules = index.get("modules")
+def _modules(manifest: Mapping[str, Any]) -> dict[str, list[str]]:
+    modules = manifest.get("modules")
     if not isinstance(modules, dict):
         raise ArchiveError("its list of modules is damaged")
     for where, names in modules.items():

@@ -80,10 +80,10 @@ def _padding(count: int) -> bytes:
 class Reader:
     """The members of a file, each checked against its digest before it is given out."""
 
-    def __init__(self, source: str | os.PathLike[str] | bytes) -> None:
-        self.path = None if isinstance(source, bytes) else os.fspath(source)
+    def __init__(self, source: str | os.PathLike[str] | bytes | memoryview) -> None:
+        self.path = None if isinstance(source, bytes | memoryview) else os.fspath(source)
         self._file: BinaryIO | None = None
-        if isinstance(source, bytes):
+        if isinstance(source, bytes | memoryview):
             self._buffer = memoryview(source)
         else:
             self._file = open(source, "rb")  # noqa: SIM115  # read again while members are checked

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,36 +38,29 @@ if TYPE_CHECKING:
 Place = str | torch.device | Mapping[str, str]
 
 
-def load(
-    path: str | os.PathLike[str],
-    engines: Sequence[Engine | str] | Engine | str | None = None,
-    map_location: Place | None = None,
-    *,
-    packed: bool = True,
+def load_whole(
+    reader: Reader,
+    engines: Sequence[Engine | str] | Engine | str | None,
+    map_location: Place | None,
+    packed: bool,
+    module: nn.Module | None = None,
 ) -> Compiled:
-    """Read a compiled module that `save` wrote; ArchiveError, in a sentence, for any other file.
-
-    Engines are those the file names, with its options; `engines` gives others of the same names, with options
-    of your own. A segment whose engine is not here runs in PyTorch, and `notes` say so. `map_location` puts
-    everything on another device, or each device of a mapping on another.
-    What engines have compiled is taken from the file if the same versions made it on such a machine; with
-    `packed=False` they are built again, as they are anywhere else.
-    Types of arguments and results, and custom operators, must be known in this process: import what defines
-    them first. The file is mapped into memory, so it must stay as it is while the module lives.
-
-    >>> import intarsia, pathlib, tempfile
-    >>> fast = intarsia.compile(nn.Tanh(), (torch.ones(2),))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     intarsia.save(fast, pathlib.Path(folder, "tanh.intarsia"))
-    ...     intarsia.load(pathlib.Path(folder, "tanh.intarsia")).plan.engines == fast.plan.engines
-    True
-    """
-    return _load(path, f"{os.fspath(path)} cannot be loaded", engines, map_location, packed)
+    """The compiled module of a file; with the weights of the `module` it was made of, if that is given."""
+    check_version(reader.manifest, FORMAT, VERSION)
+    notes: list[str] = []
+    contents = reader.manifest["contents"]
+    found = engines_from_json(reader.manifest["engines"], engines, notes)
+    with reader.checking(WEIGHTS) as weights:
+        loader = _Loader(reader, weights, found, _devices(map_location), notes, packed)
+        if module is not None:
+            loader.take(contents["state"], module.state_dict())
+        return loader.compiled(contents, module)
 
 
-def load_bytes(data: bytes) -> Compiled:
+def load_bytes(data: bytes | memoryview) -> Compiled:
     """Read what `save_bytes` made."""
-    return _load(data, "the archive in memory cannot be loaded", None, None)
+    with complaining("the archive in memory cannot be loaded"):
+        return load_whole(Reader(data), None, None, packed=False)
 
 
 @dataclass(frozen=True)
@@ -101,21 +95,11 @@ def load_pieces(
     return Pieces(plan, pieces, programs, body_plans, [str(note) for note in contents["notes"]])
 
 
-def _load(
-    source: str | os.PathLike[str] | bytes,
-    complaint: str,
-    engines: Sequence[Engine | str] | Engine | str | None,
-    map_location: Place | None,
-    packed: bool = True,
-) -> Compiled:
+@contextmanager
+def complaining(complaint: str) -> Iterator[None]:
+    """ArchiveError, in a sentence that begins with the complaint, for whatever a file does to its reader."""
     try:
-        reader = Reader(source)
-        _check_version(reader.manifest)
-        notes: list[str] = []
-        found = engines_from_json(reader.manifest["engines"], engines, notes)
-        with reader.checking(WEIGHTS) as weights:
-            loader = _Loader(reader, weights, found, _devices(map_location), notes, packed)
-            return loader.compiled(reader.manifest["contents"])
+        yield
     except ArchiveError as error:
         raise ArchiveError(f"{complaint}: {error}") from error
     except (EngineError, OSError):
@@ -130,17 +114,18 @@ def _load(
         raise ArchiveError(f"{complaint}: torch cannot make it ({type(error).__name__}: {said})") from error
 
 
-def _check_version(manifest: Mapping[str, Json]) -> None:
-    if manifest.get("format") != FORMAT:
-        raise ArchiveError("it is no archive of Intarsia's")
+def check_version(manifest: Mapping[str, Json], name: str, newest: int) -> None:
+    """ArchiveError unless the file is of this format, and not of a newer version."""
+    if manifest.get("format") != name:
+        raise ArchiveError(f"it is no file of the format {name!r} of Intarsia's")
     version = manifest.get("version")
     if type(version) is not int or version < 1:
         raise ArchiveError(f"it has the version {version!r}")
-    if version > VERSION:
+    if version > newest:
         made_by = manifest.get("made by")
         by = made_by.get("intarsia") if isinstance(made_by, dict) else None
         raise ArchiveError(
-            f"it has version {version} of the format, made by intarsia {by}; this one reads up to {VERSION}"
+            f"it has version {version} of the format, made by intarsia {by}; this one reads up to {newest}"
         )
 
 
@@ -175,11 +160,12 @@ class _Loader:
         """Use weights that are in memory already, by the model's names for them."""
         for name, key in keys.items():
             held, own = self._tensors[key], state[name].detach()
-            if (held.shape, held.dtype, held.stride()) != (own.shape, own.dtype, own.stride()):
-                raise ArchiveError(f"{name} is another weight")
+            parts = [(t.shape, t.dtype, t.stride(), t.device) for t in (held, own)]
+            if parts[0] != parts[1]:
+                raise ArchiveError(f"{name} is another weight, or laid out otherwise, or on another device")
             self._tensors[key] = own
 
-    def compiled(self, contents: Json) -> Compiled:
+    def compiled(self, contents: Json, model: nn.Module | None = None) -> Compiled:
         call, found = contents["call"], contents["inlay"]
         module = self._graph(found["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
@@ -204,6 +190,7 @@ class _Loader:
             notes,
             signature_from_json(call["signature"]),
             body_plans,
+            model,
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
             state={name: self._tensors[key] for name, key in contents["state"].items()},
         )

@@ -37,22 +37,6 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "intarsia", 1
 
 
-def save(compiled: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a compiled module to a file that `load` reads, in any process, without the model or its code.
-
-    The file appears whole or not at all. It holds graphs, networks, weights, the plan, and what engines have
-    compiled, which is used where their versions and the machine are the same, and elsewhere built again.
-
-    >>> import intarsia, pathlib, tempfile
-    >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     intarsia.save(fast, pathlib.Path(folder, "relu.intarsia"))
-    ...     intarsia.load(pathlib.Path(folder, "relu.intarsia"))(torch.tensor([-1.0, 2.0]))
-    tensor([0., 2.])
-    """
-    save_sealed(compiled, path)
-
-
 def save_sealed(compiled: nn.Module, path: str | os.PathLike[str]) -> str:
     """Write the file; the digest that tells it from all others."""
     manifest, saver = _prepared(compiled)
@@ -70,12 +54,10 @@ def save_bytes(compiled: nn.Module) -> bytes:
 
 def _prepared(compiled: nn.Module) -> tuple[dict[str, Json], _Saver]:
     if not isinstance(compiled, Compiled):
-        raise ArchiveError(
-            f"a {type(compiled).__name__} cannot be saved: only a model compiled as a whole needs no"
-            " Python code"
-        )
+        raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is no compiled module")
     if not compiled._stands:
         raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
+    compiled._frozen.check()  # those written to since would lie beside what was folded from the old ones
     saver = _Saver(compiled.plan.strategy)
     return saver.manifest(compiled), saver
 
@@ -152,15 +134,7 @@ class _Saver:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "made by": {
-                "intarsia": package_version("intarsia"),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "host": platform.platform(),
-                "machine": platform.machine(),
-                "processor": processor_name(),
-                "threads": torch.get_num_threads(),
-            },
+            "made by": made_by(),
             "engines": self.engines,
             "contents": contents,
             "tensors": self.tensors.description(),
@@ -224,6 +198,19 @@ class _Saver:
             if isinstance(origin.engine, NetworkEngine):
                 self.packings.append(_Packing(written, origin.engine, origin.network, keys))
         return written
+
+
+def made_by() -> dict[str, Json]:
+    """Who writes a file, and where."""
+    return {
+        "intarsia": package_version("intarsia"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": platform.platform(),
+        "machine": platform.machine(),
+        "processor": processor_name(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _call_to_json(compiled: Compiled, lowered: Lowered) -> Json:

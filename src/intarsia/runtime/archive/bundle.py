@@ -1,0 +1,46 @@
+"""Several compiled modules in one file: an archive of each, and a manifest that says what they are for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from intarsia.errors import ArchiveError
+from intarsia.runtime.archive.container import Reader, Writer, write_atomically
+from intarsia.runtime.archive.load import check_version
+from intarsia.runtime.archive.save import made_by, save_bytes
+from intarsia.runtime.archive.values import Json
+from intarsia.runtime.compiled import Compiled
+
+
+def write_bundle(
+    path: str | os.PathLike[str],
+    name: str,
+    version: int,
+    told: Mapping[str, Json],
+    programs: Mapping[str, Compiled],
+) -> None:
+    """Write a file of the format `name`: what is `told`, and programs by the names of members."""
+
+    def write(file: BinaryIO, _: str) -> None:
+        writer = Writer(file)
+        for member, program in programs.items():
+            writer.add(member, [save_bytes(program)])
+        writer.close({"format": name, "version": version, "made by": made_by(), **told})
+
+    write_atomically(path, write)
+
+
+def open_bundle(path: str | os.PathLike[str], name: str, version: int) -> Reader:
+    """A file of that format, checked to be whole."""
+    reader = Reader(path)
+    check_version(reader.manifest, name, version)
+    return reader
+
+
+def check_unchanging(where: str, program: Compiled) -> None:
+    """ArchiveError for a program that changes buffers, which belong to a module outside the file."""
+    if program.lowered.buffers:
+        changed = ", ".join(program.lowered.buffers)
+        raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")
