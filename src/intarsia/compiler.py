@@ -50,21 +50,8 @@ from intarsia.choose.reuse import Earlier
 from intarsia.choose.wishes import Wishes
 from intarsia.choose.worth import is_measuring, too_small_to_measure
 from intarsia.convert import registry
-from intarsia.engines import (
-    Engine,
-    Program,
-    resolve_engines,
-    with_short_engines,
-    with_unasked_engines,
-)
-from intarsia.errors import (
-    CaptureError,
-    InputError,
-    IntarsiaError,
-    LoweringError,
-    PartitionError,
-    RefitError,
-)
+from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
+from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError, RefitError
 from intarsia.graph.devices import uses_gpu
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
@@ -75,12 +62,12 @@ from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import refused_table, support_table
 from intarsia.rewrite import Patterns
 from intarsia.runtime import archive as archive  # compiled modules are pickled through it
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import Compiled, Refitted
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
 from intarsia.runtime.partly import PartlyCompiled
 
 # torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
-_COMPILING = threading.RLock()
+COMPILING = threading.RLock()
 
 
 def compile(
@@ -157,7 +144,7 @@ def compile(
         began=began,
         tolerance=tolerance,
     )
-    with _COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
+    with COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
         args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
         device = device_kind(model, args, kwargs)
         refuse_autocast(device)
@@ -281,7 +268,12 @@ def _slack(compiled: Compiled, usable: Sequence[Engine], wishes: Wishes) -> tupl
 def _refittable(
     compiled: Compiled, usable: Sequence[Engine], wishes: Wishes, examples: Sequence[Example]
 ) -> Compiled:
-    """The module, which knows how to take other weights: lowered, cut and built as before."""
+    compiled.refit_by(refitting(usable, wishes, examples))
+    return compiled
+
+
+def refitting(usable: Sequence[Engine], wishes: Wishes, examples: Sequence[Example]) -> Refitted:
+    """What makes a module of other weights: lowered, cut and built as before, tried on the examples."""
     calls = [example.call for example in examples]
     comparable = all(example.truth is not None for example in examples)  # unless the model draws lots
 
@@ -303,8 +295,7 @@ def _refittable(
         made.refit_by(refitted)
         return made
 
-    compiled.refit_by(refitted)
-    return compiled
+    return refitted
 
 
 def _built(

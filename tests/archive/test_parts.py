@@ -109,7 +109,7 @@ def test_without_its_model_or_with_another_it_is_refused(saved: tuple[Gated, Pat
     whole = path.with_name("whole.intarsia")
     intarsia.save(intarsia.compile(nn.ReLU(), (X,)), whole)
     with pytest.raises(ArchiveError, match="without model="):
-        intarsia.load(whole, model=model)  # type: ignore[call-overload]
+        intarsia.load(whole, model=model)
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,3 @@ def test_weights_of_which_something_else_was_proven() -> None:
     with pytest.raises(RefitError, match="another graph"):
         fast.refit({"mask": torch.ones(4, 4, dtype=torch.bool).tril()})
     torch.testing.assert_close(fast(q), model(q))
-
-
-def test_a_loaded_module_says_what_to_do() -> None:
-    fast = intarsia.compile(nn.Linear(8, 8).eval(), (torch.randn(2, 8),))
-    with pytest.raises(RefitError, match="compile the model with its new weights"):
-        copy.deepcopy(fast).refit(fast.state_dict())

@@ -54,10 +54,7 @@ def relowered(old: Lowered, state: State, model: nn.Module | None, has_converter
     Constants are folded, and what they prove is proven, from the new weights. Nothing is captured.
     """
     if old.program is None:
-        raise RefitError(
-            "a module that was loaded from a file has not kept the program it was made of; compile the model"
-            " with its new weights, and save that"
-        )
+        raise RefitError("the module has not kept the program it was made of; compile the model again")
     program = capture(old.program)  # type: ignore[arg-type]  # a copy, whose weights are put in here
     for name, tensor in program.state_dict.items():
         if name in state:
@@ -66,29 +63,78 @@ def relowered(old: Lowered, state: State, model: nn.Module | None, has_converter
                 nn.Parameter(state[name], tensor.requires_grad) if is_parameter else state[name]
             )
     unsaved = {} if model is None else dict(model.named_buffers())  # buffers that a state dict leaves out
-    for name, constant in program.constants.items():
-        new = unsaved.get(name)
-        if new is not None and (new.shape, new.dtype) == (constant.shape, constant.dtype):
-            program.constants[name] = new
+    for table in (program.constants, program.state_dict):  # a program out of a file has all in the latter
+        for name, constant in table.items():
+            new = unsaved.get(name) if name not in state else None
+            if new is not None and (new.shape, new.dtype) == (constant.shape, constant.dtype):
+                table[name] = new
     with honest_sizes():
         made = lower(program, has_converter=has_converter)
-    difference = _difference(old.module, made.module)
+    difference = _difference(old.module, made.module) or _other_call(old, made)
     if difference is not None:
         raise RefitError(
             f"with these weights the model has another graph ({difference}): what was proven of the old ones"
             " does not hold; compile it again"
         )
-    return replace(made, guards=old.guards, notes=())
+    return replace(
+        made,
+        module=_named_like(old.module, made.module),
+        inputs=old.inputs,
+        outputs=old.outputs,
+        in_spec=old.in_spec,
+        out_spec=old.out_spec,
+        input_names=old.input_names,
+        guards=old.guards,
+        notes=(),
+        views=made.views if old.views else (),
+    )
+
+
+def _named_like(old: fx.GraphModule, new: fx.GraphModule) -> fx.GraphModule:
+    """The new graph, whose nodes have the names of the old ones and tell where they come from as those do.
+
+    Plans know nodes by name, and torch names those of a program that comes out of a file anew.
+    """
+    pairs = [(a, b) for a, b in zip(_steps(old), _steps(new), strict=True) if a.op == "call_function"]
+    for a, b in pairs:
+        b.meta.update({key: a.meta[key] for key in ("nn_module_stack", "stack_trace") if key in a.meta})
+    for name, body in list(new.named_children()):
+        if isinstance(body, fx.GraphModule):
+            setattr(new, name, _named_like(getattr(old, name), body))
+    if all(a.name == b.name for a, b in pairs):
+        return new
+    names, graph = {b: a.name for a, b in pairs}, fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in new.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copied.__getitem__)
+        name = names.get(node, node.name)
+        copied[node] = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copied[node].meta = dict(node.meta)
+        if copied[node].name != name:
+            raise RefitError(f"the graph has two nodes {name}; compile the model again")
+    module = fx.GraphModule(new, graph)
+    module.meta = dict(new.meta)
+    return module
+
+
+def _other_call(old: Lowered, new: Lowered) -> str | None:
+    taken, given = ([(i.index, i.buffer, i.is_constant) for i in x.inputs] for x in (old, new))
+    if taken != given:
+        return "it takes other inputs"
+    return None if old.outputs == new.outputs else "it gives other results"
 
 
 def _difference(old: fx.GraphModule, new: fx.GraphModule) -> str | None:
-    one, other = list(old.graph.nodes), list(new.graph.nodes)
+    one, other = _steps(old), _steps(new)
     if len(one) != len(other):
         return f"{len(other)} nodes, not {len(one)}"
+    # What a graph takes or holds may have another name or place: it is known by who reads it first.
+    numbers: list[dict[fx.Node, int]] = [{}, {}]
     for a, b in zip(one, other, strict=True):
-        if (a.op, a.name) != (b.op, b.name) or str(a.target) != str(b.target):
+        is_named = a.op == "call_function"
+        if a.op != b.op or (is_named and str(a.target) != str(b.target)):
             return f"{b.name} in place of {a.name}"
-        if str(a.args) != str(b.args) or str(a.kwargs) != str(b.kwargs):
+        if _arguments(a, numbers[0]) != _arguments(b, numbers[1]):
             return f"{b.name} has other arguments"
     inner = {name: module for name, module in old.named_children() if isinstance(module, fx.GraphModule)}
     for name, body in inner.items():
@@ -99,6 +145,17 @@ def _difference(old: fx.GraphModule, new: fx.GraphModule) -> str | None:
         if difference is not None:
             return difference
     return None
+
+
+def _steps(module: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in module.graph.nodes if node.op != "get_attr"]
+
+
+def _arguments(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
+    """What a node is given, in text; nodes as numbers, in the order in which they are first met."""
+    own = numbers.setdefault(node, len(numbers))
+    given = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}")
+    return f"%{own} {given}"
 
 
 def as_before(plans: Iterable[Plan], otherwise: Strategy) -> Strategy:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
@@ -72,6 +75,7 @@ class Compiled(nn.Module):
         super().__init__()
         self.training = False
         self._refitted: Refitted | None = None
+        self.captured: Callable[[], fx.GraphModule] | None = None  # of a loaded module, what it was made of
         self.plan = plan
         self._notes = tuple(notes)
         self._lowered = lowered
@@ -143,10 +147,13 @@ class Compiled(nn.Module):
         >>> fast(torch.ones(1, 2))
         tensor([[5.]])
         """
+        if self._refitted is None and self.captured is not None:
+            # By its name: a process that only loads and runs imports nothing that compiles.
+            importlib.import_module("intarsia.refit_loaded").make_refittable(self, self.captured())
         if self._refitted is None or not self._stands:
             raise RefitError(
-                "this module has not kept the program it was made of, since it was loaded or runs as it is;"
-                " compile the model with its new weights"
+                "this module has not kept the program it was made of, since it runs as it is; compile the"
+                " model with its new weights"
             )
         made = self._refitted(self, weights).__dict__
         of_modules = nn.Module().__dict__  # hooks and the like stay
@@ -187,9 +194,11 @@ class Compiled(nn.Module):
         self._call_signature, self._state = old._call_signature, dict(state)
         self._notes = tuple(dict.fromkeys((*old._notes, *self._notes)))
 
-    def refit_by(self, refitted: Refitted) -> None:
-        """Let `refit` make the module with new weights by this function."""
+    def refit_by(self, refitted: Refitted, program: ExportedProgram | None = None) -> None:
+        """Let `refit` make the module with new weights by this function, from the program if one is given."""
         self._refitted = refitted
+        if program is not None:
+            self._lowered = replace(self._lowered, program=program)
 
     def run_by(self, run: Run) -> None:
         """Answer every call by `run`, which takes the graph's inputs, instead of the inlay's own."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.bundle import check_unchanging, open_bundle, write_bundle
+from intarsia.runtime.archive.bundle import check_member, open_bundle, write_bundle
 from intarsia.runtime.archive.load import complaining, load_bytes
 from intarsia.runtime.compiled import Compiled
 from intarsia.tuning.holders import held_modules
@@ -28,7 +28,7 @@ def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     modules: dict[str, list[str]] = {}
     for number, (where, placed) in enumerate(tuned.placed.items()):
         for place, program in enumerate(placed.programs):
-            check_unchanging(where, program)
+            check_member(where, program)
             name = f"modules/{number}.{place}.intarsia"
             members[name] = program
             modules.setdefault(where, []).append(name)

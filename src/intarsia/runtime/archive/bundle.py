@@ -39,8 +39,9 @@ def open_bundle(path: str | os.PathLike[str], name: str, version: int) -> Reader
     return reader
 
 
-def check_unchanging(where: str, program: Compiled) -> None:
+def check_member(where: str, program: Compiled) -> None:
     """ArchiveError for a program that changes buffers, which belong to a module outside the file."""
+    program._frozen.check()
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
         raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")

@@ -169,6 +169,9 @@ def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
     listed = zipfile.ZipFile(_File(buffer)).infolist()
     if len(listed) > _MOST_MEMBERS:
         raise ArchiveError(f"it has {len(listed)} members; at most {_MOST_MEMBERS} are read")
+    if min((info.header_offset for info in listed), default=0) > 0:
+        # Such is the rest of a file that was cut off behind an archive it holds.
+        raise ArchiveError("it is no whole archive: something stands before its first member")
     places: dict[str, tuple[int, int]] = {}
     for info in listed:
         name, kind = info.filename, stat.S_IFMT(info.external_attr >> 16)

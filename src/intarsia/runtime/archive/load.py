@@ -14,11 +14,12 @@ import torch
 from torch import fx, nn
 
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program, PyTorch
-from intarsia.errors import ArchiveError, EngineError, IntarsiaError
+from intarsia.errors import ArchiveError, EngineError, IntarsiaError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
+from intarsia.runtime.archive.captured import captured_from_json
 from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.door import check_from_json, ranges_from_json
 from intarsia.runtime.archive.engines import engines_from_json, packed_for
@@ -194,10 +195,20 @@ class _Loader:
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
             state={name: self._tensors[key] for name, key in contents["state"].items()},
         )
+        made.captured = partial(self._captured, contents.get("captured") or {})
         results = contents["cuda_graphs"]
         if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
             made.run_by(CudaGraphs(made.inlay.results, module.graph, results))
         return made
+
+    def _captured(self, told: Json) -> fx.GraphModule:
+        if "member" not in told:
+            raise RefitError(
+                f"the file holds no program to refit: {told.get('reason', 'it is an older one')}"
+            )
+        with complaining("the captured program of the file cannot be read"):
+            data = self._reader.member(told["member"])
+            return captured_from_json(data, self._tensors, self._body, self._devices)
 
     def _graph(self, found: Json) -> ReadGraph:
         return graph_from_json(found, self._tensors, self._body, self._devices)

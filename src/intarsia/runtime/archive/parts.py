@@ -10,7 +10,7 @@ from torch import nn
 
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.bundle import check_unchanging, write_bundle
+from intarsia.runtime.archive.bundle import check_member, write_bundle
 from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.load import Place, check_version, load_whole
 from intarsia.runtime.archive.values import Json
@@ -28,7 +28,7 @@ def save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
     programs: dict[str, Compiled] = {}
     parts: dict[str, Json] = {}
     for number, (where, program) in enumerate(partly.parts.items()):
-        check_unchanging(where, program)
+        check_member(where, program)
         member = f"parts/{number}.intarsia"
         programs[member] = program
         parts[where] = {"archive": member, "type": _kind(partly.model.get_submodule(where))}

@@ -15,10 +15,11 @@ from intarsia.cache.machine import package_version, processor_name
 from intarsia.engines import Program
 from intarsia.engines.base import GraphEngine, NetworkEngine, WeightFile
 from intarsia.engines.graph_program import GraphProgram
-from intarsia.errors import ArchiveError, EngineError
+from intarsia.errors import ArchiveError, EngineError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import Lowered
+from intarsia.runtime.archive.captured import CAPTURED, captured_module, captured_to_json
 from intarsia.runtime.archive.container import Writer, write_atomically
 from intarsia.runtime.archive.door import check_to_json, ranges_to_json
 from intarsia.runtime.archive.engines import engine_to_json, packed_for
@@ -67,6 +68,8 @@ def _write(file: BinaryIO, manifest: dict[str, Json], saver: _Saver, path: str |
     writer.add(WEIGHTS, saver.tensors.chunks())
     for name, data in saver.networks.items():
         writer.add(name, [data])
+    if saver.captured is not None:
+        writer.add(CAPTURED, [saver.captured])
     if path is not None:
         writer.flush()
         start = writer.places[WEIGHTS]
@@ -112,6 +115,7 @@ class _Saver:
         self._strategy = strategy  # of the plan, and of the plans of bodies
         self.tensors = TensorTable()
         self.networks: dict[str, bytes] = {}
+        self.captured: bytes | None = None
         self.packings: list[_Packing] = []
         self.engines: dict[str, Json] = {}
 
@@ -129,6 +133,7 @@ class _Saver:
             "state": weights,
             "inlay": self._inlay(compiled.inlay, lowered.module),
             "notes": list(compiled._notes),
+            "captured": self._captured(compiled),
             "cuda_graphs": run.results if isinstance(run, CudaGraphs) else None,
         }
         return {
@@ -139,6 +144,21 @@ class _Saver:
             "contents": contents,
             "tensors": self.tensors.description(),
         }
+
+    def _captured(self, compiled: Compiled) -> Json:
+        """Keep what a refit needs; where that cannot be kept, the reason why."""
+        program = compiled.lowered.program
+        try:
+            if program is not None:
+                module = captured_module(program)
+            elif compiled.captured is not None:
+                module = compiled.captured()
+            else:
+                return {"reason": "the module that was saved had not kept the program it was made of"}
+            self.captured = captured_to_json(module, self.tensors, self._body)
+        except (ArchiveError, RefitError) as error:
+            return {"reason": str(error)}
+        return {"member": CAPTURED}
 
     def _inlay(self, inlay: Inlay, owner: fx.GraphModule) -> Json:
         steps = zip(inlay.pieces, inlay.steps, strict=True)

@@ -1,0 +1,128 @@
+"""New weights for a module that was loaded: the program in its file is captured again, and refitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from intarsia.build.faithful import Example
+from intarsia.build.judge import Answer, Judge
+from intarsia.capture.call import Call
+from intarsia.capture.export import capture
+from intarsia.capture.random_state import kept_random_state
+from intarsia.choose.wishes import Wishes
+from intarsia.compare import disagreement
+from intarsia.compiler import COMPILING, refitting
+from intarsia.engines import Engine, Program, PyTorch
+from intarsia.engines.graph_program import GraphProgram
+from intarsia.errors import RefitError
+from intarsia.lower.lowered import Role, example_inputs
+from intarsia.partition import PartitionOptions, find_strategy
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.fallback import WithFallback
+from intarsia.runtime.inlay import Inlay
+from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck
+
+
+def make_refittable(loaded: Compiled, captured: fx.GraphModule) -> None:
+    """Let a loaded module take other weights.
+
+    The file holds no example, so engines are tried on inputs made up for the compiled shapes: normal numbers,
+    and ones, or zeros, for integers. What comes out is compared with the captured program itself.
+    """
+    judge = Judge(captured)
+    flat, truth = _inputs(loaded, judge)
+    known = truth if judge.is_deterministic((flat, {}), truth) else None
+    engines = _engines(loaded)
+    with COMPILING:
+        program = capture(captured, flat)
+    args, kwargs = pytree.tree_unflatten(flat, loaded.lowered.in_spec)
+    example = Example((args, kwargs), example_inputs(loaded.lowered, args, kwargs), known)
+    options = PartitionOptions(min_block_size=1)
+    wishes = Wishes(find_strategy("dependency"), None, options, None, True, None, 600.0)
+    by_compiler = refitting(engines, wishes, [example])
+
+    def refitted(old: Compiled, weights: Mapping[str, Any] | nn.Module) -> Compiled:
+        made = by_compiler(old, weights)
+        fault = None if known is None else _fault(made, captured, weights, (args, kwargs))
+        if fault is not None:
+            raise RefitError(f"with these weights the compiled module {fault}; compile the model again")
+        made.refit_by(refitted)
+        return made
+
+    loaded.refit_by(refitted, program)
+
+
+def _fault(
+    made: Compiled, captured: nn.Module, weights: Mapping[str, Any] | nn.Module, call: Call
+) -> str | None:
+    """How the refitted module differs from the captured program with the new weights."""
+    program, flat = made.lowered.program, tuple(pytree.tree_leaves(call))
+    assert program is not None
+    given = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    state = {name: given.get(name, held) for name, held in program.state_dict.items()}
+    copied = dict(zip(state, _copies(state.values()), strict=True))  # a program may write to its buffers
+    with torch.no_grad():
+        expected = torch.func.functional_call(captured, copied, tuple(_copies(flat)), tie_weights=False)
+        results = made.results(_copies(example_inputs(made.lowered, *call)))
+    outputs = zip(results, made.lowered.outputs, strict=True)
+    return disagreement([x for x, output in outputs if output.role is Role.USER], list(expected))
+
+
+def _copies(values: Iterable[Any]) -> list[Any]:
+    return [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in values]
+
+
+def _engines(loaded: Compiled) -> list[Engine]:
+    origins = [p.origin for p in _programs(loaded.inlay) if isinstance(p, WithFallback)]
+    engines = {origin.engine.name: origin.engine for origin in origins if origin is not None}
+    for name, engine in engines.items():
+        if not engine.is_exact:
+            raise RefitError(
+                f"{name} computes within a tolerance, which the file does not tell; compile again"
+            )
+    return [*engines.values(), PyTorch()]
+
+
+def _programs(inlay: Inlay) -> Iterator[Program]:
+    """The programs of all pieces, those in bodies of control flow among them."""
+    for step in inlay.steps:
+        yield step.program
+        module = step.program.module if isinstance(step.program, GraphProgram) else None
+        for body in () if module is None else module.children():
+            if isinstance(body, Inlay):
+                yield from _programs(body)
+
+
+def _inputs(loaded: Compiled, judge: Judge) -> tuple[tuple[Any, ...], Answer]:
+    """Inputs that the program can be run on, and what it answers."""
+    fault = ""
+    for whole in (1, 0):
+        with kept_random_state():
+            torch.manual_seed(0)
+            flat = tuple(_input(check, whole) for check in loaded.checks)
+        try:
+            return flat, judge.answer((flat, {}))
+        except Exception as error:
+            fault = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    raise RefitError(f"no inputs are known on which the program of the file runs ({fault}); compile again")
+
+
+def _input(check: Check, whole: int) -> Any:
+    if isinstance(check, ConstantCheck):
+        return check.value
+    if not isinstance(check, TensorCheck):
+        raise RefitError("the loaded module takes a number that varies; compile the model again")
+    if check.static is None:
+        raise RefitError(
+            f"the sizes of {check.name} vary, and a loaded module cannot be refitted then; compile the model"
+            " with its new weights, and save that"
+        )
+    strides = check.strides or torch.empty(check.static, device="meta").stride()
+    made = torch.empty_strided(check.static, strides, dtype=check.dtype, device=check.device)
+    is_real = check.dtype.is_floating_point or check.dtype.is_complex
+    return made.copy_(torch.randn(check.static)) if is_real else made.fill_(whole)
