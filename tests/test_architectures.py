@@ -45,3 +45,13 @@ def test_equal_to_eager_on_both_engines(name: str) -> None:
 @pytest.mark.parametrize("name", zoo.names())
 def test_every_architecture_on_both_engines(name: str) -> None:
     check(name, BOTH)
+
+
+def test_a_model_that_was_never_run_before() -> None:
+    """SegFormer installs hooks when it is first run; run again as if it had not been, it had two of each."""
+    thing = zoo.specimen("segformer")
+    fast = intarsia.compile(thing.model, thing.args, thing.kwargs, engines="onnxruntime", min_block_size=1)
+    assert isinstance(fast, intarsia.Compiled)
+    with torch.no_grad():
+        expected = thing.model.eval()(*thing.args, **thing.kwargs)
+    assert relative_error(fast(*thing.args, **thing.kwargs), expected) <= 1e-4

@@ -195,7 +195,10 @@ class _Loader:
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
             state={name: self._tensors[key] for name, key in contents["state"].items()},
         )
-        made.captured = partial(self._captured, contents.get("captured") or {})
+        told = contents.get("captured") or {}
+        if "member" in told:
+            self._reader.member(told["member"])  # damage is told now, not at a refit
+        made.captured = partial(self._captured, told)
         results = contents["cuda_graphs"]
         if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
             made.run_by(CudaGraphs(made.inlay.results, module.graph, results))
