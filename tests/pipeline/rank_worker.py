@@ -82,7 +82,22 @@ def same_as_plain(name, *only):
             n = next(n for m in pipe.modules for n, q in m.named_parameters() if q is p)
             if grads[n] is not None:
                 torch.testing.assert_close(p.grad, 2 * grads[n], rtol=1e-4, atol=2e-6)
+        check_inference(pipe, whole, args, kwargs, schedule)
         print(f"{name} {schedule} ok", flush=True)
+
+
+def check_inference(pipe, whole, args, kwargs, where):
+    """Forward alone equals the plain model, twice, also between two training steps; no gradient changes."""
+    before = [None if p.grad is None else p.grad.clone() for p in pipe.parameters()]
+    for _ in range(2):
+        out = pipe.infer(*args, **kwargs)
+        assert (out is None) == (not pipe.is_last), where
+        if pipe.is_last:
+            leaves = zip(pytree.tree_leaves(out), pytree.tree_leaves(whole(*args, **kwargs)), strict=True)
+            for got, want in leaves:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=lambda m: f"{where}: {m}")
+    for p, grad in zip(pipe.parameters(), before, strict=True):
+        assert (p.grad is None) == (grad is None) and (grad is None or torch.equal(p.grad, grad)), where
 
 
 def trains(name="gpt2"):

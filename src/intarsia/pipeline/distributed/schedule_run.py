@@ -191,6 +191,18 @@ class _GuardedStage(PipelineStage):
         self.dw_runner.pop(bwd_chunk_id, None)
         self.backward_state.pop(bwd_chunk_id, None)
 
+    # On a fold neighbouring stages of one rank hand gradients over by these two, also where there are none:
+    # torch runs the backward slots of a schedule without a loss too, and asserts here that there is one.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """The gradients for the stage before this one on this rank; none without a backward pass."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients of the stage after this one on this rank; none without a backward pass."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
 
 def _guarded_loss(
     loss: Callable[[Sequence[Tensor], int], Tensor], failure: Failure
