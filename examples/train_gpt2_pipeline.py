@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from intarsia.pipeline import split
+from intarsia.pipeline.distributed.start import start_process_group
 
 TEXT = b"to cut a model at its waist, and lay the pieces side by side, and lose no grain of what it knew. "
 
@@ -80,7 +81,7 @@ def many_processes(options: argparse.Namespace) -> None:
     cuda = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=60))
+    start_process_group("nccl" if cuda else "gloo", timedelta(seconds=60))
     per_rank = 2 if options.schedule in ("Interleaved1F1B", "LoopedBFS", "ZBV", "DualPipeV") else 1
     ids = next(batches(1, options.batch, options.length))
     stages = split(

@@ -72,6 +72,37 @@ def test_a_gpt2_is_trained_saved_and_resumed(tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "run").iterdir() if p.is_dir()] == ["step-5"]  # older ones are gone
 
 
+FAULTY = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+from own_model import make as plain
+
+def make():
+    model, data, loss = plain()
+    def faulty(step):
+        if step == 3 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return data(step)
+    return model, faulty, loss
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_is_begun_anew_by_torchrun(tmp_path):
+    (tmp_path / "faulty.py").write_text(FAULTY.format(examples=str(EXAMPLES)), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["--max-restarts=1", "-m", "intarsia.cli.pipeline", "run", "faulty.py:make", "--steps=5"]
+    command += ["--save=run", "--every=2", "--microbatches=2", "--timeout=30"]
+    done = subprocess.run(
+        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on after step 2" in done.stdout
+    latest = json.loads((tmp_path / "run" / "latest.json").read_text(encoding="utf-8"))
+    want = plain_losses(f"{EXAMPLES / 'own_model.py'}:make", 5)
+    assert latest["losses"] == pytest.approx(want, rel=1e-4)
+
+
 @pytest.mark.full
 def test_a_model_of_the_users_own_is_trained(tmp_path):
     name = f"{EXAMPLES / 'own_model.py'}:make"

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from intarsia.errors import PipelineError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
+from intarsia.pipeline.distributed.start import start_process_group
 from intarsia.pipeline.schedule.schedules import SCHEDULES, schedule
 from intarsia.pipeline.schedule.simulate import simulate
 from intarsia.pipeline.split import split
@@ -73,7 +74,7 @@ def run_rank(name: str, microbatches: int, steps: int, per_rank: int, timeout: f
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     backend = "nccl" if cuda and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]) else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    start_process_group(backend, timedelta(seconds=timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = TinyGPT()

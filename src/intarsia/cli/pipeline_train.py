@@ -20,6 +20,7 @@ from intarsia.cli.loss_curve import svg_curve, text_curve
 from intarsia.cli.pipeline_model import Job
 from intarsia.errors import InputError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
+from intarsia.pipeline.distributed.start import start_process_group
 from intarsia.pipeline.split import split
 
 Echo = Callable[[str], None]
@@ -56,7 +57,7 @@ def train_rank(job: Job, options: Training, echo: Echo) -> None:
         options.schedule, options.microbatches, loss_fn=job.loss, checkpoint=options.checkpoint, **weighed
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.rate)
-    losses = _resumed(pipe, optimizer, options) if options.resume else []
+    losses = _resumed(pipe, optimizer, options) if options.resume or _restarted(options) else []
     if losses and pipe.is_last:
         echo(f"goes on after step {len(losses)}")
     begin, before = time.perf_counter(), len(losses)
@@ -91,7 +92,7 @@ def _join(timeout: float) -> torch.device:
     enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if enough:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if enough else "gloo", timeout=timedelta(seconds=timeout))
+    start_process_group("nccl" if enough else "gloo", timedelta(seconds=timeout))
     return torch.device("cuda", torch.cuda.current_device()) if enough else torch.device("cpu")
 
 
@@ -115,7 +116,7 @@ def _save(
     if pipe.is_last:
         before = _latest(folder)
         new = folder / "latest.json.new"
-        new.write_text(json.dumps({"checkpoint": name, "losses": losses}), encoding="utf-8")
+        new.write_text(json.dumps({"checkpoint": name, "losses": losses, "run": _run_id()}), encoding="utf-8")
         new.replace(folder / "latest.json")
         if before is not None and before["checkpoint"] != name:
             shutil.rmtree(folder / before["checkpoint"], ignore_errors=True)
@@ -130,6 +131,21 @@ def _resumed(pipe: DistributedPipeline, optimizer: torch.optim.Optimizer, option
         raise InputError(f"--resume: there is no checkpoint in {options.save}")
     pipe.load(options.save / latest["checkpoint"], optimizer)
     return [float(x) for x in latest["losses"]]
+
+
+def _restarted(options: Training) -> bool:
+    """Whether torchrun began this run anew and its earlier life left a checkpoint to go on from."""
+    if options.save is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return False
+    latest = _latest(options.save)
+    # What another run left there is not gone on from without --resume.
+    return latest is not None and _run_id() is not None and latest.get("run") == _run_id()
+
+
+def _run_id() -> str | None:
+    """torchrun's name of this run, the same in all its lives; None where there is none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name == "none" else name
 
 
 def _latest(folder: Path) -> dict[str, Any] | None:
