@@ -6,6 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -33,23 +36,31 @@ def launch(*case: str, world: int = 2, limit: float = 250.0, worker: Path = WORK
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(SOURCE)])),
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), *case],
-            env=common | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=limit)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+    with ExitStack() as stack:
+        # Into files: a rank that waits until its pipe is read would keep the others waiting.
+        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(worker), *case],
+                env=common | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for r, file in enumerate(files)
+        ]
+        end = time.monotonic() + limit
+        try:
+            for rank in ranks:
+                rank.wait(timeout=max(0.0, end - time.monotonic()))
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        found = []
+        for rank, file in zip(ranks, files, strict=True):
+            file.seek(0)
+            found.append((rank.returncode, file.read()))
+        return found
 
 
 def assert_passed(results: list[tuple[int, str]], *words: str) -> None:

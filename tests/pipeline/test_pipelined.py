@@ -82,6 +82,55 @@ def test_refusals():
         split(Mean(), (torch.randn(4, 2),), stages=2, by="memory").gpipe(chunks=2)
 
 
+def check_tied_over(devices, checkpoint):
+    """Three steps of GPT-2, whose head is its embedding, on two devices, against the plain model."""
+    model, args, kwargs = make("gpt2")
+    calm(model)
+    whole = copy.deepcopy(model)
+    parts = split(model, args, kwargs, stages=2, by="memory")
+    assert parts.tied, parts.report
+    pipe = parts.gpipe(chunks=2, checkpoint=checkpoint, devices=devices)
+    assert list(pipe.state_dict()) == list(whole.state_dict())
+    assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    (weight,) = pipe.borrowed
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pipe, whole)]
+    given = pytree.tree_map_only(torch.Tensor, lambda t: t.to(devices[0]), (args, kwargs))
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        got, want = pipe(*given[0], **given[1]).logits, whole(*args, **kwargs).logits
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
+        copied = weight.places[0][0].__dict__[weight.places[0][1]]
+        assert copied is not weight.owner and torch.equal(copied.cpu(), weight.owner.cpu())
+        with torch.no_grad():
+            pipe(*given[0], **given[1])  # a pass without gradients in between takes nothing away
+        got.square().mean().backward()
+        want.square().mean().backward()
+        for (n, p), (_, q) in zip(pipe.named_parameters(), whole.named_parameters(), strict=True):
+            torch.testing.assert_close(
+                p.grad.cpu(), q.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=n: f"{n}: {m}"
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+    return parts
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_tied_weights_on_two_devices(checkpoint):
+    # For torch "cpu" and "cpu:0" are two devices, so that the weight is copied here as between others.
+    parts = check_tied_over([torch.device("cpu"), torch.device("cpu:0")], checkpoint)
+    again = parts.gpipe(chunks=2, devices=["cpu", "cpu"])  # what was borrowed is given back
+    assert not again.borrowed and again.tied
+    assert all(p is q for p, q in zip(again.parameters(), parts.parameters(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_tied_weights_on_the_cpu_and_a_gpu(checkpoint):
+    check_tied_over([torch.device("cuda:0"), torch.device("cpu")], checkpoint)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_stages_on_one_gpu():

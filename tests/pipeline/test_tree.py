@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from intarsia.errors import CaptureError, InputError, PartitionError
+from intarsia.pipeline.distributed.loss import mean_inside
 from intarsia.pipeline.split import split
 
 
@@ -150,6 +153,65 @@ def test_opt_in_training_decides_by_chance_which_layers_run():
     assert parts.report.way == "modules" and "Eq(u0, 1)" in parts.report.reason
     want, got = model(IDS, use_cache=False), parts(IDS, use_cache=False)
     assert type(got) is type(want) and torch.equal(got.logits, want.logits)
+
+
+class Skips(nn.Module):
+    """LayerDrop by one kind of dice or another."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.blocks, self.draw = nn.ModuleList([Moody(3) for _ in range(4)]), draw
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.draw() < 0.5:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand([]), random.random, np.random.uniform])
+def test_layers_skipped_by_chance_are_not_frozen(draw):
+    with pytest.raises(CaptureError, match=r"nor by its modules .*random numbers.*, which tracing would"):
+        split(Skips(draw), (torch.randn(2, 3),), stages=2, by="memory")
+    assert split(Skips(lambda: torch.rand([]) - 1), (torch.randn(2, 3),), stages=2, by="memory")
+
+
+class Answers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Moody(3), Moody(3)
+
+    def forward(self, x, mask=None, bias=None):
+        y = self.b(self.a(x) * mask + bias)
+        return {"none": None, "y": y, "rows": x.shape[0], "both": (y, x)}
+
+
+def test_the_order_of_keywords_and_answers_that_are_no_tensors():
+    model, x = Answers(), torch.randn(4, 3)
+    mask, bias = torch.rand(4, 3), torch.rand(4, 3)
+    parts = split(model, (x,), {"bias": bias, "mask": mask}, stages=2, by="memory")
+    want, got = model(x, mask, bias), parts(x, bias=bias, mask=mask)
+    assert got["none"] is None and got["rows"] == 4 and torch.equal(got["y"], want["y"])
+    assert all(torch.equal(a, b) for a, b in zip(got["both"], want["both"], strict=True))
+    with pytest.raises(InputError, match=r"answers 3, no tensor, where the example's answer was 4"):
+        parts(x[:3], bias=bias[:3], mask=mask[:3])
+
+
+def test_a_mean_over_tokens_is_seen_inside_a_module():
+    class Loss(nn.Module):
+        def forward(self, logits, labels):
+            return torch.nn.functional.cross_entropy(logits, labels)
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.loss = Moody(3), Moody(3), Loss()
+
+        def forward(self, x, labels):
+            return self.loss(self.b(self.a(x)), labels)
+
+    parts = split(WithLoss(), (torch.randn(4, 3), torch.arange(4) % 3), stages=2, by="memory")
+    assert [mean_inside(p) for p in parts] == [None, "loss"]
 
 
 def test_gpt2_with_its_cache():

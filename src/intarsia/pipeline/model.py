@@ -68,4 +68,6 @@ class Stages(StageSequence):
         """
         if self.training:
             raise PartitionError("the stages were cut in training mode; split the model after model.eval()")
-        return Stages(compile_stages(self, args, kwargs, options), self.signature, self.report, ())
+        made = Stages(compile_stages(self, args, kwargs, options), self.signature, self.report, ())
+        made.tied = ()  # frozen, so there is nothing to keep equal
+        return made

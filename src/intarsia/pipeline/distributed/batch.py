@@ -49,6 +49,16 @@ def divide(
     return ready, signature.lengths(parts), samples
 
 
+def first_part(signature: CallSignature, ready: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The first of `count` micro-batches, from what `divide` made ready, as the model takes it."""
+    found = []
+    for spec, tensor in zip(signature.tensors, ready, strict=True):
+        axis = signature.axis(spec)
+        part = tensor[: tensor.shape[0] // count]
+        found.append(part[0] if axis is None else part.movedim(0, axis))
+    return found
+
+
 def divide_target(target: Any, count: int, axis: int = 0) -> tuple[list[Any], int]:
     """A target cut as the batch is, whatever its structure, and its samples (-1 without a target)."""
     if target is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.distributed.agreement import Terms, agree
-from intarsia.pipeline.distributed.batch import join, real_part
+from intarsia.pipeline.distributed.agreement import AgreedBatch, Terms, agree
+from intarsia.pipeline.distributed.batch import first_part, join, real_part
+from intarsia.pipeline.distributed.checks import (
+    recomputed_stages,
+    refuse_compiled,
+    refuse_mean_inside,
+    refuse_shared_statistics,
+    why_whole,
+    writes_buffers,
+)
 from intarsia.pipeline.distributed.loading import materialise, weights_of
-from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction, mean_inside
+from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
     connect,
@@ -29,20 +38,24 @@ from intarsia.pipeline.distributed.placement import (
 )
 from intarsia.pipeline.distributed.precision import (
     Borders,
+    as_found,
     borders_under_autocast,
     current_precision,
     uncached_autocast,
 )
 from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint
-from intarsia.pipeline.distributed.schedule_run import Failure, RunPlan, ScheduleRun, build_run
+from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
+from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, find_forms
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.schedule.schedules import refusal
+from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import TensorSpec
-from intarsia.pipeline.stages.stage import Stage, recompute_modules
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
+from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.tied import TiedGradients
+from intarsia.pipeline.stages.tree_stage import TreeStage
 from intarsia.pipeline.stages.weights import Weights
 
 
@@ -114,9 +127,9 @@ class DistributedPipeline(RankStages):
         if n_microbatches > 1:
             self.signature.check_divisible()
         self.loss = None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
-        self.checkpoint = _recomputed(checkpoint, stages)
+        self.checkpoint = recomputed_stages(checkpoint, stages)
         if self.loss is not None and loss_weight is None and n_microbatches > 1:
-            _refuse_mean_inside(stages)
+            refuse_mean_inside(stages)
         world = World(group, mesh)
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
@@ -130,7 +143,9 @@ class DistributedPipeline(RankStages):
         for stage in self._stages:
             if isinstance(stage, Stage):
                 stage.retarget(self.device)  # those of other ranks run on fake tensors
+        refuse_compiled(stages, loss_fn is not None)
         self._borders: Borders = [_border_specs(s) for s in stages]
+        refuse_shared_statistics(stages, self.stage_ranks)
         held = [i for i, rank in enumerate(self.stage_ranks) if rank == world.rank]
         source = weights_of(weights)
         if source is None:
@@ -142,16 +157,17 @@ class DistributedPipeline(RankStages):
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
-        world.begin_equal([t for part in parts.values() for t in (*part.parameters(), *part.buffers())])
-        written = [s for s in parts.values() if isinstance(s, Stage) and s.form.written]
-        self._statistics = [b for s in written for b in s.buffers()]
+        open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
+        world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
+        self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(
-            self.signature, world, n_microbatches, self.device, first, last, target_axis, _whole(stages)
+            self.signature, world, n_microbatches, self.device, first, last, target_axis, why_whole(stages)
         )
         self.scaler = scaler
         self._sizes: list[int] = []  # of the micro-batches of this step
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
+        self._forms: dict[Any, list[BorderForm]] = {}  # of stages cut along the module tree
         # Every border is checked now, so that nothing is refused in the middle of a step.
         for takes, _ in self._borders[1:]:
             for spec in takes:
@@ -198,7 +214,7 @@ class DistributedPipeline(RankStages):
             scale = float(self.scaler.scale(torch.ones((), device=self.device)))
         batch = agree(self._terms, args, kwargs, target, loss, scale)
         self._sizes = batch.sizes
-        borders, run = self._schedule(loss, batch.lengths)
+        borders, run = self._schedule(loss, batch)
         if loss is not None:
             self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
         losses: list[Tensor] = []
@@ -266,71 +282,68 @@ class DistributedPipeline(RankStages):
         if gradients and any(int(flag) for flag in flags.values()):
             gradients[0].view(-1)[:1] = float("inf")
 
-    def _schedule(
-        self, loss: MicrobatchLoss | None, lengths: Mapping[str, int]
-    ) -> tuple[Borders, ScheduleRun]:
+    def _schedule(self, loss: MicrobatchLoss | None, batch: AgreedBatch) -> tuple[Borders, ScheduleRun]:
         """The borders and torch's schedule for such batches; made once for each kind."""
-        key = (loss is not None, current_precision(self.device), tuple(sorted(lengths.items())))
-        if key not in self._built:
-            self._built.clear()  # the buffers of another length are not kept
-            borders = borders_under_autocast(self._stages, self._borders, lengths, self.device)
-            plan = RunPlan(
-                self.schedule_class,
-                self.parts,
-                borders,
-                self.signature.axis,
-                self.n_microbatches,
-                self.checkpoint,
-                self.device,
-                self.world.pipeline,
-            )
-            specs: Any = borders[-1][1]
+        kind = (current_precision(self.device), tuple(sorted(batch.lengths.items())))
+        key = (loss is not None, *kind)
+        if key in self._built:
+            return self._built[key]
+        self._built.clear()  # the buffers of another length are not kept
+        parts: Mapping[int, nn.Module] = self.parts
+        if any(isinstance(stage, TreeStage) for stage in self._stages):
+            try:
+                forms = self._find_forms(kind, batch)
+                borders = _tree_borders(forms, self.signature, batch.lengths)
+            except Exception as error:  # other replicas know nothing of it: all raise at the step's end
+                return self._borders, RefusedRun(None, Failure(error, "finding what crosses the borders"))
+            parts = {i: FlatStage(part, forms[i], forms[i + 1]) for i, part in parts.items()}  # type: ignore[arg-type]
+        else:
+            borders = borders_under_autocast(self._stages, self._borders, batch.lengths, self.device)
+        plan = RunPlan(
+            self.schedule_class,
+            parts,
+            borders,
+            self.signature.axis,
+            self.n_microbatches,
+            self.checkpoint,
+            self.device,
+            self.world.pipeline,
+        )
+        specs: Any = borders[-1][1]
 
-            def scaled(outputs: Sequence[Tensor], index: int) -> Tensor:
-                assert loss is not None
-                real = real_part(self.signature, specs, outputs, self._sizes[index])
-                return loss(self.signature.unflatten(real), index)
+        def scaled(outputs: Sequence[Tensor], index: int) -> Tensor:
+            assert loss is not None
+            real = real_part(self.signature, specs, outputs, self._sizes[index])
+            return loss(self.signature.unflatten(real), index)
 
-            self._built[key] = borders, build_run(plan, lengths, None if loss is None else scaled)
+        self._built[key] = borders, build_run(plan, batch.lengths, None if loss is None else scaled)
         return self._built[key]
 
-
-def _recomputed(checkpoint: bool | Collection[int | str], stages: StageSequence) -> frozenset[int]:
-    """The stages to compute again; modules that are named are told to their stages."""
-    chosen = range(len(stages)) if checkpoint is True else () if checkpoint is False else checkpoint
-    numbers = [i for i in chosen if isinstance(i, int)]
-    wrong = [i for i in numbers if i not in range(len(stages))]
-    if wrong:
-        raise PartitionError(f"checkpoint names stage {wrong[0]}; there are {len(stages)}")
-    names = [name for name in chosen if isinstance(name, str)]
-    if names:
-        recompute_modules(stages, names)
-    return frozenset(numbers)
+    def _find_forms(self, kind: Any, batch: AgreedBatch) -> list[BorderForm]:
+        """What crosses between stages of modules, found once for each length and precision."""
+        if kind not in self._forms:
+            inputs: list[Tensor] = []
+            if self.is_first:
+                inputs = first_part(self.signature, batch.tensors, self.n_microbatches)
+            with self.world.watched("between steps"):
+                self._forms[kind] = find_forms(self.parts, self.stage_ranks, inputs, self.world, self.device)
+        return self._forms[kind]
 
 
-def _whole(stages: StageSequence) -> str:
-    """Why a micro-batch may not be filled up with copies of a sample; empty if it may."""
-    for i, stage in enumerate(stages):
-        if not isinstance(stage, Stage):
-            continue
-        for name in sorted(stage.form.states.keys() & stage.form.written):
-            state = stage.form.states[name]
-            return f"stage {i} updates {state}, which copies that fill it up would enter"
-    signature = stages.signature
-    for spec in signature.outputs:
-        if isinstance(spec, TensorSpec) and not signature.splits(spec):
-            return f"output {spec} has no batch, so copies that fill it up could not be taken off again"
-    return ""
-
-
-def _refuse_mean_inside(stages: StageSequence) -> None:
-    node = next((n for n in map(mean_inside, stages) if n is not None), None)
-    if node is not None:
-        raise PartitionError(
-            f"the model computes a mean over tokens itself ({node}), and micro-batches may average over"
-            " different numbers of them: give loss_weight=, a function of a micro-batch's target (with"
-            " target=labels, say lambda labels: (labels != -100).sum()), or loss_weight='equal'"
-        )
+def _tree_borders(
+    forms: Sequence[BorderForm], signature: CallSignature, lengths: Mapping[str, int]
+) -> Borders:
+    """The borders of stages of modules; the answer's tensors are those of the signature, as found."""
+    last = len(forms) - 1
+    wanted = [s for s in signature.outputs if isinstance(s, TensorSpec)]
+    answer = tuple(
+        as_found(spec, found.sizes({}), found.dtype, lengths, last - 1)
+        for spec, found in zip(wanted, forms[-1].tensors, strict=True)
+    )
+    for spec in (spec for form in forms[1:last] for spec in form.tensors):
+        wire_spec(spec, lengths)  # refuses what cannot travel
+    sides = [signature.tensors, *(form.tensors for form in forms[1:last]), answer]
+    return list(pairwise(sides))
 
 
 @contextmanager
@@ -347,7 +360,5 @@ def _dense_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _border_specs(stage: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     form = getattr(stage, "form", None)
     if form is None:
-        raise PartitionError(
-            "stages cut along the module tree run in one process only; see stages.report.reason"
-        )
+        return (), ()  # of modules: found when they first run
     return form.takes, form.gives

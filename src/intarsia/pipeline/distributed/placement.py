@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
 
@@ -62,7 +63,9 @@ def stage_ranks(stages: int, world: int, kind: Any) -> list[int]:
 
 
 def placed(stage: nn.Module, device: torch.device) -> nn.Module:
-    """The stage on a device."""
+    """The stage on a device; a compiled one is where it was compiled for."""
+    if isinstance(stage, CompiledStage):
+        return stage
     return stage.to_device(device) if isinstance(stage, Stage) else stage.to(device)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.signature import TensorSpec
 
 Specs = tuple[TensorSpec | str, ...]
@@ -43,6 +44,10 @@ def borders_under_autocast(
     """
     if current_precision(device) is None:
         return borders
+    if any(isinstance(stage, CompiledStage) for stage in stages):
+        raise PartitionError(
+            "compiled stages compute in the precision they were compiled in; call without autocast"
+        )
     found: Borders = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), uncached_autocast(device):
         values = [_fake(spec, lengths, device) for spec in borders[0][0]]
@@ -50,7 +55,8 @@ def borders_under_autocast(
         for i, (stage, (_, gives)) in enumerate(zip(stages, borders, strict=True)):
             values = _run(stage, values, mode, device)
             gives = tuple(
-                _as_found(spec, value, lengths, i) for spec, value in zip(gives, values, strict=True)
+                as_found(spec, value.shape, value.dtype, lengths, i) if isinstance(spec, TensorSpec) else spec
+                for spec, value in zip(gives, values, strict=True)
             )
             found.append((takes, gives))
             takes = gives
@@ -75,11 +81,10 @@ def _run(
     return list(torch.func.functional_call(stage, fakes, tuple(values), tie_weights=False))
 
 
-def _as_found(
-    spec: TensorSpec | str, value: torch.Tensor, lengths: Mapping[str, int], stage: int
-) -> TensorSpec | str:
-    if isinstance(spec, str):
-        return spec
-    if tuple(value.shape) != spec.sizes(lengths):
-        raise PartitionError(f"stage {stage} gives {tuple(value.shape)} for {spec}")
-    return replace(spec, dtype=value.dtype)
+def as_found(
+    spec: TensorSpec, shape: Sequence[int], dtype: torch.dtype, lengths: Mapping[str, int], stage: int
+) -> TensorSpec:
+    """A value that crosses as it was found by running the stage; its shape must be the expected one."""
+    if tuple(shape) != spec.sizes(lengths):
+        raise PartitionError(f"stage {stage} gives {tuple(shape)} for {spec}")
+    return replace(spec, dtype=dtype)

@@ -28,7 +28,8 @@ class RankStages:
         world: World,
         device: torch.device,
     ) -> None:
-        self.parts, self.keys, self.ties = dict(parts), frozenset(keys), tuple(ties)
+        # The keys of the plain model's `state_dict`, in its order.
+        self.parts, self.keys, self.ties = dict(parts), dict.fromkeys(keys), tuple(ties)
         self.stage_ranks, self.world, self.device = list(stage_ranks), world, device
         self.rank = world.rank
 
@@ -42,13 +43,21 @@ class RankStages:
         return list(dict.fromkeys(p for part in self.parts.values() for p in part.parameters()))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, each once, by the plain model's names."""
-        found: dict[str, nn.Parameter] = {}
-        for part in self.parts.values():
-            for name, parameter in part.named_parameters():
-                if not any(parameter is p for p in found.values()):
-                    found[name] = parameter
-        return found
+        """This rank's parameters, each once, by the plain model's names.
+
+        A tied one goes by the first of its names in the plain model, whatever the cut.
+        """
+        named = self._all_names()
+        place = {key: i for i, key in enumerate(self.keys)}
+        first: dict[int, str] = {}
+        for name in sorted(named, key=lambda n: place.get(n, len(place))):
+            first.setdefault(id(named[name]), name)
+        return {first[id(p)]: p for p in self.parameters()}
+
+    def _all_names(self) -> dict[str, nn.Parameter]:
+        """Every name of every parameter of this rank."""
+        parts = self.parts.values()
+        return {n: p for part in parts for n, p in part.named_parameters(remove_duplicate=False)}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the plain model's `state_dict`."""
@@ -92,13 +101,15 @@ class RankStages:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, which is the plain model's; returns it."""
-        counted = [p for n, p in self.named_parameters().items() if self._counts(n)]
+        counted = [p for p in self.parameters() if self._counts(p)]
         group = self.world.pipeline  # the replicas' gradients are the same
         return clip_by_global_norm(self.parameters(), counted, max_norm, norm_type, group, self.device)
 
-    def _counts(self, name: str) -> bool:
+    def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the first that holds a parameter."""
-        holders = (min(self.stage_ranks[s] for s in tie.stages) for tie in self.ties if tie.name == name)
+        named = self._all_names()
+        ties = (tie for tie in self.ties if named.get(tie.name) is parameter)
+        holders = (min(self.stage_ranks[s] for s in tie.stages) for tie in ties)
         return next(holders, self.rank) == self.rank
 
     @property

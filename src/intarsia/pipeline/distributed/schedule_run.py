@@ -54,6 +54,14 @@ class ScheduleRun:
         return list(self.outputs)
 
 
+class RefusedRun(ScheduleRun):
+    """A step that could not be prepared: it does nothing, and its failure is raised at its end."""
+
+    def step(self, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
+        """Nothing."""
+        return []
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """What a schedule is built from: stages by number, borders, and how they are to run."""

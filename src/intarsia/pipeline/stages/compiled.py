@@ -12,16 +12,19 @@ from torch.export import Dim
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
-from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.stage import Stage, StageForm
 
 
 class CompiledStage(nn.Module):
     """A stage run by engines; its values keep their order, and always come as a tuple."""
 
-    def __init__(self, program: nn.Module) -> None:
+    def __init__(self, program: nn.Module, form: StageForm | None) -> None:
         super().__init__()
         self.program = program
         self.training = False
+        object.__setattr__(self, "form", form)
+
+    form: StageForm | None  # what the stage takes and gives, where it was cut out of a graph
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """The next border's values."""
@@ -38,28 +41,56 @@ def compile_stages(
     stages.check_memory()
     values: Sequence[Any] = stages.signature.flatten(args, kwargs)
     stages.signature.lengths(values)
+    more = _one_sample_more(stages, values)
     parts: list[nn.Module] = []
     for i, stage in enumerate(stages):
         if not all(isinstance(v, torch.Tensor) for v in values):
             raise PartitionError(f"stage {i} takes a number from an earlier stage; engines take tensors only")
         with torch.no_grad():
             following = stage(*values)
-        shapes = _open_sizes(stage, stages.signature)
-        parts.append(CompiledStage(compile_module(stage, tuple(values), dynamic_shapes=shapes, **options)))
+        form = stage.form if isinstance(stage, Stage) else None
+        shapes = _grown_sizes(values, more[i]) if form is None else _open_sizes(form, stages.signature)
+        made = compile_module(stage, tuple(values), dynamic_shapes=shapes, **options)
+        parts.append(CompiledStage(made, form))
         values = following
     return parts
 
 
-def _open_sizes(stage: nn.Module, signature: CallSignature) -> Any:
+def _one_sample_more(stages: StageSequence, values: Sequence[Any]) -> list[Sequence[Any]]:
+    """What each stage of modules takes if the batch has one sample more; empty for stages of graphs."""
+    if all(isinstance(stage, Stage) for stage in stages):
+        return []
+    signature = stages.signature
+    grown: Sequence[Any] = [
+        v if axis is None else torch.cat([v, v.narrow(axis, 0, 1)], axis)
+        for v, axis in zip(values, map(signature.axis, signature.tensors), strict=True)
+    ]
+    found = []
+    with torch.no_grad():
+        for stage in stages:
+            found.append(grown)
+            grown = stage(*grown)
+    return found
+
+
+def _grown_sizes(values: Sequence[Any], more: Sequence[Any]) -> Any:
+    """The sizes that differ with one sample more, as `torch.export` takes them; None where none does."""
+    shapes = [
+        {i: Dim.AUTO for i in range(a.ndim) if a.shape[i] != b.shape[i]}
+        for a, b in zip(values, more, strict=True)
+    ]
+    return (tuple(shapes),) if any(shapes) else None
+
+
+def _open_sizes(form: StageForm, signature: CallSignature) -> Any:
     """The sizes that the capture left open, as `torch.export` takes them; None where all are fixed."""
-    takes = stage.form.takes if isinstance(stage, Stage) else ()
     dims: dict[str, Any] = {}
     for name, (low, high) in signature.ranges.items():
         if name.isidentifier():
             dims[name] = Dim(name, min=low, max=high) if high < 2**31 else Dim(name, min=low)
     shapes = [
         {i: dims.get(str(dim), Dim.AUTO) for i, dim in enumerate(spec.shape) if isinstance(dim, str)}
-        for spec in takes
+        for spec in form.takes
         if isinstance(spec, TensorSpec)
     ]
     return (tuple(shapes),) if any(shapes) else None

@@ -10,9 +10,9 @@ from torch import nn
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
+from intarsia.pipeline.stages.borrowed import place_stages
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
-from intarsia.pipeline.stages.stage import Stage
 
 
 class Pipelined(StageSequence):
@@ -30,9 +30,8 @@ class Pipelined(StageSequence):
         devices = [torch.device(d) for d in rest.pop("devices", ["cpu"] * len(stages))]
         if len(devices) != len(stages):
             raise PartitionError(f"{len(stages)} stages need as many devices, not {len(devices)}")
-        for stage, device in zip(stages, devices, strict=True):
-            if isinstance(stage, Stage):
-                stage.to_device(device)
+        self.borrowed = place_stages(list(stages), stages.tied, devices)
+        self.tied = stages.tied
         steps = [_Spread(stage) for stage in stages]
         signature = stages.signature
         steps[0].entering = tuple(_axis(signature, spec) for spec in signature.tensors)
@@ -57,6 +56,8 @@ class Pipelined(StageSequence):
             t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)
             for t, a in zip(tensors, axes, strict=True)
         ]
+        for weight in self.borrowed:
+            weight.refresh()
         made = self.engine(tuple(given))
         specs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
         return self.signature.unflatten(
@@ -108,8 +109,6 @@ class _Spread(nn.Module):
             pairs = zip(values, self.entering, strict=True)
             values = tuple(v[0] if axis is None else v.movedim(0, axis) if axis else v for v, axis in pairs)
         answer: tuple[Any, ...] = self.stage(*values)
-        if self.leaving:  # a model cut along its modules may answer None beside its tensors
-            answer = tuple(v for v in answer if isinstance(v, torch.Tensor))
         if any(self.leaving):
             answer = tuple(v.movedim(a, 0) for v, a in zip(answer, self.leaving, strict=True))
         return answer

@@ -12,57 +12,24 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from intarsia.errors import CaptureError, InputError
+from intarsia.errors import CaptureError
 from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.line import Line
-from intarsia.graph.piece import Piece
 from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.stages.batch import BatchDims, batch_axes
-from intarsia.pipeline.stages.graft import graft_module, graft_tensor
+from intarsia.pipeline.stages.chance import trace_without_chance
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 from intarsia.pipeline.stages.tied import find_tied
+from intarsia.pipeline.stages.token_means import TokenMeans
+from intarsia.pipeline.stages.tree_stage import TreeStage, keep_the_rest, note_writes
 from intarsia.pipeline.stages.trial import trial
 
 _ENOUGH = 4  # modules a stage, so that the balance has something to choose from
 
 Choose = Callable[[Line, Sequence[Cost], Sequence[float]], list[int]]
 """Gives the places to cut a line at, by its costs and the price of each place."""
-
-
-class TreeStage(nn.Module):
-    """A stage that calls the model's own modules, which keep their names."""
-
-    def __init__(self, piece: Piece, root: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        super().__init__()
-        object.__setattr__(self, "graph", piece.graph)
-        self.arguments = tuple(node.name for node in piece.inputs)
-        self.results = tuple(node.name for node in piece.outputs)
-        self.input_names, self.output_names = tuple(inputs), tuple(outputs)
-        self.captured_training = root.training
-        for node in piece.graph.nodes:
-            if node.op == "call_module":
-                graft_module(self, str(node.target), root.get_submodule(str(node.target)))
-            elif node.op == "get_attr":
-                _share(self, str(node.target), root)
-        self.training = root.training
-
-    graph: fx.Graph
-
-    def forward(self, *values: Any) -> tuple[Any, ...]:
-        """Compute the values of the next border from those of the last one."""
-        if self.training != self.captured_training:
-            raise InputError(
-                "this stage was cut in the other mode; split the model again after train() or eval()"
-            )
-        known = dict(zip(self.input_names, values, strict=True))
-        made = fx.Interpreter(self, graph=self.graph).run(*(known[name] for name in self.arguments))
-        known.update(zip(self.results, made, strict=True))
-        return tuple(known[name] for name in self.output_names)
-
-    def extra_repr(self) -> str:
-        """The border values on both sides."""
-        return f"({', '.join(self.input_names)}) -> ({', '.join(self.output_names)})"
 
 
 def split_tree(
@@ -86,13 +53,18 @@ def split_tree(
     tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
     graph = _trace(model, bound, tensors, stages * _ENOUGH, reason)
     recorder = _Recorder(model, graph, timed=by == "time")
+    owners = owned_buffers(model)
+    identity = {(id(module), name): id(module._buffers[name]) for module, name in owners}
+    snapshot = BufferSnapshot.take(owners)
     with trial(model):
         recorder.run(*tensors.values())
+        changed = {identity[id(module), name] for module, name in snapshot.changed().owners}
     line = Line(graph, (), (), lambda node: False)
     costs = [recorder.costs.get(n, Cost()) for n in line.nodes]
     prices = [float(size) for size in line.crossing_bytes]
     cuts = choose(line, costs, prices)
-    parts = _build(model, graph, line, cuts)
+    parts = _build(model, graph, line, cuts, recorder.means)
+    note_writes(parts, changed)
     bounds = [0, *cuts, len(line.nodes)]
     report = SplitReport(
         "modules",
@@ -165,7 +137,7 @@ def _attempt(
     model: nn.Module, opened: set[str], fixed: Mapping[str, Any], tensors: Sequence[str]
 ) -> fx.Graph | str:
     try:
-        graph = _Tracer(opened, fixed, tensors).trace(model)
+        graph = trace_without_chance(lambda: _Tracer(opened, fixed, tensors).trace(model))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if any(n.op == "get_attr" and "_tensor_constant" in str(n.target) for n in graph.nodes):
@@ -180,9 +152,13 @@ class _Recorder(fx.Interpreter):
         super().__init__(model, graph=graph)
         self.timed = timed
         self.costs: dict[fx.Node, Cost] = {}
+        self.means: list[str] = []  # calls that average over tokens themselves
 
     def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+        with TokenMeans() as seen:
+            value = super().run_node(n)
+        if seen.found:
+            self.means.append(n.name)
         if n.op == "call_module":
             module = self.fetch_attr(str(n.target))
             weights = sum(p.numel() * p.element_size() for p in module.parameters())
@@ -218,30 +194,21 @@ def _bytes(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _build(model: nn.Module, graph: fx.Graph, line: Line, cuts: Sequence[int]) -> list[TreeStage]:
+def _build(
+    model: nn.Module, graph: fx.Graph, line: Line, cuts: Sequence[int], means: Sequence[str]
+) -> list[TreeStage]:
     pieces = pieces_at(fx.GraphModule(model, graph), line, cuts)
     (answer,) = next(iter(reversed(graph.nodes))).args
     results = [v for v in pytree.tree_leaves(answer) if isinstance(v, fx.Node)]
     parts = []
     for piece, (takes, gives) in zip(pieces, relayed(pieces, line.inputs, results), strict=True):
         parts.append(TreeStage(piece, model, [n.name for n in takes], [n.name for n in gives]))
-    _keep_the_rest(model, parts)
+    keep_the_rest(model, parts)
+    for part in parts:
+        here = {node.name for node in part.graph.nodes}
+        part.mean_node = next((n for n in means if n in here), None)
+    parts[-1].answer = tuple(leaf for node in results for leaf in pytree.tree_leaves(node.meta["val"]))
     return parts
-
-
-def _keep_the_rest(model: nn.Module, parts: Sequence[TreeStage]) -> None:
-    """Parameters and buffers that no call uses stay with the first stage."""
-    known = {name for part in parts for name in [*dict(part.named_parameters()), *dict(part.named_buffers())]}
-    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in known:
-            _share(parts[0], name, model)
-
-
-def _share(stage: nn.Module, name: str, model: nn.Module) -> None:
-    """Let the stage hold a tensor of the model."""
-    path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(path)
-    graft_tensor(stage, name, getattr(owner, leaf), leaf not in owner._non_persistent_buffers_set)
 
 
 def _bind(
@@ -270,7 +237,8 @@ def _bind(
                 f"the model can be cut neither by its graph ({reason}) nor by its modules"
                 f" (nested inputs: {name} is a {type(value).__name__})"
             )
-    return found
+    # In the order of the call, as its tensors will come.
+    return {name: found[name] for name in [*list(found)[: len(args)], *(kwargs or {})]}
 
 
 def _signature(

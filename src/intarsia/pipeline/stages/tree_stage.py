@@ -1,0 +1,116 @@
+"""A stage of a model that is cut between the calls of its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from intarsia.errors import InputError
+from intarsia.graph.piece import Piece
+from intarsia.pipeline.gpipe.checkpoint import is_recomputing
+from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
+from intarsia.pipeline.stages.graft import graft_module, graft_tensor
+
+
+class TreeStage(nn.Module):
+    """A stage that calls the model's own modules, which keep their names.
+
+    The values at its borders may be anything. The last stage gives the tensors of the model's answer; what is
+    no tensor in it is fixed by the example, and a call that would answer otherwise is refused.
+    """
+
+    def __init__(self, piece: Piece, root: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__()
+        object.__setattr__(self, "graph", piece.graph)
+        self.arguments = tuple(node.name for node in piece.inputs)
+        self.results = tuple(node.name for node in piece.outputs)
+        self.input_names, self.output_names = tuple(inputs), tuple(outputs)
+        self.captured_training = root.training
+        self.mean_node: str | None = None  # the call that averages over tokens itself
+        self.writes = False  # whether the example changed a buffer
+        self.answer: tuple[Any, ...] | None = None  # of the last stage: the example's leaves
+        for node in piece.graph.nodes:
+            if node.op == "call_module":
+                graft_module(self, str(node.target), root.get_submodule(str(node.target)))
+            elif node.op == "get_attr":
+                share(self, str(node.target), root)
+        self.training = root.training
+
+    graph: fx.Graph
+    # A module may use a weight in several places without showing it.
+    reuses_weights = True
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        """Compute the values of the next border from those of the last one."""
+        if self.training != self.captured_training:
+            raise InputError(
+                "this stage was cut in the other mode; split the model again after train() or eval()"
+            )
+        known = dict(zip(self.input_names, values, strict=True))
+        with self._running():
+            made = fx.Interpreter(self, graph=self.graph).run(*(known[name] for name in self.arguments))
+        known.update(zip(self.results, made, strict=True))
+        given = tuple(known[name] for name in self.output_names)
+        return given if self.answer is None else _tensors(given, self.answer)
+
+    def _running(self) -> AbstractContextManager[None]:
+        """Statistics were updated the first time; running again must leave them alone."""
+        if not (self.writes and is_recomputing()):
+            return nullcontext()
+        return BufferSnapshot.take(owned_buffers(self)).replayed()
+
+    def extra_repr(self) -> str:
+        """The border values on both sides."""
+        return f"({', '.join(self.input_names)}) -> ({', '.join(self.output_names)})"
+
+
+def _tensors(given: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    leaves = pytree.tree_leaves(given)
+    if len(leaves) != len(answer):
+        raise InputError(
+            f"the model answers with {len(leaves)} values; with the example it was {len(answer)}"
+        )
+    for leaf, example in zip(leaves, answer, strict=True):
+        if isinstance(leaf, torch.Tensor) != isinstance(example, torch.Tensor):
+            raise InputError(f"the model answers {leaf!r} where the example's answer was {example!r}")
+        if not isinstance(leaf, torch.Tensor) and leaf is not example and leaf != example:
+            raise InputError(
+                f"the model answers {leaf!r}, no tensor, where the example's answer was {example!r}; what is"
+                " no tensor is fixed when the model is cut: return a tensor"
+            )
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def share(stage: nn.Module, name: str, model: nn.Module) -> None:
+    """Let the stage hold a tensor of the model."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    graft_tensor(stage, name, getattr(owner, leaf), leaf not in owner._non_persistent_buffers_set)
+
+
+def keep_the_rest(model: nn.Module, parts: Sequence[TreeStage]) -> None:
+    """Let the first stage hold what no call uses, and every stage know its parameters by all their names."""
+    known = {name for part in parts for name in [*dict(part.named_parameters()), *dict(part.named_buffers())]}
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in known:
+            share(parts[0], name, model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for part in parts:
+        here = dict(part.named_parameters(remove_duplicate=False))
+        for parameter in dict.fromkeys(here.values()):
+            for name in names.get(id(parameter), ()):
+                if name not in here:
+                    share(part, name, model)
+
+
+def note_writes(parts: Sequence[TreeStage], changed: Collection[int]) -> None:
+    """Tell the stages whether they hold one of the buffers that the example changed, given by their ids."""
+    for part in parts:
+        part.writes = any(id(b) in changed for b in part.buffers())
