@@ -204,7 +204,9 @@ class _GuardedStage(PipelineStage):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """The gradients for the stage before this one on this rank; none without a backward pass."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take the gradients of the stage after this one on this rank; none without a backward pass."""

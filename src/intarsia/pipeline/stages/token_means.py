@@ -12,7 +12,7 @@ _MEANS = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 _MEAN = 1  # how aten writes reduction="mean"
 
 
-class TokenMeans(TorchDispatchMode):
+class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether a mean of negative log likelihoods is computed while it is active.
 
     >>> with TokenMeans() as seen:
@@ -22,7 +22,7 @@ class TokenMeans(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = False
 
     def __torch_dispatch__(
