@@ -160,9 +160,11 @@ class Skips(nn.Module):
 
     def __init__(self, draw):
         super().__init__()
-        self.blocks, self.draw = nn.ModuleList([Moody(3) for _ in range(4)]), draw
+        self.first, self.draw = Moody(3), draw
+        self.blocks = nn.ModuleList([Moody(3) for _ in range(4)])
 
     def forward(self, x):
+        x = self.first(x)
         for block in self.blocks:
             if self.draw() < 0.5:
                 x = block(x)
