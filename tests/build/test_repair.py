@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.partition.graphs import Lgamma, equal, lower, refuse, run_pieces
 from torch import nn
 
-from intarsia.build.repair import bisect_failure, repair
+from intarsia.build.repair import MOST_BUILT, bisect_failure, repair
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract
 from intarsia.partition.advice import advise
@@ -35,6 +35,19 @@ def test_offenders_cost_log_n_builds_each(size: int, wanted: set[int]) -> None:
     blamed = bisect_failure(list(range(size)), fails)
     assert blamed == {number: f"{number} is bad" for number in offenders}
     assert builds <= 1 + len(offenders) * (math.ceil(math.log2(max(2, size))) + 1)
+
+
+def test_a_run_that_fails_everywhere_leaves_after_a_while() -> None:
+    """Activations that grow from block to block trip a guard of each: a build each would take minutes."""
+    built: list[int] = []
+
+    def fails(some: list[int]) -> str | None:
+        built.append(len(some))
+        return "too large" if any(number % 5 == 0 and number > 300 for number in some) else None
+
+    blamed = bisect_failure(list(range(1000)), fails)
+    assert min(blamed) == 305 and {number for number in range(301, 1000) if number % 5 == 0} <= set(blamed)
+    assert sum(built) < MOST_BUILT + 12 * 1000
 
 
 def test_nodes_that_fail_only_together_lose_the_later_one() -> None:

@@ -18,26 +18,34 @@ from intarsia.partition.table import PYTORCH, SupportTable
 from intarsia.partition.units import Units, find_recomputable, find_units
 
 T = TypeVar("T")
+MOST_BUILT = 10_000  # nodes, in all builds to find those that one segment fails on
 
 
-def bisect_failure(nodes: Sequence[T], fails: Callable[[Sequence[T]], str | None]) -> dict[T, str]:
+def bisect_failure(
+    nodes: Sequence[T], fails: Callable[[Sequence[T]], str | None], most: int = MOST_BUILT
+) -> dict[T, str]:
     """The nodes to blame when `nodes` fail to build together, each with the reason.
 
     `fails(some)` builds a run of neighbours out of `nodes` and gives the reason it failed, or None. Each
     offender is found with at most `log2(len(nodes)) + 2` builds: halving finds the shortest run from the
-    start that fails, and its last node is to blame; the search goes on behind it.
+    start that fails, and its last node is to blame; the search goes on behind it. When runs of
+    `most` nodes in all were built, it ends, and what is left is to blame: a run that fails in so many places
+    gains little on its engine.
 
     Example:
         >>> bisect_failure([1, 2, 3, 4], lambda some: "three" if 3 in some else None)
         {3: 'three'}
     """
     blamed: dict[T, str] = {}
-    start = 0
+    start = built = 0
     while start < len(nodes) and (reason := fails(nodes[start:])) is not None:
+        built += len(nodes) - start
+        if built > most and blamed:
+            return blamed | dict.fromkeys(nodes[start:], reason)
         passes, broken = start, len(nodes)  # nodes[start:passes] builds, nodes[start:broken] does not
         while broken - passes > 1:
             middle = (passes + broken) // 2
-            found = fails(nodes[start:middle])
+            found, built = fails(nodes[start:middle]), built + middle - start
             if found is None:
                 passes = middle
             else:
