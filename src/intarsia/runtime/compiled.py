@@ -25,6 +25,7 @@ from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
 from intarsia.runtime.call_structure import flat_arguments, split_spec, with_defaults
 from intarsia.runtime.fallback import WithFallback
+from intarsia.runtime.frozen_module import FrozenModule
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck, check_inputs
 from intarsia.runtime.ownership import Ownership, constants_of
@@ -43,7 +44,7 @@ GLOBAL_HOOKS = tuple(
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
 
 
-class Compiled(nn.Module):
+class Compiled(FrozenModule):
     """A model whose pieces run on engines; call it like the model it was made from.
 
     It computes what the model computes in evaluation, with the weights it had when it was compiled, and gives
@@ -331,44 +332,6 @@ class Compiled(nn.Module):
     def note(self, *told: str) -> None:
         """Add to what a user should know."""
         self._notes = (*self._notes, *told)
-
-    def train(self, mode: bool = True) -> Compiled:
-        """A compiled module computes what the model does in evaluation; `train()` is an error."""
-        if mode:
-            raise InputError(
-                "a compiled module gives no gradients and cannot be trained; train the model it was made"
-                " from, then compile that again"
-            )
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Compiled:
-        # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
-        kinds = {(tensor.dtype, tensor.device): tensor for tensor in self._state.values()}
-        for (dtype, device), tensor in kinds.items():
-            made = fn(tensor.new_empty((0,)))
-            if (made.dtype, made.device) != (dtype, device):
-                raise InputError(
-                    f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
-                    f" {made.dtype} on {made.device} and compile that"
-                )
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: tensor for name, tensor in self._state.items()})
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        error_messages = rest[-1]
-        for name, tensor in self._state.items():
-            given = state_dict.get(prefix + name)
-            if given is not None and not torch.equal(given.to(tensor), tensor):
-                error_messages.append(
-                    f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
-                    " model and compile that again"
-                )
-
-    def share_memory(self) -> Compiled:
-        """Engines hold memory of their own; an error that says what to do."""
-        raise InputError("engines hold memory of their own: save it, and load the file in every process")
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
