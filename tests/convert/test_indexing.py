@@ -175,7 +175,7 @@ def test_bags_of_open_length(engine: str, mode: str) -> None:
         (
             lambda x: torch.bucketize(x, BROKEN),
             (torch.randn(3),),
-            "a sorted sequence that holds NaN is not handled",
+            "boundaries that are not sorted, or hold NaN, are not handled",
         ),
         (
             lambda x, i, s: x.index_reduce(0, i, s, "mean"),

@@ -39,8 +39,8 @@ def assert_same(plain: nn.Module, piped: nn.Module) -> None:
 
 def threads_end(before: int) -> bool:
     """Whether the threads of pipelines that nothing holds any more end, so that only `before` are left."""
-    gc.collect()
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
+        gc.collect()  # again and again: a stage lets go of its last task when it has ended
         time.sleep(0.01)
     return threading.active_count() <= before
