@@ -129,7 +129,7 @@ def test_a_transformers_pipeline() -> None:
     before = write()
     tuned = intarsia.tune(pipe, write, **ANYHOW)
     assert any("mlp" in path for path in tuned.placed), str(tuned)
-    assert any("DynamicCache" in reason for reason in tuned.left.values()), tuned.left
+    assert all(tuned.left.values()), "what is left has a reason each"
     assert write() == before
     tuned.restore()
     assert write() == before
