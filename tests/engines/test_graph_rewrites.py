@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import fx, nn
 
 from intarsia.convert import registry
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, epilogues
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, epilogues, measured
 from intarsia.lower.generalize import lower_model
 
 aten = torch.ops.aten
@@ -206,3 +207,19 @@ def test_a_product_that_is_read_elsewhere_keeps_its_activation(monkeypatch: pyte
     assert apply_rewrites(lowered(Both(), torch.randn(2, 8)), ["activation_epilogues"]) == {
         "activation_epilogues": 0
     }
+
+
+def test_what_cannot_be_measured_is_told_and_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*given: object) -> tuple[str, ...]:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    monkeypatch.setattr(measured, "_key", lambda *given: "a graph on a GPU")
+    monkeypatch.setattr(measured, "_measured", full)
+    module = lowered(nn.ReLU(), torch.randn(3))
+    with pytest.warns(UserWarning, match="all are made: OutOfMemoryError: no room"):
+        assert measured.paying(module, ["merged_products"]) == ("merged_products",)
+    monkeypatch.setattr(measured, "_measured", lambda *given: ())
+    assert measured.paying(module, ["merged_products"]) == ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,23 +29,27 @@ def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     known = store.read().get(key)
     if isinstance(known, list) and all(name in names for name in known):
         return tuple(known)
-    kept = _measured(module, names)
+    try:
+        kept = _measured(module, names)
+    except RuntimeError as error:  # no room for it, or nothing that a CUDA graph can hold
+        said = next(iter(str(error).splitlines()), "")
+        warnings.warn(
+            f"rewrites could not be measured, so all are made: {type(error).__name__}: {said}", stacklevel=3
+        )
+        return tuple(names)
     store.update({key: list(kept)})
     return kept
 
 
 def _measured(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     kept: tuple[str, ...] = ()
-    try:
-        best = _recorded(module, kept)
-        for name in names:
-            if not apply_rewrites(own_copy(module), (*kept, name))[name]:
-                continue
-            tried = _recorded(module, (*kept, name))
-            if _ratio(tried, best) < PAYS:
-                kept, best = (*kept, name), tried
-    except (RuntimeError, torch.OutOfMemoryError):  # what cannot be recorded is not measured: all are made
-        return tuple(names)
+    best = _recorded(module, kept)
+    for name in names:
+        if not apply_rewrites(own_copy(module), (*kept, name))[name]:
+            continue
+        tried = _recorded(module, (*kept, name))
+        if _ratio(tried, best) < PAYS:
+            kept, best = (*kept, name), tried
     return kept
 
 
