@@ -129,7 +129,7 @@ def test_a_transformers_pipeline() -> None:
     before = write()
     tuned = intarsia.tune(pipe, write, **ANYHOW)
     assert any("mlp" in path for path in tuned.placed), str(tuned)
-    # Once something in the process has made the cache known to torch.export (`pipeline.split` does), it is not
+    # Once something in the process has made the cache known to torch.export (`split` does), it is not
     # the cache itself that forbids it, but that the decoder writes into it.
     assert tuned.left["model"] in ("it is given a DynamicCache", "it puts something into what it is given")
     assert write() == before
