@@ -29,7 +29,7 @@ def test_who_comes_first_takes_turns() -> None:
 
 def test_who_is_far_behind_leaves() -> None:
     log: list[str] = []
-    peers = {"quick": _sleeping(0.01, "quick", log), "slow": _sleeping(0.2, "slow", log)}
+    peers = {"quick": _sleeping(0.01, "quick", log), "slow": _sleeping(0.3, "slow", log)}
     took = race(peers, rounds=5, warmup=0, budget_s=20, drop=3.0)
     assert took["quick"].rounds == 5 and took["slow"].rounds == 1
 

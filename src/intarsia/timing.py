@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+_TELLS_S = 0.25  # a round this long is no hiccup of the machine: it tells by itself who is far behind
+_ROUNDS, _CHEAP_S = 3, 0.5  # rounds that show a spread are run on a spent budget, too, if they take so little
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -34,11 +37,13 @@ def race(
 ) -> dict[str, Timing]:
     """Time peers in turn, round by round, so that noise of the machine meets all alike.
 
-    A round that `budget_s` has no more time for does not begin, but for the first `least` ones.
+    A round that `budget_s` has no more time for does not begin, but for the first `least` ones, and the first
+    three where a round takes less than half a second: one hiccup of the machine must not decide.
     Fast calls are repeated within a round until they take about 2 ms, so that the clock does not show.
     With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
-    Whose quickest round is `drop` times the quickest of all leaves the race. A peer that raises leaves it
-    too, and is told in `failed`; without such a table its error is the caller's.
+    Who takes `drop` times as long as the quickest, by the quickest rounds and in most rounds, leaves the race,
+    after two of them or a long first one. A peer that raises leaves it too, and is told in `failed`; without such a table its error is
+    the caller's.
 
     >>> sorted(race({"a": lambda: None, "b": lambda: sum(range(10))}, rounds=2, warmup=1))
     ['a', 'b']
@@ -46,6 +51,7 @@ def race(
     began = _now()
     calls, repeats = dict(peers), dict.fromkeys(peers, 0)
     seconds: dict[str, list[float]] = {name: [] for name in peers}
+    behind = dict.fromkeys(peers, 0)  # in how many rounds
     for number in range(rounds):
         lap = _now()
         names = list(calls)
@@ -64,10 +70,16 @@ def race(
                     raise
                 failed[name] = error
                 del calls[name], seconds[name]
+        now_quickest = min((seconds[name][-1] for name in calls), default=0.0)
         quickest = min((min(seconds[name]) for name in calls), default=0.0)
-        calls = {name: call for name, call in calls.items() if min(seconds[name]) <= quickest * drop}
+        for name in list(calls):
+            behind[name] += seconds[name][-1] > now_quickest * drop
+            is_told = behind[name] > 1 or repeats[name] * seconds[name][-1] > _TELLS_S
+            if is_told and 2 * behind[name] > number + 1 and min(seconds[name]) > quickest * drop:
+                del calls[name]
         now = _now()
-        if not calls or (number + 1 >= least and now - began + (now - lap) > budget_s):
+        enough = least if now - lap > _CHEAP_S else max(least, _ROUNDS)
+        if not calls or (number + 1 >= enough and now - began + (now - lap) > budget_s):
             break
     return {
         name: Timing(statistics.median(took), min(took), len(took), tuple(took))

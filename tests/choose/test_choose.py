@@ -296,3 +296,22 @@ def test_throughput_is_measured_at_the_largest_batch_by_several_threads(
 def test_wishes_that_cannot_be_met(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         Measured(**wrong)
+
+
+def test_a_last_race_on_a_busy_machine_is_run_again(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = {"openvino": 1.0, "onnxruntime": 1.4, "pytorch": 5.0, "eager": 5.0}
+    races = Races(quiet)
+
+    def raced(calls: Mapping[str, Call], *rest: object, **more: object) -> dict[str, tuple[float, ...]]:
+        races.table = {"openvino": 117.0} if len(races.log) == 1 else quiet
+        return races(calls, *rest, **more)
+
+    monkeypatch.setattr(search, "race_plans", raced)
+    monkeypatch.setattr(search.Search, "_fits_a_race", lambda *_: True)
+    fast = _compile(model, Measured(budget_s=60, candidates=()))
+    assert [len(names) for names in races.log] == [4, len(races.log[1]), len(races.log[1])]
+    found = json.loads(fast.plan.to_json())["measured"]
+    times = {trial["name"]: trial["seconds"][0] for trial in found["trials"]}
+    assert found["chosen"] == "openvino" and times["openvino"] == 1.0 and times["onnxruntime"] == 1.4

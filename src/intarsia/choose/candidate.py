@@ -85,11 +85,21 @@ class Built:
         args, kwargs = sample.call
         return lambda: module(*args, **kwargs)
 
-    def trial(self, seconds: tuple[float, ...], *, final: bool) -> Trial:
-        """What is told of it once it was measured."""
+    def trial(self, seconds: tuple[float, ...], *, final: bool, before: Trial | None = None) -> Trial:
+        """What is told of it once it was measured; `before` is what an earlier race had shown."""
         own, count = self.candidate, len(self.module.plan)
+        quickest = min(*seconds, math.inf if before is None else before.quickest)
         return Trial(
-            own.name, count, seconds, self.build_s, self.shape, own.options, own.blocks, final, self.error
+            own.name,
+            count,
+            seconds,
+            self.build_s,
+            self.shape,
+            own.options,
+            own.blocks,
+            final,
+            self.error,
+            quickest,
         )
 
 

@@ -27,6 +27,7 @@ class Trial:
     blocks: tuple[str, ...] = ()
     final: bool = False
     error: float = 0.0  # end to end, where engines of shorter arithmetic take part
+    quickest: float = 0.0  # the quickest round of all races
 
     @property
     def median(self) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from intarsia.choose.findings import BlockCost, Findings, Trial
 
+_BUSY = 1.5  # a median so many times the quickest round says more of the machine than of the plan
+
 
 def findings_text(found: Findings) -> str:
     """The findings in lines, the quickest plan first, times in milliseconds."""
@@ -36,6 +38,8 @@ def _trials(found: Findings) -> Iterator[str]:
         count = f"{trial.segments} segment{'s' * (trial.segments != 1)}"
         ratio = f"{trial.median / best:.2f}x" if name != found.chosen else "chosen"
         dropped = "" if trial.final else ", not in the last race"
+        if trial.quickest and trial.median > _BUSY * trial.quickest:
+            dropped += f"; the machine was busy: its quickest round took {trial.quickest * 1e3:.3f}"
         yield f" {mark} {name:<{width}}  {_ms(trial.seconds)}  {ratio:>6}  {count}{dropped}"
 
 
