@@ -114,7 +114,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     print("float32, batch 1: seconds from model to callable")
     for name in zoo.names() if asked.all else asked.names or ["bert"]:
-        table = Table("model", "", "median s", "ratio")  # one a model: a run that is stopped has told something
+        table = Table("model", "", "median s", "ratio")  # one a model: a run that is stopped has told some
         if not asked.only_measured:
             against_export(name, not asked.small, asked.rounds, table)
         if asked.measured or asked.only_measured:

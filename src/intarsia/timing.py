@@ -41,9 +41,9 @@ def race(
     three where a round takes less than half a second: one hiccup of the machine must not decide.
     Fast calls are repeated within a round until they take about 2 ms, so that the clock does not show.
     With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
-    Who takes `drop` times as long as the quickest, by the quickest rounds and in most rounds, leaves the race,
-    after two of them or a long first one. A peer that raises leaves it too, and is told in `failed`; without such a table its error is
-    the caller's.
+    Who takes `drop` times as long as the quickest, by quickest rounds and in most rounds, leaves the race,
+    after two of them or a long first one. A peer that raises leaves it too, and is told in `failed`; without
+    such a table its error is the caller's.
 
     >>> sorted(race({"a": lambda: None, "b": lambda: sum(range(10))}, rounds=2, warmup=1))
     ['a', 'b']

@@ -35,9 +35,9 @@ class Entry:
 def winner(entries: Sequence[Entry]) -> Entry:
     """The plan to keep, a function of the measurements alone.
 
-    It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all. A plan
-    with fewer rounds than others left the race because it was far behind: it is not compared by rounds that
-    it was spared, in which the machine may have been busy.
+    It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all.
+    A plan with fewer rounds than others left the race because it was far behind: it is not compared by
+    rounds that it was spared, in which the machine may have been busy.
 
     >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.98, 1.11, 0.91, 0.98))]).name
     'one'
@@ -56,7 +56,8 @@ def winner(entries: Sequence[Entry]) -> Entry:
 def is_faster(one: Entry, other: Entry) -> bool:
     """Whether `one` beats `other` by more than the spread: in the median, and in three rounds of four.
 
-    By far in the median, most rounds are enough: of three, one may have met a hiccup of the machine. Rounds are compared pair by pair, since what slows the machine down slows both of a round.
+    By far in the median, most rounds are enough: of three, one may have met a hiccup of the machine.
+    Rounds are compared pair by pair, since what slows the machine down slows both of a round.
     """
     rounds = list(zip(one.seconds, other.seconds, strict=False))
     won = sum(ours < theirs for ours, theirs in rounds)
