@@ -1,4 +1,4 @@
-"""The example in docs/generation.md prints what it says."""
+"""The examples in docs/generation.md print what they say."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 
 
-def test_example() -> None:
+def test_examples() -> None:
     text = (Path(__file__).parents[2] / "docs" / "generation.md").read_text()
-    code, expected = re.search(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", text, re.S).groups()  # type: ignore[union-attr]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, {"__name__": "generation"})
-    assert printed.getvalue() == expected
+    examples = re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", text, re.S)
+    assert len(examples) == 2
+    for code, expected in examples:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, {"__name__": "generation"})
+        assert printed.getvalue() == expected

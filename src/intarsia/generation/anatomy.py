@@ -9,23 +9,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from intarsia.errors import InputError
+from intarsia.generation.source import Source, source_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # names that transformers gives masks of layers
+
+Heads = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (heads, size) of keys and values, by layer
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A decoder as one forward of it shows it."""
+    """A decoder as one forward of it shows it, with an encoder or without."""
 
-    heads: tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # (heads, size) of keys and values, by layer
+    heads: Heads
+    crossed: Heads  # of attention to an encoder's states; none without an encoder
     dtype: torch.dtype
     mask_dtype: torch.dtype  # booleans, or numbers that are added to scores
     device: torch.device
     windows: tuple[tuple[str, int | None], ...]  # each kind of layer there is, and how far it looks back
-    keeps: bool  # whether forward takes `logits_to_keep`
+    keeps: bool  # whether programs of prompts give logits of the last token alone
+    positioned: bool  # whether forward takes positions, else it counts what is in the cache
+    source: Source | None
     result: Callable[..., Any]  # the class of what forward returns
 
     @property
@@ -36,54 +48,70 @@ class Anatomy:
     def slides(self) -> bool:
         return any(window is not None for _, window in self.windows)
 
+    def named(self, argument: str) -> str:
+        """What forward calls an argument of the decoder."""
+        return argument if self.source is None else f"decoder_{argument}"
+
     def empty(self, rows: int, room: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of every layer, zeros, for so many tokens."""
+        return self._zeros(self.heads, rows, room)
 
+    def empty_crossed(self, rows: int, room: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of an encoder's states for every layer, zeros."""
+        return self._zeros(self.crossed, rows, room)
+
+    def _zeros(self, heads: Heads, rows: int, room: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         def zeros(heads: int, size: int) -> torch.Tensor:
             return torch.zeros(rows, heads, room, size, dtype=self.dtype, device=self.device)
 
-        return [(zeros(*keys), zeros(*values)) for keys, values in self.heads]
+        return [(zeros(*keys), zeros(*values)) for keys, values in heads]
 
 
-def anatomy_of(model: Any, max_length: int) -> Anatomy:
+def new_cache(model: Any) -> Cache:
+    """An empty cache, as `generate` makes it."""
+    config = model.config.get_text_config(decoder=True)
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return DynamicCache(config=config)
+    return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+
+
+def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> Anatomy:
     """Look at a model by running it on two tokens; InputError where it is none that can be served."""
     if not isinstance(model, nn.Module) or not hasattr(model, "generate") or not hasattr(model, "config"):
         raise InputError(
             f"compile_generation takes a transformers model that generates, not a {type(model).__name__}"
         )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise InputError(f"{type(model).__name__} is an encoder-decoder; only decoders are served yet")
     if model.training:
         raise InputError(f"{type(model).__name__} is in training; call eval() first")
     own: Any = model
     config = own.config.get_text_config(decoder=True)
-    takes = inspect.signature(model.forward).parameters
-    missing = [
-        name
-        for name in ("input_ids", "attention_mask", "position_ids", "past_key_values")
-        if name not in takes
-    ]
-    if missing:
-        raise InputError(f"forward of {type(model).__name__} takes no {missing[0]}")
     attention = getattr(config, "_attn_implementation", None)  # transformers has no public name for it
     if attention not in ("sdpa", "eager"):
         raise InputError(
             f"{type(model).__name__} runs the attention {attention!r}; served are 'sdpa' and 'eager'"
             " (model.set_attn_implementation)"
         )
-    _check_positions(own, config, max_length)
-    cache = DynamicCache(config=config)
+    source = source_of(own, max_length, max_source)
+    prefix = "" if source is None else "decoder_"
+    asked = ["past_key_values", *(prefix + name for name in ("input_ids", "attention_mask"))]
+    asked += ["position_ids"] if source is None else ["encoder_outputs"]
+    takes = inspect.signature(model.forward).parameters
+    if missing := [name for name in asked if name not in takes]:
+        raise InputError(f"forward of {type(model).__name__} takes no {missing[0]}")
+    _check_positions(own, config, source, max_length)
+    cache = new_cache(own)
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=own.device)
-        made = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True)
-    strange = {type(layer).__name__ for layer in cache.layers} - {
-        DynamicLayer.__name__,
-        DynamicSlidingWindowLayer.__name__,
-    }
-    if strange or made.past_key_values is not cache:
-        raise InputError(f"the cache of {type(model).__name__} has layers of kind {', '.join(strange)}")
+        given: dict[str, Any] = {prefix + "input_ids": ids, "past_key_values": cache}
+        if source is not None:
+            given["encoder_outputs"] = (ids.new_zeros(1, source.states, source.hidden, dtype=own.dtype),)
+        made = model(**given, use_cache=True, return_dict=True)
+    if made.past_key_values is not cache:
+        raise InputError(f"{type(model).__name__} does not fill the cache it is given")
+    layers = _layers(model, cache if source is None else cache.self_attention_cache)
+    crossed = [] if source is None else _layers(model, cache.cross_attention_cache)
     windows: dict[str, int | None] = {}
-    for layer in cache.layers:
+    for layer in layers:
         reach = getattr(layer, "sliding_window", None)
         windows[FULL if reach is None else SLIDING] = None if reach is None or reach >= max_length else reach
     if set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING}:
@@ -91,17 +119,28 @@ def anatomy_of(model: Any, max_length: int) -> Anatomy:
     if not any(windows.values()):
         windows = {FULL: None}  # no window is shorter than all there can be
     return Anatomy(
-        heads=tuple((_heads(layer.keys), _heads(layer.values)) for layer in cache.layers),
-        dtype=cache.layers[0].keys.dtype,
-        mask_dtype=torch.bool if attention == "sdpa" else cache.layers[0].keys.dtype,
-        device=cache.layers[0].keys.device,
+        heads=_heads(layers),
+        crossed=_heads(crossed),
+        dtype=layers[0].keys.dtype,
+        mask_dtype=torch.bool if attention == "sdpa" else layers[0].keys.dtype,
+        device=layers[0].keys.device,
         windows=tuple(windows.items()),
-        keeps="logits_to_keep" in takes,
+        keeps="logits_to_keep" in takes and source is None,
+        positioned=f"{prefix}position_ids" in takes,
+        source=source,
         result=type(made),
     )
 
 
-def _check_positions(model: Any, config: Any, max_length: int) -> None:
+def _layers(model: Any, cache: Any) -> list[Any]:
+    """Layers that were filled: a cache may be made with as many as the encoder has."""
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    if strange := {type(layer).__name__ for layer in cache.layers if type(layer) not in known}:
+        raise InputError(f"the cache of {type(model).__name__} has layers of kind {', '.join(strange)}")
+    return [layer for layer in cache.layers if layer.is_initialized]
+
+
+def _check_positions(model: Any, config: Any, source: Source | None, max_length: int) -> None:
     """InputError where the model has no such position, or where positions change with the length."""
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
     for kind in ("dynamic", "longrope"):
@@ -109,16 +148,23 @@ def _check_positions(model: Any, config: Any, max_length: int) -> None:
             raise InputError(
                 f"{type(model).__name__} has rotary embeddings of kind {kind!r}, which change with the length"
             )
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_target_positions", getattr(config, "max_position_embeddings", None))
     if model.device.type != "cpu" or limit is None or max_length <= limit:
         return  # a GPU does not live through an index out of range
     last = torch.full((1, 1), max_length - 1)
+    given: dict[str, Any] = {"input_ids": torch.zeros_like(last), "position_ids": last}
+    if source is not None:
+        states = torch.zeros(1, source.states, source.hidden, dtype=model.dtype)
+        given = {"decoder_input_ids": torch.zeros(1, max_length).long(), "encoder_outputs": (states,)}
     try:
         with torch.no_grad():
-            model(input_ids=torch.zeros_like(last), position_ids=last, use_cache=False)
+            model(**given, use_cache=False)
     except IndexError as error:
         raise InputError(f"max_length is {max_length}, and {type(model).__name__} ends at {limit}") from error
 
 
-def _heads(tensor: torch.Tensor) -> tuple[int, int]:
-    return int(tensor.shape[1]), int(tensor.shape[3])
+def _heads(layers: list[Any]) -> Heads:
+    def sizes(tensor: torch.Tensor) -> tuple[int, int]:
+        return int(tensor.shape[1]), int(tensor.shape[3])
+
+    return tuple((sizes(layer.keys), sizes(layer.values)) for layer in layers)

@@ -1,17 +1,31 @@
-"""Attention of one token to a cache and to itself, which reads the cache where it stands."""
+"""Attention as the compiled steps do it: of one token to a cache where it stands, and of a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
-NAME = "intarsia_token"
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")  # what `sdpa` of transformers does with these
+from intarsia.generation.masks import hidden
+
+TOKEN, PROMPT = "intarsia_token", "intarsia_prompt"
+_UNKNOWN = ("softcap", "s_aux", "head_mask")  # what `sdpa` of transformers does with these
+
+
+class Joined(NamedTuple):
+    """Keys or values that a cache holds, and those of the new token, not put into one tensor."""
+
+    past: torch.Tensor
+    new: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, heads, length, size = self.past.shape
+        return rows, heads, length + self.new.shape[2], size
 
 
 def token_attention(
@@ -22,41 +36,78 @@ def token_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Scores with the cache and with the token are put side by side, and the cache is not copied to do so.
 
-    Keys and values are pairs: what the cache holds, and the new token's. Heads that share keys are rows of
+    Keys and values are `Joined`, or those of an encoder's states alone. Heads that share keys are rows of
     one product, so that keys are not repeated for them either.
     """
-    if not isinstance(key, tuple) or not isinstance(value, tuple) or attention_mask is None or dropout:
-        raise NotImplementedError("attention to something else than a cache and a token")
-    if told := [name for name in _UNKNOWN if others.get(name) is not None]:
-        raise NotImplementedError(f"attention with {told[0]}")
-    (past_keys, new_keys), (past_values, new_values) = key, value
+    _check(dropout, others)
+    past_keys, past_values = (key.past, value.past) if isinstance(key, Joined) else (key, value)
     rows, heads, _, size = query.shape
     groups = past_keys.shape[1]
     scale = size**-0.5 if scaling is None else scaling
     asked = (query * scale).reshape(rows, groups, heads // groups, size)
-    scores = torch.cat(
-        [asked @ past_keys.transpose(2, 3), (asked * new_keys).sum(-1, keepdim=True)], -1
-    ).float()
-    scores = scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
+    scores = asked @ past_keys.transpose(2, 3)
+    if isinstance(key, Joined):
+        scores = torch.cat([scores, (asked * key.new).sum(-1, keepdim=True)], -1)
+    scores = scores.float()
+    if position_bias is not None:  # (rows or 1, heads, 1, keys)
+        scores = scores + position_bias.reshape(-1, groups, heads // groups, scores.shape[-1])
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
     shares = torch.softmax(scores, -1).to(query.dtype)
     room = past_keys.shape[2]
-    mixed = shares[..., :room] @ past_values + shares[..., room:] * new_values
+    if isinstance(key, Joined):
+        mixed = shares[..., :room] @ past_values + shares[..., room:] * value.new
+    else:
+        mixed = shares @ past_values
     return mixed.reshape(rows, heads, 1, -1).transpose(1, 2), None
 
 
+def prompt_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """`sdpa` of transformers, without its question whether there is more than one token."""
+    _check(dropout, others)
+    mask = attention_mask
+    if position_bias is not None:
+        mask = (
+            position_bias if mask is None else torch.where(mask, position_bias, hidden(position_bias.dtype))
+        )
+    made = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return made.transpose(1, 2), None
+
+
+def _check(dropout: float, others: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError("attention with dropout")
+    if told := [name for name in _UNKNOWN if others.get(name) is not None]:
+        raise NotImplementedError(f"attention with {told[0]}")
+
+
 @contextmanager
-def attending_to_tokens(model: Any) -> Iterator[None]:
-    """Within it, the model's attention is `token_attention`."""
+def attending(model: Any, kind: str) -> Iterator[None]:
+    """Within it, the model's attention is of the kind `TOKEN` or `PROMPT`."""
     before = model.config._attn_implementation  # transformers has no public name to read it by
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(kind)
     try:
         yield
     finally:
         model.set_attn_implementation(before)
 
 
-AttentionInterface.register(NAME, token_attention)
+AttentionInterface.register(TOKEN, token_attention)
+AttentionInterface.register(PROMPT, prompt_attention)

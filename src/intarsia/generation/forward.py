@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import inspect
-import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import EncoderDecoderCache
 
-from intarsia.errors import InputError, StaleWeightsError
 from intarsia.generation.anatomy import Anatomy
-from intarsia.generation.masks import attention_mask
+from intarsia.generation.call import Call, arguments, understood
+from intarsia.generation.encoder import EncoderForward
+from intarsia.generation.masks import attention_mask, source_mask
+from intarsia.generation.replaced import ReplacedForward
 from intarsia.generation.storage import StoredLayer, stored
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
-from intarsia.tuning.placed import PlacedForward
-
-_TAKEN = ("input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict")
-_IF_FALSE = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled for one number of rows: a prompt without and with padding, and a token."""
+    """Compiled for one number of rows: a prompt without and with masks, and a token.
+
+    After an encoder there is one program for prompts, which takes masks.
+    """
 
     prompt: Compiled | PartlyCompiled | None
     masked_prompt: Compiled | PartlyCompiled | None
@@ -35,91 +34,54 @@ class Programs:
 
 
 @dataclass(frozen=True)
-class _Call:
-    ids: torch.Tensor
-    mask: torch.Tensor | None
-    positions: torch.Tensor | None
-    cache: Cache
-    returns_dict: bool
+class _Memory:
+    """The layers of a cache in memory of fixed lengths, of tokens and of an encoder's states."""
+
+    tokens: list[StoredLayer]
+    states: list[StoredLayer]
+
+    def tensors(self) -> list[torch.Tensor]:
+        layers = [*self.tokens, *self.states]
+        return [store for layer in layers for store in (layer.key_store, layer.value_store)]
 
 
-class GeneratingForward(PlacedForward):
+class GeneratingForward(ReplacedForward):
     """The `forward` of a decoder: compiled programs for prompts and single tokens, else the model's own.
 
-    Both work on the same cache, which is a `DynamicCache` of transformers with layers in memory of a fixed
-    length; so a call that no program was compiled for may come at any time.
+    Both work on the same cache, which is a `DynamicCache` of transformers (after an encoder, a pair of them)
+    with layers in memory of a fixed length; so a call that no program was compiled for may come at any time.
     """
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, programs: Mapping[int, Programs], max_length: int
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        programs: Mapping[int, Programs],
+        max_length: int,
+        encoder: EncoderForward | None = None,
     ) -> None:
-        super().__init__(type(model).__name__, model, ())
+        super().__init__(type(model).__name__, model)
         self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
-        self.__signature__ = inspect.signature(self.own)  # `generate` asks what forward takes
-        self.__name__ = "forward"
+        self.encoder = encoder
         self.runs = {"prompt": 0, "token": 0, "own": 0}
-        self._like = {rows: anatomy.empty(rows) for rows in programs}
-        self._told: set[str] = set()
+        self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        told: str | None = None
-        if self.enabled and not self.module.training and not torch.is_grad_enabled() and not _autocast():
-            try:
-                if self._replaced():
-                    raise StaleWeightsError(f"a weight of {self.path} was replaced")
-                call = self._understood(args, kwargs)
-                made = call if isinstance(call, str) else self._answer(call)
-                if not isinstance(made, str):
-                    return made
-                told = made
-            except StaleWeightsError as error:
-                self.enabled, told = False, str(error)
-            except InputError as error:  # nothing was written to the cache yet
-                told = str(error)
-        self.runs["own"] += 1
-        kind = re.sub(r"\d+", "", told or "")  # one warning of a kind, not one for each token
-        if told is not None and kind not in self._told:
-            self.refused = told
-            self._told.add(kind)
-            warnings.warn(f"{self.path} runs in PyTorch for this call: {told}", stacklevel=2)
-        return self.own(*args, **kwargs)
+    def put(self) -> None:
+        super().put()
+        if self.encoder is not None:
+            self.encoder.put()
 
-    def _understood(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | str:
-        """The call in plain words; or why no program was compiled for it."""
-        try:
-            bound = self.__signature__.bind(*args, **kwargs)
-        except TypeError as error:
-            return str(error)  # the model's own forward raises it
-        given = dict(bound.arguments)
-        for name, parameter in self.__signature__.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given.update(given.pop(name, {}))
-        given = {name: value for name, value in given.items() if value is not None}
-        config: Any = self.module.config
-        for name in _IF_FALSE:
-            if given.pop(name, getattr(config, name, False)):
-                return f"{name} is asked for"
-        kept = given.pop("logits_to_keep", 0)
-        if strange := [name for name in given if name not in _TAKEN]:
-            return f"it is given {strange[0]}"
-        ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype != torch.long or not ids.numel():
-            return "it is given no input_ids of two dimensions"
-        if not (self.anatomy.keeps and isinstance(kept, int) and kept == 1) and ids.shape[1] != 1:
-            return "logits of the whole prompt are asked for"
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
-            return "its attention_mask has not two dimensions"
-        cache = given.get("past_key_values")
-        if cache is None:
-            if not given.get("use_cache", getattr(config, "use_cache", False)):
-                return "it uses no cache"
-            cache = DynamicCache(config=config.get_text_config(decoder=True))
-        elif not given.get("use_cache", True):
-            return "it is given a cache and use_cache=False"
-        returns_dict = bool(given.get("return_dict", getattr(config, "return_dict", True)))
-        return _Call(ids, mask, given.get("position_ids"), cache, returns_dict)
+    def take_out(self) -> None:
+        super().take_out()
+        if self.encoder is not None:
+            self.encoder.take_out()
 
-    def _answer(self, call: _Call) -> Any:
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = arguments(inspect.signature(self), self.module.config, args, kwargs)
+        call = given if isinstance(given, str) else understood(self.module, self.anatomy, given)
+        return call if isinstance(call, str) else self._answer(call)
+
+    def _answer(self, call: Call) -> Any:
         """What the model returns, from a program; or why none was compiled for the call."""
         rows, new = call.ids.shape
         programs = self.by_rows.get(rows)
@@ -146,26 +108,60 @@ class GeneratingForward(PlacedForward):
             positions = torch.arange(past, past + new, device=call.ids.device).expand(rows, new)
         elif positions.shape not in ((rows, new), (1, new)) or positions.dtype != torch.long:
             return f"its position_ids are {positions.dtype} {tuple(positions.shape)}"
-        feed = [call.ids.contiguous(), positions.expand(rows, new).contiguous()]
-        if new == 1:
-            program: Compiled | PartlyCompiled | None = programs.token
-        else:
-            program = (
-                programs.prompt if seen is None and programs.prompt is not None else programs.masked_prompt
-            )
-        if program is None:
-            return "it has padding, and compiled for is none (padding=True)"
-        layers = stored(call.cache, self.max_length, self._like[rows])
-        if isinstance(layers, str):
-            return layers
-        if any(layer.room != self.max_length for layer in layers):
-            return f"its cache was made for {layers[0].room} tokens, and compiled for are {self.max_length}"
+        memory = self._memory(call, rows)
+        if isinstance(memory, str):
+            return memory
+        is_prompt = new > 1 if self.anatomy.source is None else not memory.states[0].keys.shape[-2]
+        if is_prompt and past:
+            return f"its cache has {past} tokens, and none of the encoder's states"
+        if new > 1 and not is_prompt:
+            return f"it has {new} new tokens after an encoder's states in the cache"
+        program = programs.token
+        if is_prompt:
+            plain = seen is None and programs.prompt is not None
+            chosen = programs.prompt if plain else programs.masked_prompt
+            if chosen is None:
+                return "it has padding, and compiled for is none (padding=True)"
+            program = chosen
+        ids, positions = call.ids, positions.expand(rows, new)
+        if is_prompt and new == 1:  # programs take two tokens or more: a second one that the first cannot see
+            ids, positions = torch.cat([ids, ids], 1), torch.cat([positions, positions], 1)
+            seen = None if seen is None else torch.cat([seen, seen], 1)
+        feed = [ids.contiguous(), positions.contiguous()]
         if program is not programs.prompt:
-            feed += self._masks(seen, rows, past, new, None if new > 1 else self.max_length)
-        if new == 1:
-            feed += [store for layer in layers for store in (layer.key_store, layer.value_store)]
-        self.runs["token" if new == 1 else "prompt"] += 1
-        return self._finish(call, layers, program(*feed))
+            feed += self._masks(seen, rows, past, ids.shape[1], None if is_prompt else self.max_length)
+        if self.anatomy.source is not None:
+            read = self._source(call, memory, is_prompt)
+            if isinstance(read, str):
+                return read
+            feed += read
+        if not is_prompt:
+            feed += memory.tensors()
+        results = program(*feed)
+        self.runs["prompt" if is_prompt else "token"] += 1
+        return self._finish(call, memory, results)
+
+    def _memory(self, call: Call, rows: int) -> _Memory | str:
+        source, (like, like_states) = self.anatomy.source, self._like[rows]
+        wanted = [(call.cache, self.max_length, like)]
+        if source is not None:
+            if type(call.cache) is not EncoderDecoderCache:
+                return (
+                    f"the cache is a {type(call.cache).__name__}, and compiled for is an EncoderDecoderCache"
+                )
+            wanted = [
+                (call.cache.self_attention_cache, self.max_length, like),
+                (call.cache.cross_attention_cache, source.states, like_states),
+            ]
+        found: list[list[StoredLayer]] = []
+        for cache, room, alike in wanted:
+            layers = stored(cache, room, alike)
+            if isinstance(layers, str):
+                return layers
+            if any(layer.room != room for layer in layers):
+                return f"its cache was made for {layers[0].room} tokens, and compiled for are {room}"
+            found.append(layers)
+        return _Memory(found[0], found[1] if source is not None else [])
 
     def _masks(
         self, seen: torch.Tensor | None, rows: int, past: int, new: int, room: int | None
@@ -177,14 +173,42 @@ class GeneratingForward(PlacedForward):
             for _, window in self.anatomy.windows
         ]
 
-    def _finish(self, call: _Call, layers: list[StoredLayer], results: Any) -> Any:
+    def _source(self, call: Call, memory: _Memory, is_prompt: bool) -> list[torch.Tensor] | str:
+        """What a program takes of an encoder: for a prompt the states, and which of them are no padding."""
+        source, states = self.anatomy.source, call.encoded[0]
+        assert source is not None
+        count = int(states.shape[1] if is_prompt else memory.states[0].keys.shape[-2])
+        if count > source.states or (source.fixed and count != source.states):
+            return f"the encoder has {count} states, and compiled for are {source.states} (max_source)"
+        feed = [states.contiguous()] if is_prompt else []
+        if source.fixed:
+            return feed
+        seen = torch.ones(states.shape[0], count, dtype=torch.bool, device=self.anatomy.device)
+        if call.source_mask is not None:
+            seen = call.source_mask != 0
+            if seen.shape[1] != count:
+                return f"its attention_mask has {seen.shape[1]} states, and the cache {count}"
+            if not bool(seen.any(-1).all()):
+                return "a row of the encoder's states is padding throughout"
+        room = None if is_prompt else source.states
+        return [*feed, source_mask(seen, room=room, dtype=self.anatomy.mask_dtype)]
+
+    def _finish(self, call: Call, memory: _Memory, results: Any) -> Any:
         """Write the new slices into the cache's memory; give the model's kind of result."""
         logits, *slices = results
-        for layer, keys, values in zip(layers, slices[::2], slices[1::2], strict=True):
-            layer.append(keys, values)
-        made = self.anatomy.result(logits=logits, past_key_values=call.cache)
+        new, end = call.ids.shape[1], 2 * len(memory.tokens)
+        if not self.anatomy.keeps:
+            logits = logits[:, :new]
+            logits = logits[:, -call.kept :] if call.kept else logits
+        for layer, keys, values in zip(memory.tokens, slices[:end:2], slices[1:end:2], strict=True):
+            layer.append(keys[:, :, :new], values[:, :, :new])
+        if slices[end:]:  # a prompt after an encoder
+            for layer, keys, values in zip(memory.states, slices[end::2], slices[end + 1 :: 2], strict=True):
+                layer.append(keys, values)
+            call.cache.is_updated.update(dict.fromkeys(range(len(memory.states)), True))
+        of_encoder = {}
+        if call.encoded:
+            names = ("encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions")
+            of_encoder = dict(zip(names, call.encoded, strict=True))
+        made = self.anatomy.result(logits=logits, past_key_values=call.cache, **of_encoder)
         return made if call.returns_dict else made.to_tuple()
-
-
-def _autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from intarsia.generation.forward import GeneratingForward
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.partly import PartlyCompiled
 
 
 @dataclass(eq=False)
@@ -28,11 +30,13 @@ class Generation:
     def enable(self, on: bool = True) -> None:
         """Let the model run compiled, or as it is, for now."""
         self.forward.enabled = on
+        if self.forward.encoder is not None:
+            self.forward.encoder.enabled = on
 
     def restore(self) -> None:
         """Give the model its own forward back; compiled programs are let go."""
         self.forward.take_out()
-        self.forward.by_rows = {}
+        self.forward.by_rows, self.forward.encoder = {}, None
 
     def __enter__(self) -> Generation:
         return self
@@ -43,13 +47,16 @@ class Generation:
     def __str__(self) -> str:
         made = self.forward
         lines = [f"{made.path} generates compiled, up to {made.max_length} tokens"]
+        named: list[tuple[str, Compiled | PartlyCompiled | None]] = []
+        masked = "padded prompt"
+        if made.encoder is not None:
+            named = [("encoder", made.encoder.plain), ("encoder, padded", made.encoder.masked)]
+            masked = "prompt"
         for rows, programs in made.by_rows.items():
-            named = {
-                "prompt": programs.prompt,
-                "padded prompt": programs.masked_prompt,
-                "token": programs.token,
-            }
-            for name, program in named.items():
-                if program is not None:
-                    lines.append(f"  {rows} rows, {name}: on {', '.join(program.plan.engines)}")
+            named += [
+                (f"{rows} rows, prompt", programs.prompt),
+                (f"{rows} rows, {masked}", programs.masked_prompt),
+                (f"{rows} rows, token", programs.token),
+            ]
+        lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

@@ -34,7 +34,27 @@ def attention_mask(
         attends = seen.new_zeros(rows, 1, total - past, room + total - past)
         attends[..., :past] = inner[..., :past]
         attends[..., room:] = inner[..., past:]
+    return _as(attends, dtype)
+
+
+def source_mask(seen: torch.Tensor, *, room: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Which of an encoder's states are attended to, of shape (rows, 1, 1, states or room).
+
+    >>> source_mask(torch.tensor([[True, False]]), room=4, dtype=torch.bool).int().tolist()
+    [[[[1, 0, 0, 0]]]]
+    """
+    if room is not None:
+        seen = torch.nn.functional.pad(seen, (0, room - seen.shape[1]), value=False)
+    return _as(seen[:, None, None], dtype)
+
+
+def hidden(dtype: torch.dtype) -> float:
+    """What is added to the score of a key that is not attended to."""
+    return max(torch.finfo(dtype).min, _HIDDEN)
+
+
+def _as(attends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.bool:
         return attends
-    hidden = torch.full((), max(torch.finfo(dtype).min, _HIDDEN), dtype=dtype, device=seen.device)
-    return torch.where(attends, torch.zeros_like(hidden), hidden)
+    least = torch.full((), hidden(dtype), dtype=dtype, device=attends.device)
+    return torch.where(attends, torch.zeros_like(least), least)

@@ -1,67 +1,111 @@
-"""The two modules that are compiled for generation: a prompt, and one token after those in a cache."""
+"""The modules that are compiled for generation: an encoder, a prompt, one token after those in a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from intarsia.generation.attention import attending_to_tokens
+from intarsia.generation.anatomy import Anatomy
+from intarsia.generation.attention import PROMPT, TOKEN, Joined, attending
 
-Mask = torch.Tensor | Mapping[str, torch.Tensor] | None
+
+class EncoderStep(nn.Module):
+    """What an encoder reads, with a mask of four dimensions or without; gives its states."""
+
+    def __init__(self, model: Any, anatomy: Anatomy, argument: str) -> None:
+        super().__init__()
+        self.encoder, self.anatomy, self.argument = model.get_encoder(), anatomy, argument
+
+    def forward(self, given: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        told = {"attention_mask": masks[0]} if masks else {}
+        with _prompts(self.encoder, self.anatomy):
+            made = self.encoder(**{self.argument: given}, **told, return_dict=True)
+        states: torch.Tensor = made.last_hidden_state
+        return states
 
 
 class PromptStep(nn.Module):
-    """The tokens of a prompt; gives logits of the last one, then keys and values, layer by layer."""
+    """The tokens of a prompt; gives logits, of the last one where the model takes `logits_to_keep`, and
+    keys and values, layer by layer. With an encoder, it takes its states and which are no padding, and
+    gives the keys and values of these too, after the others.
+    """
 
-    def __init__(self, model: nn.Module, kinds: Sequence[str], keeps: bool) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
-        self.model, self.kinds, self.keeps = model, tuple(kinds), keeps
+        self.model, self.anatomy = model, anatomy
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *masks: torch.Tensor) -> Any:
-        cache = DynamicCache()
-        logits = _logits(self, input_ids, position_ids, _by_kind(self.kinds, masks), cache)
-        return logits, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
+        if self.anatomy.source is None:
+            cache = DynamicCache()
+            logits = _logits(self, input_ids, position_ids, rest, cache)
+            return logits, *_pairs(cache.layers)
+        count = len(self.anatomy.kinds)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        with _prompts(self.model, self.anatomy):
+            logits = _logits(self, input_ids, position_ids, rest[:count], cache, rest[count:])
+        kept, crossed = cache.self_attention_cache, cache.cross_attention_cache
+        return logits, *_pairs(kept.layers), *_pairs(crossed.layers)
 
 
 class TokenStep(nn.Module):
     """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone.
 
-    With `in_place`, attention reads the memory where it stands (see `attention.py`); else, for models whose
-    attention is their own, the memory and the token are put into one tensor.
+    With an encoder, a mask of its states follows the other masks unless their number is fixed, and the keys
+    and values of the states follow the memory. With `in_place`, attention reads the memory where it stands
+    (see `attention.py`); else, for models whose attention is their own, the memory and the token are put
+    into one tensor.
     """
 
-    def __init__(self, model: nn.Module, kinds: Sequence[str], keeps: bool, in_place: bool) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, in_place: bool) -> None:
         super().__init__()
-        self.model, self.kinds, self.keeps, self.in_place = model, tuple(kinds), keeps, in_place
+        self.model, self.anatomy, self.in_place = model, anatomy, in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
-        masks, memory = rest[: len(self.kinds)], rest[len(self.kinds) :]
-        pairs = zip(memory[::2], memory[1::2], strict=True)
-        layers = [_PastLayer(keys, values, self.in_place) for keys, values in pairs]
+        source, count = self.anatomy.source, len(self.anatomy.kinds)
+        masks, others = rest[:count], rest[count:]
+        given: tuple[torch.Tensor, ...] = ()
+        if source is not None:
+            # The model asks whether there are states, and reads their keys and values from the cache.
+            told: dict[str, Any] = {"dtype": self.anatomy.dtype, "device": self.anatomy.device}
+            given = (torch.zeros(input_ids.shape[0], source.states, 1, **told),)
+            if not source.fixed:
+                given, others = (*given, others[0]), others[1:]
+        end = 2 * len(self.anatomy.heads)
+        kept = zip(others[:end:2], others[1:end:2], strict=True)
+        start = None if self.anatomy.positioned else position_ids[0, 0]
+        layers = [_PastLayer(keys, values, start, self.in_place) for keys, values in kept]
         cache = Cache(layers=layers)
-        with attending_to_tokens(self.model) if self.in_place else nullcontext():
-            logits = _logits(self, input_ids, position_ids, _by_kind(self.kinds, masks), cache)
+        if source is not None:
+            crossed = zip(others[end::2], others[end + 1 :: 2], strict=True)
+            cache = EncoderDecoderCache(cache, Cache(layers=[_filled(*pair) for pair in crossed]))
+        with attending(self.model, TOKEN) if self.in_place else nullcontext():
+            logits = _logits(self, input_ids, position_ids, masks, cache, given)
         return logits, *(tensor for layer in layers for tensor in (layer.new_keys, layer.new_values))
 
 
 class _PastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types
-    """The whole memory of a layer, filled or not, and then the new token."""
+    """The whole memory of a layer, filled or not, and then the new token.
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, in_place: bool) -> None:
+    `start` is how much of it is filled, for models that count positions by it.
+    """
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, start: torch.Tensor | None, in_place: bool
+    ) -> None:
         super().__init__()
-        self.in_place = in_place
+        self.start, self.in_place = start, in_place
         self.keys, self.values, self.is_initialized = keys, values, True
         self.new_keys, self.new_values = keys, values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         self.new_keys, self.new_values = key_states, value_states
         if self.in_place:
-            return (self.keys, key_states), (self.values, value_states)
+            return Joined(self.keys, key_states), Joined(self.values, value_states)
         return torch.cat([self.keys, key_states], -2), torch.cat([self.values, value_states], -2)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
@@ -69,35 +113,56 @@ class _PastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.keys.shape[-2] + query_length, 0
 
-    def get_seq_length(self) -> int:
-        return int(self.keys.shape[-2])
+    def get_seq_length(self) -> Any:
+        return int(self.keys.shape[-2]) if self.start is None else self.start
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _filled(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
+    layer = DynamicLayer()
+    layer.keys, layer.values, layer.is_initialized = keys, values, True
+    return layer
+
+
+def _pairs(layers: Sequence[Any]) -> list[torch.Tensor]:
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def _prompts(model: Any, anatomy: Anatomy) -> AbstractContextManager[None]:
+    return attending(model, PROMPT) if anatomy.mask_dtype == torch.bool else nullcontext()
 
 
 def _logits(
     step: PromptStep | TokenStep,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    mask: Mask,
+    masks: Sequence[torch.Tensor],
     cache: Cache,
+    source: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    told = {"logits_to_keep": 1} if step.keeps else {}
-    made = step.model(
-        input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=position_ids,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-        **told,
-    )
+    anatomy = step.anatomy
+    told: dict[str, Any] = {
+        anatomy.named("input_ids"): input_ids,
+        anatomy.named("attention_mask"): _by_kind(anatomy.kinds, masks),
+    }
+    if anatomy.positioned:
+        told[anatomy.named("position_ids")] = position_ids
+    if anatomy.keeps:
+        told["logits_to_keep"] = 1
+    if source:
+        told["encoder_outputs"] = (source[0],)
+    if len(source) > 1:
+        told["attention_mask"] = source[1]
+    made = step.model(**told, past_key_values=cache, use_cache=True, return_dict=True)
     logits: torch.Tensor = made.logits
     return logits
 
 
-def _by_kind(kinds: Sequence[str], masks: Sequence[torch.Tensor]) -> Mask:
+def _by_kind(
+    kinds: Sequence[str], masks: Sequence[torch.Tensor]
+) -> torch.Tensor | Mapping[str, torch.Tensor] | None:
     """Masks as models take them: one for all layers, or one for each kind of layer."""
     if not masks:
         return None

@@ -79,7 +79,8 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__}, and compiled for is a DynamicCache"
     layers = cache.layers
-    if layers and len(layers) != len(like):
+    # A cache is made with as many layers as the configuration names first, which may be the encoder's.
+    if (layers and len(layers) < len(like)) or any(layer.is_initialized for layer in layers[len(like) :]):
         return f"the cache has {len(layers)} layers, and the model {len(like)}"
     made: list[StoredLayer] = []
     for place, (keys, values) in enumerate(like):
@@ -100,7 +101,7 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
     lengths = {layer.keys.shape[-2] for layer in made}
     if len(lengths) != 1:
         return f"the layers of the cache hold different numbers of tokens, {sorted(lengths)}"
-    cache.layers = list(made)
+    cache.layers = [*made, *layers[len(like) :]]
     return made
 
 

@@ -1,0 +1,77 @@
+"""The compiled forward against the model's own, on a prompt and some tokens after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from intarsia.generation.anatomy import new_cache
+from intarsia.generation.forward import GeneratingForward
+
+LEAST = 8  # tokens; a prompt of two, padding, and some tokens after it must fit
+
+
+def fault(forward: GeneratingForward, rows: int, tolerance: float | None) -> str | None:
+    """What is wrong with the compiled forward for so many rows; None where nothing is."""
+    programs, anatomy = forward.by_rows[rows], forward.anatomy
+    model: Any = forward.module
+    vocabulary = int(model.get_input_embeddings().num_embeddings)
+    made = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (rows, LEAST), generator=made).to(anatomy.device)
+    mask = torch.ones_like(ids)
+    if programs.masked_prompt is not None:
+        mask[0, :2] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    # Programs were compared element by element when they were compiled; this is about masks and caches.
+    allowed = max(torch.finfo(anatomy.dtype).eps ** 0.5, tolerance or 0.0)
+    forwards: tuple[Any, Any] = (forward, forward.own)
+    caches = [new_cache(model) for _ in range(2)]
+    start = LEAST - 3
+    with torch.no_grad():
+        told: dict[str, Any] = {"logits_to_keep": 1} if anatomy.keeps else {}
+        if forward.encoder is not None:
+            given, states = _encoded(forward, rows, made)
+            error = relative_error(*states)
+            if not error <= allowed:
+                return f"is off by {error:.3g} of the largest state of the encoder"
+            told |= given | {"encoder_outputs": (states[1],)}
+        for begin, end in [(0, start), *((n, n + 1) for n in range(start, LEAST))]:
+            told[anatomy.named("input_ids")] = ids[:, begin:end]
+            told[anatomy.named("attention_mask")] = mask[:, :end]
+            if anatomy.positioned:
+                told[anatomy.named("position_ids")] = positions[:, begin:end]
+            answers = [
+                call(**told, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
+                for call, cache in zip(forwards, caches, strict=True)
+            ]
+            error = relative_error(*answers)
+            if not error <= allowed:
+                return f"is off by {error:.3g} of the largest logit at token {end}"
+    return None
+
+
+def _encoded(
+    forward: GeneratingForward, rows: int, generator: torch.Generator
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A mask of what the encoder reads, if it takes one, and its states, compiled and as they were."""
+    encoder = forward.encoder
+    assert encoder is not None
+    source, anatomy = encoder.source, forward.anatomy
+    length = min(source.states, LEAST)
+    read = source.example(rows, length, anatomy.device)
+    given: dict[str, Any] = {}
+    if source.fixed:
+        read = read.to(anatomy.dtype)
+    elif encoder.masked is not None:
+        mask = torch.ones_like(read)
+        mask[0, length - 2 :] = 0
+        given = {"attention_mask": mask}
+    told = {source.argument: read, **given, "return_dict": True}
+    calls: tuple[Any, Any] = (encoder, encoder.own)
+    return given, [call(**told).last_hidden_state for call in calls]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest error as a share of the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max())

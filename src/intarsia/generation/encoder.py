@@ -1,0 +1,72 @@
+"""An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from intarsia.errors import InputError
+from intarsia.generation.anatomy import Anatomy
+from intarsia.generation.call import arguments
+from intarsia.generation.masks import source_mask
+from intarsia.generation.replaced import ReplacedForward
+from intarsia.generation.source import Source
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.partly import PartlyCompiled
+
+
+class EncoderForward(ReplacedForward):
+    """The `forward` of an encoder: a program without and one with padding, else the encoder's own."""
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        anatomy: Anatomy,
+        source: Source,
+        plain: Compiled | PartlyCompiled,
+        masked: Compiled | PartlyCompiled | None,
+    ) -> None:
+        super().__init__(type(encoder).__name__, encoder)
+        self.anatomy, self.source, self.plain, self.masked = anatomy, source, plain, masked
+        self.runs = {"encoder": 0, "own": 0}
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        config: Any = self.module.config
+        given = arguments(inspect.signature(self), config, args, kwargs)
+        if isinstance(given, str):
+            return given
+        told, mask = given.pop(self.source.argument, None), given.pop("attention_mask", None)
+        returns_dict = given.pop("return_dict", getattr(config, "return_dict", True))
+        if strange := [name for name in given if name != "use_cache"]:
+            return f"it is given {strange[0]}"
+        if not isinstance(told, torch.Tensor) or told.device != self.anatomy.device:
+            return f"it is given no {self.source.argument} on {self.anatomy.device}"
+        masks: list[torch.Tensor] = []
+        if mask is not None and not self.source.fixed:
+            if tuple(mask.shape) != tuple(told.shape):
+                return f"its attention_mask is {tuple(mask.shape)}, and what it reads {tuple(told.shape)}"
+            seen = mask != 0
+            if not bool(seen.any(-1).all()):
+                return "a row of it is padding throughout"
+            if not bool(seen.all()):
+                masks = [source_mask(seen, room=None, dtype=self.anatomy.mask_dtype)]
+        program = self.masked if masks else self.plain
+        if program is None:
+            return "it has padding, and compiled for is none (padding=True)"
+        made = self.source.result(last_hidden_state=_states(program, [told.contiguous(), *masks]))
+        self.runs["encoder"] += 1
+        return made if returns_dict else made.to_tuple()
+
+
+def _states(program: Compiled | PartlyCompiled, given: list[torch.Tensor]) -> torch.Tensor:
+    """What a program gives; one row, where it treats that apart from several, is read twice."""
+    try:
+        states: torch.Tensor = program(*given)
+    except InputError:
+        if given[0].shape[0] != 1:
+            raise
+        states = program(*(torch.cat([tensor, tensor]) for tensor in given))[:1]
+    return states
