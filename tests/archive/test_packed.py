@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from tests.archive.forge import members, sealed
@@ -138,3 +139,95 @@ print(sorted(unwanted & (set(sys.modules) - before)))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
+
+
+class _Joined(nn.Module):
+    """Three weights, and the same joined, as a rewritten attention has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(96 + 32 * number, 192) for number in range(3))
+        self.register_buffer("joined", torch.cat(list(self.parts)).detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (nn.functional.linear(x, part) for part in self.parts)
+        return q.sum(-1) * k.sum(-1) * v.sum(-1) + nn.functional.linear(x, self.joined).sum(-1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_weight_stands_once_in_the_file_though_it_is_joined_with_others(
+    engine: str, tmp_path: Path
+) -> None:
+    model, x = _Joined().eval(), torch.rand(1, 4, 192)
+    fast = intarsia.compile(model, (x,), engines=engine, min_block_size=1)
+    intarsia.save(fast, tmp_path / "m")
+    assert len(members((tmp_path / "m").read_bytes())["weights.safetensors"]) < 1.1 * model.joined.nbytes
+    for packed in (True, False):
+        loaded = intarsia.load(tmp_path / "m", packed=packed)
+        assert torch.allclose(loaded(x), fast(x))
+        assert all(torch.equal(w, model.state_dict()[name]) for name, w in loaded.state_dict().items())
+
+
+def test_a_part_that_lies_outside_its_whole_is_refused(tmp_path: Path) -> None:
+    model, x = _Joined().eval(), torch.rand(1, 4, 192)
+    intarsia.save(intarsia.compile(model, (x,), engines="openvino", min_block_size=1), tmp_path / "m")
+    data = (tmp_path / "m").read_bytes()
+    for begin, stop in ((0, 10**6), (-1, 4), (5, 2)):
+
+        def edit(manifest: dict[str, object], found: dict[str, bytes], ends: object = (begin, stop)) -> None:
+            told: dict[str, dict[str, list[object]]] = manifest["tensors"]  # type: ignore[assignment]
+            entry = next(entry for entry in told.values() if "rows" in entry)
+            entry["rows"][1:] = ends  # type: ignore[call-overload]
+
+        (tmp_path / "forged").write_bytes(sealed(data, edit))
+        with pytest.raises(ArchiveError, match="is no part of"):
+            intarsia.load(tmp_path / "forged")
+
+
+def test_a_packed_model_that_names_files_is_not_given_to_onnxruntime(tmp_path: Path) -> None:
+    """ONNX Runtime would read the file beside the archive that a forged model names."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU()).eval()
+    fast = intarsia.compile(model, (X,), engines="onnxruntime", min_block_size=1)
+    intarsia.save(fast, tmp_path / "m")
+
+    def edit(manifest: dict[str, object], found: dict[str, bytes]) -> None:
+        entry = onnx.StringStringEntryProto(key="location", value="secret")
+        stolen = onnx.TensorProto(name="stolen", dims=[300], data_type=1, data_location=1)
+        stolen.external_data.append(entry)
+        extra = onnx.ModelProto()
+        extra.graph.initializer.append(stolen)
+        found["packed/0.blob"] += extra.SerializeToString()
+
+    (tmp_path / "secret").write_bytes(bytes(1200))
+    (tmp_path / "forged").write_bytes(sealed((tmp_path / "m").read_bytes(), edit))
+    loaded = intarsia.load(tmp_path / "forged")
+    assert any("names files" in note for note in loaded.notes)
+    assert torch.equal(loaded(X), fast(X))
+
+
+def test_a_file_that_is_replaced_while_it_is_loaded_is_refused(
+    saved: tuple[str, Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines find weights by the name of the file: those of another one would answer wrongly."""
+    name, path, _ = saved
+    old = ENGINES[name].unpack
+
+    def unpack(self: object, *args: object) -> object:
+        (path.parent / "new").write_bytes(path.read_bytes())
+        (path.parent / "new").replace(path)
+        return old(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ENGINES[name], "unpack", unpack)
+    with pytest.raises(ArchiveError, match="it was replaced or removed while it was loaded"):
+        intarsia.load(path)
+
+
+def test_a_file_behind_a_link_with_an_odd_name_is_loaded(saved: tuple[str, Path, torch.Tensor]) -> None:
+    _, path, expected = saved
+    (path.parent / "elsewhere").mkdir()
+    odd = path.rename(path.parent / "elsewhere" / "ä b%.intarsia")
+    (path.parent / "link").symlink_to(odd)
+    for where in (odd, path.parent / "link"):
+        loaded = intarsia.load(where)
+        assert not loaded.notes
+        assert torch.equal(loaded(X), expected)

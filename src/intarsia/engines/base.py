@@ -82,6 +82,12 @@ class WeightFile:
 
     path: str
     places: Mapping[str, int]  # where a weight begins, by name; one that lies there otherwise is left out
+
+
+@dataclass(frozen=True)
+class GrowingFile(WeightFile):
+    """Such a file while it is written."""
+
     append: Callable[[bytes], int]  # puts more into the file; where that begins, at a multiple of 64
 
 
@@ -104,14 +110,21 @@ class NetworkEngine(Engine):
     def build(self, net: Network) -> Program:
         """The program that runs a network; EngineError if the engine fails."""
 
-    def pack(self, net: Network, file: WeightFile) -> Packed | None:
+    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The network in the engine's own form, weights left in the file; None if it has no such form."""
         return None
 
     def unpack(
-        self, blob: memoryview, about: Mapping[str, Any], path: str, weights: Mapping[str, torch.Tensor]
+        self,
+        blob: memoryview,
+        about: Mapping[str, Any],
+        file: WeightFile,
+        weights: Mapping[str, torch.Tensor],
     ) -> Program:
-        """The program of a packed network, its weights in that file; EngineError if the engine refuses it."""
+        """The program of a packed network; EngineError if the engine refuses it.
+
+        Its weights are tensors in memory, and in the file where that has a place for them.
+        """
         raise EngineError(f"{self.name} has no form of its own for networks")
 
 

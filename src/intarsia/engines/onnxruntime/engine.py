@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from intarsia.engines.base import NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.onnxruntime.cuda import CudaSession
 from intarsia.engines.onnxruntime.providers import missing_provider, providers
 from intarsia.engines.onnxruntime.session import session_program, weight_value
+from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
@@ -86,8 +88,8 @@ class OnnxRuntime(NetworkEngine):
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
 
-    def pack(self, net: Network, file: WeightFile) -> Packed | None:
-        """The model that a session is made of, guards and all.
+    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
+        """The model that a session is made of, guards and all, less its weights.
 
         What ONNX Runtime writes itself, optimised, is no sooner loaded (see `docs/measurements.md`).
         """
@@ -99,16 +101,27 @@ class OnnxRuntime(NetworkEngine):
             "checks": model.checks.as_json(),
             "shared": sorted(self._shared(net, model.weights)),
         }
-        return Packed(model.data, told)
+        data = without_weights(model.proto, model.weights)
+        return None if names_files(data) else Packed(data, told)
 
     def unpack(
-        self, blob: memoryview, about: Mapping[str, Any], path: str, weights: Mapping[str, torch.Tensor]
+        self,
+        blob: memoryview,
+        about: Mapping[str, Any],
+        file: WeightFile,
+        weights: Mapping[str, torch.Tensor],
     ) -> Program:
+        """A session that reads its weights from the file, piece by piece: a kernel that packs one into a
+        layout of its own lets go of the plain one."""
         ports, checks = Ports.from_json(about["ports"]), Checks.from_json(about["checks"])
-        values = {name: weight_value(tensor) for name, tensor in weights.items()}
-        given = {name: values[name][0] for name in about["shared"]}
+        folder, name = os.path.split(os.path.realpath(file.path))
+        if names_files(blob):
+            raise EngineError("the packed model names files of its own")
+        values = {key: weight_value(weights[key]) for key in weights if key not in file.places}
+        given = {key: values[key][0] for key in about["shared"] if key in values}
         try:
-            session = self._session(bytes(blob), values, given, static=True)
+            model = bytes(blob) + named_weights(weights, file.places, name)
+            session = self._session(model, values, given, static=True, folder=folder)
         except Exception as error:
             raise EngineError(f"ONNX Runtime refuses the packed model: {_first_line(error)}") from error
         if len(session.get_outputs()) != len(ports.outputs) + bool(checks.made):
@@ -144,8 +157,12 @@ class OnnxRuntime(NetworkEngine):
         *,
         static: bool,
         optimize: bool = True,
+        folder: str | None = None,
     ) -> Any:
-        """A session over weights; those `given` besides, as values, stay where these are."""
+        """A session over weights; those `given` besides, as values, stay where these are.
+
+        `folder` is where the model finds files that it names.
+        """
         ort = _import()
         options = ort.SessionOptions()
         options.log_severity_level = 4
@@ -158,6 +175,8 @@ class OnnxRuntime(NetworkEngine):
         if self.device != "cpu" and static:
             # A layer that the GPU has no kernel for would take its tensors to the CPU and back.
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        if folder is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         if weights:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from intarsia.engines.base import Packed, WeightFile
+from intarsia.engines.base import GrowingFile, Packed
 from intarsia.engines.onnxruntime.engine import OnnxRuntime
 from intarsia.errors import EngineError
 
@@ -42,7 +42,7 @@ class OnnxRuntimeInt8(OnnxRuntime):
             return reason
         return f"ONNX Runtime has no 8-bit products for {self.device!r}"
 
-    def pack(self, net: Network, file: WeightFile) -> Packed | None:
+    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         return None  # it holds its weights, in 8 bits; they are made again from those of the archive
 
     def _guarded(self, net: Network) -> Model:

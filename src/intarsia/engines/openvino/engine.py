@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from intarsia.engines.base import NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.openvino.core import core, last_line
 from intarsia.engines.openvino.packing import export, imported
@@ -71,7 +71,7 @@ class OpenVINO(NetworkEngine):
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
 
-    def pack(self, net: Network, file: WeightFile) -> Packed | None:
+    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         from intarsia.engines.openvino.model import guarded
 
         try:
@@ -83,12 +83,16 @@ class OpenVINO(NetworkEngine):
         return None if blob is None else Packed(blob, told)
 
     def unpack(
-        self, blob: memoryview, about: Mapping[str, Any], path: str, weights: Mapping[str, torch.Tensor]
+        self,
+        blob: memoryview,
+        about: Mapping[str, Any],
+        file: WeightFile,
+        weights: Mapping[str, torch.Tensor],
     ) -> Program:
         ports = Ports.from_json(about["ports"])
         checks = None if about["checks"] is None else Checks.from_json(about["checks"])
         try:
-            compiled, kept = imported(blob, self._config(), path)
+            compiled, kept = imported(blob, self._config(), file.path)
         except Exception as error:
             raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
         if len(compiled.outputs) != len(ports.outputs) + bool(checks and checks.made):

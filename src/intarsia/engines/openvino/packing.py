@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from intarsia.engines.base import WeightFile
+from intarsia.engines.base import GrowingFile
 from intarsia.engines.openvino.core import core
 
 # OpenVINO leaves weights out of what it exports if it has read them from a file: it knows their places there.
@@ -20,7 +20,7 @@ _WITHOUT_WEIGHTS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
 _ALIGNMENT = 64
 
 
-def export(model: Any, config: Mapping[str, Any], file: WeightFile) -> bytes | None:
+def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | None:
     """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told,
     and for one that OpenVINO cannot read again (Swin's, in 2026.4) or that then answers otherwise.
 
@@ -75,7 +75,7 @@ def _answer_alike(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b, equal_nan=np.issubdtype(a.dtype, np.floating)) for a, b in pairs)
 
 
-def _appended(constants: Mapping[str, Any], file: WeightFile) -> dict[str, int]:
+def _appended(constants: Mapping[str, Any], file: GrowingFile) -> dict[str, int]:
     """Put constants into the file; where each begins."""
     joined, at = bytearray(), {}
     for name, op in constants.items():

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.checksum import Checksum
 
@@ -30,7 +32,7 @@ ALIGNMENT = 64
 _PADDING = 0x4950  # the id of the extra field that holds nothing but padding
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _MOST_MEMBERS = 100_000
-_READ = 4 << 20  # bytes read at once
+_READ = 1 << 20  # bytes read at once, which a cache holds
 
 
 class Writer:
@@ -88,6 +90,7 @@ class Reader:
         else:
             self._file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
             self._buffer = memoryview(_mapped(self._file))
+        self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
         try:
             self._places = _places(self._buffer)
             text = self._bytes(MANIFEST)
@@ -146,6 +149,21 @@ class Reader:
             thread.join()
             if size != told["size"] or found.hexdigest() != told["sums"]:
                 raise ArchiveError(f"{name} does not fit its digest")
+
+    def place(self, address: int, size: int) -> int | None:
+        """Where in the file something begins that is in memory; None for what is not a part of the file."""
+        start = address - self._address
+        return start if start >= 0 and start + size <= len(self._buffer) else None
+
+    def is_still_there(self) -> bool:
+        """Whether the path leads to the file that is read, and to no other one."""
+        if self._file is None or self.path is None:
+            return False
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._file.fileno()))
 
     def member(self, name: str) -> memoryview:
         """A member where the file is mapped; what is written there stays in this process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +23,12 @@ from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 from intarsia.runtime.archive.captured import captured_from_json
 from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.door import check_from_json, ranges_from_json
-from intarsia.runtime.archive.engines import engines_from_json, packed_for
+from intarsia.runtime.archive.engines import engines_from_json
 from intarsia.runtime.archive.graphs import ReadGraph, graph_from_json
 from intarsia.runtime.archive.save import FORMAT, VERSION
 from intarsia.runtime.archive.structure import signature_from_json, spec_from_json
 from intarsia.runtime.archive.tensors import WEIGHTS, read_tensors
+from intarsia.runtime.archive.unpack import Unpacker
 from intarsia.runtime.archive.values import Devices, Json, from_json, same_device
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import CudaGraphs
@@ -51,11 +53,12 @@ def load_whole(
     notes: list[str] = []
     contents = reader.manifest["contents"]
     found = engines_from_json(reader.manifest["engines"], engines, notes)
-    with reader.checking(WEIGHTS) as weights:
-        loader = _Loader(reader, weights, found, _devices(map_location), notes, packed)
+    with _undisturbed(), reader.checking(WEIGHTS) as weights:
+        loader = _Loader(reader, weights, found, _devices(map_location), notes)
         if module is not None:
             loader.take(contents["state"], module.state_dict())
-        return loader.compiled(contents, module)
+        with loader.unpacking(contents["inlay"], packed):
+            return loader.compiled(contents, module)
 
 
 def load_bytes(data: bytes | memoryview) -> Compiled:
@@ -87,10 +90,11 @@ def load_pieces(
         raise ArchiveError("it is another archive")
     contents = reader.manifest["contents"]
     engines = engines_from_json(reader.manifest["engines"], None, notes)
-    with reader.checking(WEIGHTS) as weights:
-        loader = _Loader(reader, weights, engines, same_device, notes, packed=True)
+    with _undisturbed(), reader.checking(WEIGHTS) as weights:
+        loader = _Loader(reader, weights, engines, same_device, notes)
         loader.take(contents["state"], state)
-        plan, pieces, programs, body_plans = loader.pieces(contents["inlay"], lowered.module)
+        with loader.unpacking(contents["inlay"]):
+            plan, pieces, programs, body_plans = loader.pieces(contents["inlay"], lowered.module)
     if notes:
         raise ArchiveError(notes[0])
     return Pieces(plan, pieces, programs, body_plans, [str(note) for note in contents["notes"]])
@@ -113,6 +117,22 @@ def complaining(complaint: str) -> Iterator[None]:
     except (RuntimeError, SyntaxError, MemoryError) as error:  # RecursionError is a RuntimeError
         said = next(iter(str(error).splitlines()), "")
         raise ArchiveError(f"{complaint}: torch cannot make it ({type(error).__name__}: {said})") from error
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage is collected meanwhile: what is read is kept, and the rest of a process is much to look at.
+
+    (About a tenth of a second where transformers is imported, while reading the graphs of a BERT takes 0.03.)
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def check_version(manifest: Mapping[str, Json], name: str, newest: int) -> None:
@@ -150,12 +170,22 @@ class _Loader:
         engines: Mapping[str, Engine],
         devices: Devices,
         notes: list[str],
-        packed: bool,
     ) -> None:
-        self._reader, self._engines, self._devices, self._packed = reader, engines, devices, packed
+        self._reader, self._engines, self._devices = reader, engines, devices
         self._tensors = read_tensors(weights, reader.manifest["tensors"], devices)
         self.notes = notes
         self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # of control flow, with their plans
+        self._unpacker: Unpacker | None = None
+
+    @contextmanager
+    def unpacking(self, inlay: Json, packed: bool = True) -> Iterator[None]:
+        """Take what engines have packed, if it is wanted; they begin at once."""
+        if not packed:
+            yield
+            return
+        with Unpacker(self._reader, self._engines, self._tensors) as self._unpacker:
+            self._unpacker.begin(inlay["pieces"])
+            yield
 
     def take(self, keys: Mapping[str, str], state: Mapping[str, torch.Tensor]) -> None:
         """Use weights that are in memory already, by the model's names for them."""
@@ -298,13 +328,11 @@ class _Loader:
         return network_from_onnx(self._reader.member(item["network"]), item["weights"], self._tensors)
 
     def _unpacked(self, item: Json, engine: NetworkEngine) -> Program | None:
-        """The program an engine has packed; None where it has not, or for another version or machine."""
-        told, path = item.get("packed"), self._reader.path
-        if told is None or path is None or not self._packed or told["for"] != packed_for(engine):
+        """The program an engine has packed, if it is to be used."""
+        if self._unpacker is None:
             return None
-        weights = {name: self._tensors[key] for name, key in item["weights"].items()}
         try:
-            return engine.unpack(self._reader.member(told["blob"]), told["about"], str(path), weights)
+            return self._unpacker.program(item, engine)
         except EngineError as error:
             self.notes.append(f"a segment is built anew: {next(iter(str(error).splitlines()), '')}")
             return None

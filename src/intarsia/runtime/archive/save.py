@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from intarsia.cache.machine import package_version, processor_name
 from intarsia.engines import Program
-from intarsia.engines.base import GraphEngine, NetworkEngine, WeightFile
+from intarsia.engines.base import GraphEngine, GrowingFile, NetworkEngine
 from intarsia.engines.graph_program import GraphProgram
 from intarsia.errors import ArchiveError, EngineError, RefitError
 from intarsia.graph.piece import Piece
@@ -35,7 +35,7 @@ from intarsia.runtime.inlay import Inlay
 if TYPE_CHECKING:
     from intarsia.network import Network
 
-FORMAT, VERSION = "intarsia", 1
+FORMAT, VERSION = "intarsia", 2
 
 
 def save_sealed(compiled: nn.Module, path: str | os.PathLike[str]) -> str:
@@ -99,7 +99,7 @@ def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], 
 
     known = {name: places[key] for name, key in packing.keys.items() if key in places}
     try:
-        packed = packing.engine.pack(packing.network, WeightFile(path, known, append))
+        packed = packing.engine.pack(packing.network, GrowingFile(path, known, append))
     except EngineError:
         return  # it is built again when the file is loaded, as any engine without a form of its own
     if packed is not None:

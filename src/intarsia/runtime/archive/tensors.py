@@ -7,12 +7,14 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.container import ALIGNMENT
+from intarsia.runtime.archive.rows import rows_of_others
 from intarsia.runtime.archive.values import Devices
 
 WEIGHTS = "weights.safetensors"
@@ -79,12 +81,20 @@ class TensorTable:
         return key
 
     def description(self) -> dict[str, dict[str, Any]]:
-        """What safetensors does not tell: order of dimensions, device, complex numbers."""
-        told = {}
+        """What safetensors does not tell: order of dimensions, device, complex numbers, parts of others."""
+        told: dict[str, dict[str, Any]] = {}
         for key, tensor in self._tensors.items():
             order, _ = _in_order(tensor)
             told[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
+        for key, (whole, row) in self._rows.items():
+            told[key]["rows"] = [whole, row, row + len(self._tensors[key])]
         return told
+
+    @cached_property
+    def _rows(self) -> dict[str, tuple[str, int]]:
+        """Those that lie in another one; asked for when all tensors are there."""
+        changing = set(self._alone.values())
+        return rows_of_others({key: t for key, t in self._tensors.items() if key not in changing})
 
     def places(self) -> dict[str, int]:
         """Where tensors begin in the file, of those that lie there in plain order."""
@@ -94,11 +104,15 @@ class TensorTable:
             for key, t in self._tensors.items()
             if t.is_contiguous() and not t.is_complex() and t.device.type == "cpu"
         }
-        return {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
+        found = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
+        for key, (whole, row) in self._rows.items():
+            found[key] = found[whole] + row * self._tensors[whole][0].nbytes
+        return found
 
     def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
         """The tensors as they are stored, the header that tells of them, and how it is written."""
-        stored = [(key, _real(_in_order(tensor)[1])) for key, tensor in self._tensors.items()]
+        own = {key: tensor for key, tensor in self._tensors.items() if key not in self._rows}
+        stored = [(key, _real(_in_order(tensor)[1])) for key, tensor in own.items()]
         # The format has no gaps: with the longest elements first, all of them lie aligned.
         stored.sort(key=lambda item: -item[1].element_size())
         header: dict[str, Any] = {}
@@ -153,7 +167,8 @@ def read_tensors(
         raise ArchiveError(f"the header of {WEIGHTS} claims {length} bytes")
     header = json.loads(bytes(buffer[8 : 8 + length]))
     data = buffer[8 + length :]
-    if set(header) != set(told):
+    parts = {key: entry["rows"] for key, entry in told.items() if "rows" in entry}
+    if set(header) != set(told) - set(parts):
         raise ArchiveError(f"{WEIGHTS} holds other tensors than the manifest tells of")
     found: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
@@ -162,6 +177,10 @@ def read_tensors(
         if any(dim < 0 for dim in shape) or not 0 <= start <= end <= len(data) or end - start != size:
             raise ArchiveError(f"{key} does not lie in {WEIGHTS} as its header says")
         found[key] = _placed(_read(data[start:end], dtype, shape), told[key], devices)
+    for key, (whole, begin, stop) in parts.items():
+        if whole in parts or not 0 <= begin < stop <= len(found[whole]):
+            raise ArchiveError(f"{key} is no part of {whole} as the manifest says")
+        found[key] = found[whole][begin:stop]
     return found
 
 
