@@ -50,12 +50,16 @@ def check_equal(name: str, fast: Any, calls: Calls, made: dict[str, Any]) -> Non
         assert made["state"][key].stride() == tensor.stride(), (name, key)
 
 
-def test_models_of_every_kind(tmp_path: Path) -> None:
-    """On the default engines, on each alone, and on a mix; one new process loads all."""
+ENGINES = (None, "openvino", "onnxruntime", "pytorch")
+
+
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.full)], ids=["one", "each"])
+def test_models_of_every_kind(each: bool, tmp_path: Path) -> None:
+    """On one of the engines in turn or on each of them, and on a mix; one new process loads all."""
     torch.manual_seed(0)
     saved: Saved = {}
-    for engines in (None, "openvino", "onnxruntime", "pytorch"):
-        for name, make in MODELS.items():
+    for number, (name, make) in enumerate(MODELS.items()):
+        for engines in ENGINES if each else (ENGINES[number % len(ENGINES)],):
             specimen = make()
             wishes = {"engines": engines, "min_block_size": 1, **specimen.options}
             fast = intarsia.compile(specimen.model, specimen.args, **wishes)

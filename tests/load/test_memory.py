@@ -27,18 +27,18 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="m
 
 @needs_proc
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "pytorch"])
-@pytest.mark.parametrize("calls", [1_000, pytest.param(10_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("calls", [300, pytest.param(10_000, marks=pytest.mark.full)])
 def test_calls_keep_nothing(engine: str, calls: int) -> None:
-    x = torch.randn(4, 256)
+    x = torch.randn(64, 256)
     fast = intarsia.compile(wide(), (x,), engines=[engine], min_block_size=1)
-    for _ in range(100):
+    for _ in range(50):
         fast(x)
     gc.collect()
     before = resident()
     for _ in range(calls):
         fast(x)
     gc.collect()
-    assert resident() - before < 8 << 20  # one result kept per call would be 4 MB per 1,000
+    assert resident() - before < 8 << 20  # one result kept per call would be 19 MB
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
