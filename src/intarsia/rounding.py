@@ -79,6 +79,18 @@ def _noise_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return odd.repeat(-(-(start + count) // len(odd)))[start : start + count].reshape(value.shape)
 
 
+def _moved(value: torch.Tensor, noise: torch.Tensor, step: float) -> torch.Tensor:
+    """Each number moved by `step` of itself times its noise; whole numbers, infinities and NaN stay.
+
+    The same as `torch.where(value == value.trunc(), value, ...)`, whose kernel takes a branch an element:
+    behind a ReLU, where half of them are zero, that is three times slower than these products.
+    """
+    largest = torch.finfo(value.dtype).max
+    moves = value.trunc().ne_(value).mul_(noise)  # 0 for a whole number
+    moved = torch.addcmul(value, value.clamp(-largest, largest), moves, value=step)
+    return moved.copysign_(value)  # of a zero, the sum may have lost it
+
+
 class _Nudged(fx.Interpreter):
     """Runs a graph with each float it reads or makes moved by about one rounding."""
 
@@ -103,8 +115,7 @@ class _Nudged(fx.Interpreter):
         shorter = on_cuda if value.is_cuda and value.dtype is torch.float32 else 0.0
         step = max(torch.finfo(value.dtype).eps, self._coarsest, shorter) * math.sqrt(terms)
         wide = value.double() if value.element_size() < 4 else value
-        moved = torch.addcmul(wide, wide, _noise_like(wide, self._generator), value=step)
-        return torch.where(wide == wide.trunc(), wide, moved).to(value.dtype)
+        return _moved(wide, _noise_like(wide, self._generator), step).to(value.dtype)
 
     def _terms(self, node: fx.Node, made: Any) -> float:
         """About how many products or values are added up to make one number of the result."""
