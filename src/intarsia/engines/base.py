@@ -138,3 +138,13 @@ class GraphEngine(Engine):
     @abc.abstractmethod
     def build(self, module: fx.GraphModule) -> Program:
         """The program that runs a graph; EngineError if the engine fails."""
+
+    runs_packages: ClassVar[bool] = False  # machine code of its own making, where it may build nothing
+
+    def package(self, module: fx.GraphModule) -> bytes:
+        """The program as machine code in a file, weights included; EngineError if it cannot be."""
+        raise EngineError(f"{self.name} makes no packages of machine code")
+
+    def load_package(self, data: bytes, module: fx.GraphModule) -> Program:
+        """The program of a package of that graph: its code is run. EngineError if it is refused."""
+        raise EngineError(f"{self.name} makes no packages of machine code")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import io
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -18,6 +21,24 @@ def compile_graph(module: fx.GraphModule, example: Sequence[Any], options: Mappi
     with torch.no_grad():
         made: Compiled = torch._inductor.compile(module, list(example), options=dict(options))
     return made
+
+
+def package_graph(module: fx.GraphModule, example: Sequence[Any], options: Mapping[str, Any]) -> bytes:
+    """The same as a package of AOTInductor's: a shared library with its weights."""
+    import torch._inductor
+
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        program = torch.export.export(module, tuple(example))
+        path = str(Path(folder, "package.pt2"))
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(options))
+        return Path(path).read_bytes()
+
+
+def read_package(data: bytes) -> Compiled:
+    """What a package computes; torch unpacks its library into a temporary folder, and runs it."""
+    import torch._inductor
+
+    return torch._inductor.aoti_load_package(io.BytesIO(data))
 
 
 def unknown_option(options: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from torch import fx
 
 from intarsia.engines.base import GraphEngine, Program
 from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy
-from intarsia.engines.inductor.compiler import compile_graph, unknown_option
+from intarsia.engines.inductor.compiler import compile_graph, package_graph, read_package, unknown_option
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
@@ -45,6 +45,7 @@ class Inductor(GraphEngine):
     name: ClassVar[str] = "inductor"
     capturable: ClassVar[bool] = True
     slow_to_build: ClassVar[bool] = True
+    runs_packages: ClassVar[bool] = True
 
     def unavailable(self) -> str | None:
         if not _has_compiler():
@@ -83,9 +84,35 @@ class Inductor(GraphEngine):
             apply_rewrites(graph, self._rewrites(example))
             compiled = compile_graph(graph, example, self._config())
         except Exception as error:  # whatever Inductor throws concerns this piece alone
-            said = next((line for line in str(error).splitlines() if line.strip()), "")
+            said = _first_line(error)
             raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
         return InductorProgram(compiled, example)
+
+    def package(self, module: fx.GraphModule) -> bytes:
+        example = [_example(node) for node in module.graph.nodes if node.op == "placeholder"]
+        if any(tensor.device.type != "cpu" for tensor in example):
+            raise EngineError("packages of AOTInductor are made of segments on the CPU only")
+        try:
+            graph = own_copy(module)
+            apply_rewrites(graph, self._rewrites(example))
+            data = package_graph(graph, example, self._config())
+            program = InductorProgram(read_package(data), example)
+            inputs = [_filled(tensor) for tensor in example]
+            with torch.no_grad():
+                expected = module(*inputs)
+            pairs = list(zip(program(*inputs), expected, strict=True))
+        except Exception as error:
+            raise EngineError(f"AOTInductor failed: {type(error).__name__}: {_first_line(error)}") from error
+        if not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs):
+            raise EngineError("what AOTInductor made answers unlike the segment")
+        return data
+
+    def load_package(self, data: bytes, module: fx.GraphModule) -> Program:
+        example = [_example(node) for node in module.graph.nodes if node.op == "placeholder"]
+        try:
+            return InductorProgram(read_package(data), example)
+        except Exception as error:
+            raise EngineError(f"AOTInductor refuses its package: {_first_line(error)}") from error
 
     def _rewrites(self, example: Sequence[torch.Tensor]) -> Sequence[str]:
         if self.rewrites is not None:
@@ -104,6 +131,18 @@ def _example(node: fx.Node) -> torch.Tensor:
     if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         raise EngineError(f"input {node.name} has sizes that vary: {tuple(map(str, value.shape))}")
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _filled(tensor: torch.Tensor) -> torch.Tensor:
+    """Values to compare by: in steps from -1 to 1, and zeros of what may be an index."""
+    tensor.zero_()
+    if tensor.is_floating_point():
+        tensor.copy_(torch.linspace(-1, 1, tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))
+    return tensor
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")
 
 
 def _has_compiler() -> bool:

@@ -40,9 +40,15 @@ def packed_for(engine: Engine) -> str:
 
 
 def engines_from_json(
-    found: Mapping[str, Json], asked: Sequence[Engine | str] | Engine | str | None, notes: list[str]
+    found: Mapping[str, Json],
+    asked: Sequence[Engine | str] | Engine | str | None,
+    notes: list[str],
+    native: bool = False,
 ) -> dict[str, Engine]:
-    """The engines to build on, by name: the user's, or those the file names and that are here."""
+    """The engines to build on, by name: the user's, or those the file names and that are here.
+
+    If `native`, those that run packages of machine code need not be able to build.
+    """
     if asked is not None:
         given = {engine.name: engine for engine in resolve_engines(asked)[0]}
         notes += [f"{name}: not among the engines given; {_INSTEAD}" for name in found if name not in given]
@@ -57,7 +63,8 @@ def engines_from_json(
         reason = "there is no such engine here"
         if (kind := known_engines().get(name)) is not None:
             usable[name] = kind(**{str(key): from_json(value) for key, value in told["fields"].items()})
-            reason = usable[name].unavailable() or ""
+            runs = native and getattr(kind, "runs_packages", False)
+            reason = "" if runs else usable[name].unavailable() or ""
         if reason:
             usable.pop(name, None)
             notes.append(f"{name}: {reason}; {_INSTEAD}")

@@ -23,7 +23,7 @@ from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 from intarsia.runtime.archive.captured import captured_from_json
 from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.door import check_from_json, ranges_from_json
-from intarsia.runtime.archive.engines import engines_from_json
+from intarsia.runtime.archive.engines import engines_from_json, packed_for
 from intarsia.runtime.archive.graphs import ReadGraph, graph_from_json
 from intarsia.runtime.archive.save import FORMAT, VERSION
 from intarsia.runtime.archive.structure import signature_from_json, spec_from_json
@@ -47,14 +47,18 @@ def load_whole(
     map_location: Place | None,
     packed: bool,
     module: nn.Module | None = None,
+    native: bool = False,
 ) -> Compiled:
-    """The compiled module of a file; with the weights of the `module` it was made of, if that is given."""
+    """The compiled module of a file; with the weights of the `module` it was made of, if that is given.
+
+    If `native`, machine code in the file is run.
+    """
     check_version(reader.manifest, FORMAT, VERSION)
     notes: list[str] = []
     contents = reader.manifest["contents"]
-    found = engines_from_json(reader.manifest["engines"], engines, notes)
+    found = engines_from_json(reader.manifest["engines"], engines, notes, native)
     with _undisturbed(), reader.checking(WEIGHTS) as weights:
-        loader = _Loader(reader, weights, found, _devices(map_location), notes)
+        loader = _Loader(reader, weights, found, _devices(map_location), notes, native)
         if module is not None:
             loader.take(contents["state"], module.state_dict())
         with loader.unpacking(contents["inlay"], packed):
@@ -170,8 +174,9 @@ class _Loader:
         engines: Mapping[str, Engine],
         devices: Devices,
         notes: list[str],
+        native: bool = False,
     ) -> None:
-        self._reader, self._engines, self._devices = reader, engines, devices
+        self._reader, self._engines, self._devices, self._native = reader, engines, devices, native
         self._tensors = read_tensors(weights, reader.manifest["tensors"], devices)
         self.notes = notes
         self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # of control flow, with their plans
@@ -319,8 +324,25 @@ class _Loader:
                 program = engine.build(origin.network)
             return with_fallback(program, origin, makes)
         assert isinstance(engine, GraphEngine)
-        program = engine.build(graph.module)
+        program = self._from_package(item, graph, engine)
+        if program is None:
+            program = engine.build(graph.module)
         return with_fallback(program, Origin(engine, graph.module, None, only_full), makes)
+
+    def _from_package(self, item: Json, graph: ReadGraph, engine: GraphEngine) -> Program | None:
+        """The program of machine code in the file, where the caller trusts that and it was made here."""
+        told = item.get("native")
+        if told is None:
+            return None
+        if not self._native:
+            self.notes.append(f"{engine.name} is built anew: the machine code in the file was not asked for")
+            return None
+        if told["for"] != packed_for(engine):
+            self.notes.append(
+                f"{engine.name} is built anew: its machine code is for another version or machine"
+            )
+            return None
+        return engine.load_package(bytes(self._reader.member(told["package"])), graph.module)
 
     def _network(self, item: Json) -> Network:
         from intarsia.runtime.archive.networks import network_from_onnx  # which takes long to import

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "intarsia", 2
 
 
-def save_sealed(compiled: nn.Module, path: str | os.PathLike[str]) -> str:
-    """Write the file; the digest that tells it from all others."""
-    manifest, saver = _prepared(compiled)
+def save_sealed(compiled: nn.Module, path: str | os.PathLike[str], native: bool = False) -> str:
+    """Write the file, with machine code of engines that make it if `native`; the digest that tells it."""
+    manifest, saver = _prepared(compiled, native)
     seals: list[str] = []
     write_atomically(path, lambda file, beside: seals.append(_write(file, manifest, saver, beside)))
     return seals[0]
@@ -53,20 +53,25 @@ def save_bytes(compiled: nn.Module) -> bytes:
     return file.getvalue()
 
 
-def _prepared(compiled: nn.Module) -> tuple[dict[str, Json], _Saver]:
+def _prepared(compiled: nn.Module, native: bool = False) -> tuple[dict[str, Json], _Saver]:
     if not isinstance(compiled, Compiled):
         raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is no compiled module")
     if not compiled._stands:
         raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
     compiled._frozen.check()  # those written to since would lie beside what was folded from the old ones
-    saver = _Saver(compiled.plan.strategy)
-    return saver.manifest(compiled), saver
+    saver = _Saver(compiled.plan.strategy, native)
+    manifest = saver.manifest(compiled)
+    if native and not saver.packages:
+        raise ArchiveError("none of its segments runs on Inductor, so that there is no code to package")
+    return manifest, saver
 
 
 def _write(file: BinaryIO, manifest: dict[str, Json], saver: _Saver, path: str | None) -> str:
     writer = Writer(file)
     writer.add(WEIGHTS, saver.tensors.chunks())
     for name, data in saver.networks.items():
+        writer.add(name, [data])
+    for name, data in saver.packages.items():
         writer.add(name, [data])
     if saver.captured is not None:
         writer.add(CAPTURED, [saver.captured])
@@ -111,8 +116,10 @@ def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], 
 class _Saver:
     """Collects what a manifest refers to while it is written."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, native: bool) -> None:
         self._strategy = strategy  # of the plan, and of the plans of bodies
+        self._native = native
+        self.packages: dict[str, bytes] = {}
         self.tensors = TensorTable()
         self.networks: dict[str, bytes] = {}
         self.captured: bytes | None = None
@@ -208,6 +215,8 @@ class _Saver:
             ],
             "only_full": origin.only_full,
         }
+        if self._native and isinstance(origin.engine, GraphEngine) and origin.engine.runs_packages:
+            written["native"] = self._package(origin.engine, origin.module)
         if origin.network is not None:
             from intarsia.runtime.archive.networks import network_to_onnx  # which loading may do without
 
@@ -218,6 +227,14 @@ class _Saver:
             if isinstance(origin.engine, NetworkEngine):
                 self.packings.append(_Packing(written, origin.engine, origin.network, keys))
         return written
+
+    def _package(self, engine: GraphEngine, module: fx.GraphModule) -> Json:
+        member = f"native/{len(self.packages)}.pt2"
+        try:
+            self.packages[member] = engine.package(module)
+        except EngineError as error:
+            raise ArchiveError(f"a segment on {engine.name} has no package: {error}") from error
+        return {"package": member, "for": packed_for(engine)}
 
 
 def made_by() -> dict[str, Json]:
