@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,20 @@ def test_a_bad_value_is_one_sentence(options, value, monkeypatch, capsys):
     assert "Traceback" not in told
 
 
+def test_run_on_one_rank(monkeypatch):
+    """Both stages in this process; test_pipeline_train.py starts two."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    for key, value in (alone | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(key, value)
+    done = CliRunner().invoke(app, ["run", "--schedule", "ZBV", "--steps", "2"])
+    assert done.exit_code == 0, done.output
+    assert "gradients equal the plain model's" in done.output
+    assert "tied: tokens.weight is held by stages 0, 1" in done.output
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["1F1B"])
 def test_run_under_torchrun(name):
     command = [sys.executable, "-m", "intarsia.cli.pipeline", "run", "--schedule", name, "--steps", "2"]

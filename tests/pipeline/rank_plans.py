@@ -1,9 +1,8 @@
-"""One rank of the tests of plans: every plan that is returned runs, and gives the plain model's gradients."""
+"""A case for `rank_worker.run_cases`: each plan that is returned runs, with the plain gradients."""
 
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 
 import pytest
 import torch
@@ -23,8 +22,8 @@ def tiny() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return nn.Sequential(*layers), torch.randn(64, 64), torch.randn(64, 64)
 
 
-def main() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+def clusters() -> None:
+    """Plans for a cluster of as many devices as there are ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model, x, target = tiny()
     plain = copy.deepcopy(model)
@@ -54,8 +53,3 @@ def main() -> None:
     with pytest.raises(PartitionError, match=r"memory=10 a device is too little on 2 devices"):
         plan_pipeline(model, (x,), cluster=Cluster.of({"devices": 2, "memory": 10, "link": FREE}), agree=True)
     print(f"{len(ran)} kinds of plans ran, replicas {sorted({r for _, r, _ in ran})}", flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

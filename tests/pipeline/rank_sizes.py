@@ -130,12 +130,12 @@ def scaler():
     print("scaler ok", flush=True)
 
 
-def named():
+def named(*schedules):
     """Modules computed again by name, beside stages by number, give the same gradients and statistics."""
     torch.manual_seed(0)
     first = ResNet()
     x, target = torch.randn(8, 3, 8, 8), torch.arange(8)
-    for schedule in ("1F1B", "ZBV"):
+    for schedule in schedules or ("1F1B", "ZBV"):
         found = []
         for checkpoint in (False, ["blocks.1", "blocks.0"], [0, "blocks.2"]):
             model = copy.deepcopy(first)
@@ -148,7 +148,7 @@ def named():
             for key, value in pipe.state_dict().items():
                 torch.testing.assert_close(value, found[0][0].state_dict()[key])
     with pytest.raises(PartitionError, match=r"checkpoint names 'blocks\.9'"):
-        parts.distributed("ZBV", 4, loss_fn=loss_of, checkpoint=["blocks.9"])
+        parts.distributed(schedule, 4, loss_fn=loss_of, checkpoint=["blocks.9"])
     print("named ok", flush=True)
 
 

@@ -32,11 +32,13 @@ def by_parts(model, x, target, count):
     return torch.stack(losses).sum(), {k: torch.cat([o[k] for o in outputs]) for k in outputs[0]}
 
 
-def decides():
-    """Each schedule, with and without recomputation, batches that do not divide, and inference."""
+def decides(*only):
+    """Each schedule (or those given), with and without recomputation, uneven batches, and inference."""
     torch.manual_seed(0)
     model, x, target = Deep(), torch.randn(8, 6), torch.arange(8)
     for schedule, stages in SCHEDULES.items():
+        if only and schedule not in only:
+            continue
         parts = split(model, (x,), stages=stages, by="memory", agree=True)
         assert parts.report.way == "modules"
         for checkpoint in (False, True):
@@ -200,7 +202,7 @@ def refusals():
         given = given.abs() if mode == "raises" else given
         with pytest.raises(error, match=sentence):
             pipe.step(given, target=target)
-    print("refusals ok", flush=True)
+    print("tree refusals ok", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import sys
 import time
@@ -236,12 +237,17 @@ def killed():
 
 
 def run_cases(cases):
-    """Each argument is a case, `name` or `name:argument:argument`; one process group serves them all."""
+    """Each argument is a case, `name` or `name:argument:argument`; one process group serves them all.
+
+    A name of another file's case has the file in front: `rank_tree.decides`.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
     for case in sys.argv[1:]:
         name, *rest = case.split(":")
-        cases[name](*rest)
+        module, _, name = name.rpartition(".")
+        found = vars(importlib.import_module(module)) if module else cases
+        found[name](*rest)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_distributed import assert_passed, launch
 from torch import nn
 
 from intarsia.errors import PartitionError
@@ -254,11 +252,6 @@ def test_nodes_are_merged_into_layers():
 def test_noise_never_makes_a_larger_micro_batch_cheaper():
     line = LayerLine.measured([(2, [Cost(4.0)]), (8, [Cost(3.0)])], [0.0], [0.0])
     assert line.seconds(2)[0, 0] <= line.seconds(8)[0, 0]
-
-
-def test_every_plan_that_is_returned_runs():
-    results = launch(worker=Path(__file__).with_name("rank_plans.py"))
-    assert_passed(results, "kinds of plans ran, replicas [1, 2]")
 
 
 def test_a_plan_says_what_it_is_and_what_is_missing():

@@ -16,7 +16,7 @@ from intarsia.pipeline.split import split
 pytest.importorskip("onnxruntime")
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "unet"])
+@pytest.mark.parametrize("name", ["mlp", "unet", pytest.param("llama", marks=pytest.mark.full)])
 def test_compiled_stages_equal_the_model(name):
     model, args, kwargs = make(name)
     model.eval()

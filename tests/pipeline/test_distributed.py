@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_worker import SCHEDULES
 from torch import nn
 
 from intarsia.errors import PartitionError
@@ -72,36 +73,54 @@ def assert_passed(results: list[tuple[int, str]], *words: str) -> None:
 def ranks() -> list[tuple[int, str]]:
     """What both processes printed: starting a pair costs more than a case, so one pair runs them all."""
     return launch(
-        "same_as_plain:gpt2",
+        "same_as_plain:gpt2:GPipe:ZBV",
         "same_as_plain:unet:1F1B:DualPipeV",
-        "same_as_plain:t5:ZeroBubble:ZBV",
+        "same_as_plain:t5:ZeroBubble",
         "same_as_plain:llama:Interleaved1F1B",
         "odd",
         "lengths",
         "refusals",
         "trains",
+        "rank_tree.decides:1F1B:ZBV",
+        "rank_tree.structures",
+        "rank_tree.refusals",
+        "rank_tree.opt",
+        "rank_tree.compiled",
     )
 
 
 def test_every_schedule_equals_the_plain_model(ranks):
-    words = [f"gpt2 {s} ok" for s in ("GPipe", "1F1B", "ZeroBubble", "Interleaved1F1B", "LoopedBFS", "ZBV")]
-    assert_passed(ranks, *words, "gpt2 DualPipeV ok", "unet DualPipeV ok")
+    words = [f"odd {schedule} ok" for schedule in SCHEDULES]
+    assert_passed(ranks, *words, "gpt2 GPipe ok", "gpt2 ZBV ok", "unet DualPipeV ok")
 
 
 def test_models_with_shared_tables_and_rotary_buffers(ranks):
-    assert_passed(ranks, "t5 ZBV ok", "llama Interleaved1F1B ok")
+    assert_passed(ranks, "t5 ZeroBubble ok", "llama Interleaved1F1B ok")
 
 
 def test_where_plain_use_goes_wrong(ranks):
-    assert_passed(ranks, "odd DualPipeV ok", "lengths ok", "refusals ok", "trains ok")
+    assert_passed(ranks, "lengths ok", "refusals ok", "trains ok")
+
+
+def test_models_that_no_graph_holds_cut_between_their_modules(ranks):
+    assert_passed(ranks, "decides 1F1B ok", "decides ZBV ok", "structures ok", "tree refusals ok", "opt ok")
+
+
+def test_compiled_stages(ranks):
+    pytest.importorskip("onnxruntime")
+    assert_passed(ranks, "compiled ok")
 
 
 @pytest.mark.full
 def test_more_schedules_of_these_models():
-    cases = ["same_as_plain:unet", "same_as_plain:t5", "same_as_plain:llama"]
-    assert_passed(launch(*cases), "unet ZBV ok", "t5 DualPipeV ok", "llama DualPipeV ok")
+    cases = [f"same_as_plain:{name}" for name in ("gpt2", "unet", "t5", "llama")]
+    words = [f"gpt2 {schedule} ok" for schedule in SCHEDULES]
+    assert_passed(
+        launch(*cases, "rank_tree.decides"), *words, "unet ZBV ok", "t5 DualPipeV ok", "llama ZBV ok"
+    )
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_the_other_with_a_clear_error():
     (first, output), (second, _) = launch("killed")
     assert first == 0 and "killed ok" in output, output

@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pipeline_zoo import make
 from test_distributed import assert_passed, launch
+from test_meta_load import shards
 
 WORKER = Path(__file__).with_name("rank_training.py")
+
+
+def shards_of_gpt2(folder: Path) -> Path:
+    """A folder of weights, without the name that is tied to another."""
+    state = make("gpt2")[0].state_dict()
+    return shards(folder, {k: v for k, v in state.items() if k != "lm_head.weight"}, 3)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[tuple[int, str]]:
     """What both processes printed: starting a pair costs more than a case, so one pair runs them all."""
-    folder = tmp_path_factory.mktemp("ranks") / "saved"
+    folder = tmp_path_factory.mktemp("ranks")
     cases = (
         "autocast:mlp:1F1B:ZBV",
         "autocast_on_one_rank",
@@ -22,9 +30,15 @@ def ranks(tmp_path_factory) -> list[tuple[int, str]]:
         "recomputing:resnet:1F1B:DualPipeV",
         "raises",
         "bad_loss",
-        "plans:3:4",
+        "plans:4",
+        "rank_plans.clusters",
         "clipping",
-        f"checkpoints:{folder}",
+        f"checkpoints:{folder / 'saved'}",
+        "rank_sizes.shorter:1F1B:ZBV",
+        "rank_sizes.axes",
+        "rank_sizes.scaler",
+        "rank_sizes.named:ZBV",
+        f"rank_meta.meta:{shards_of_gpt2(folder / 'gpt2')}:{folder / 'meta'}",
     )
     return launch(*cases, worker=WORKER)
 
@@ -49,8 +63,22 @@ def test_plans_of_a_grid_run(ranks):
     assert_passed(ranks, "plans ok")
 
 
+def test_every_plan_for_a_cluster_runs(ranks):
+    assert_passed(ranks, "kinds of plans ran, replicas [1, 2]")
+
+
 def test_clipping_and_checkpoints(ranks):
     assert_passed(ranks, "clipping ok", "checkpoints ok")
+
+
+def test_batches_of_any_size_and_place_and_a_scaler(ranks):
+    assert_passed(
+        ranks, "shorter 1F1B ok", "shorter ZBV ok", "shorter ok", "axes ok", "scaler ok", "named ok"
+    )
+
+
+def test_each_rank_loads_its_own_from_shards(ranks):
+    assert_passed(ranks, "meta ok")
 
 
 @pytest.mark.full

@@ -160,3 +160,21 @@ def test_a_late_change_of_the_input_is_refused():
             piped(torch.rand(4))
         x = torch.rand(4)
         assert torch.equal(piped(x), x + 1), "it is known now"
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return x + nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_attention_without_dropout_draws_nothing():
+    """It is an operation that may draw: only a generator that has moved makes a stage random."""
+    plain = nn.Sequential(nn.Linear(8, 8), Attention(), nn.Linear(8, 8), Attention())
+    piped = GPipe(copy.deepcopy(plain), [2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+    x = torch.rand(4, 2, 3, 8)
+    before = torch.get_rng_state()
+    piped(x).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+    assert [effects.random for effects in piped._effects] == [False, False]
+    plain(x).sum().backward()
+    assert_same(plain, piped)

@@ -76,9 +76,9 @@ def test_a_sample_in_one_process(name, way):
 
 def test_a_sample_on_two_ranks():
     # ALBERT's layers share their weights: torch's separate pass for them fails there.
-    rows = over_processes(["albert"], "sample", 3, 250)
+    rows = over_processes(["albert"], "sample", 2, 250)
     assert {(r["schedule"], r["checkpoint"], r["autocast"]) for r in rows} == {
-        (s, c, c) for s in ("GPipe", "1F1B", "ZeroBubble") for c in (False, True)
+        (s, c, c) for s in ("1F1B", "ZeroBubble") for c in (False, True)
     }
 
 

@@ -11,15 +11,12 @@ import pytest
 import torch
 from pipeline_zoo import make
 from safetensors.torch import save_file, save_model
-from test_distributed import assert_passed, launch
 from torch import nn
 
 from intarsia.errors import CaptureError, InputError, PartitionError
 from intarsia.pipeline.split import split
 from intarsia.pipeline.stages.meta_cost import DeviceSpeed
 from intarsia.pipeline.stages.shards import INDEX
-
-WORKER = Path(__file__).with_name("rank_meta.py")
 
 
 class Table(nn.Module):
@@ -243,10 +240,3 @@ def test_rotary_tables_are_computed_again():
         "model.rotary_emb.original_inv_freq",
     }
     assert torch.equal(stages.buffer_values["model.rotary_emb.inv_freq"], model.model.rotary_emb.inv_freq)
-
-
-def test_each_rank_loads_its_own(tmp_path):
-    model, _, _ = make("gpt2")
-    state = model.state_dict()
-    folder = shards(tmp_path / "gpt2", {k: v for k, v in state.items() if k != "lm_head.weight"}, 3)
-    assert_passed(launch(f"meta:{folder}:{tmp_path / 'saved'}", worker=WORKER), "meta ok")

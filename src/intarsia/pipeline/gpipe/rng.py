@@ -105,21 +105,27 @@ class TaskRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if given is not None:  # the model's own generator
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
-        self.drew.add(device)
         if device not in self.shared and device not in self._generators:
+            self.drew.add(device)
             return func(*args, **kwargs)
         generator = self._generator(device)
+        start = generator.get_state()
         if place is not None and (place >= len(args) or arguments[place].kwarg_only):
-            return func(*args, **dict(kwargs, generator=generator))
-        with _lock:
-            default = _default_generator(device)
-            before = default.get_state()
-            default.set_state(generator.get_state())
-            try:
-                return func(*args, **kwargs)
-            finally:
-                generator.set_state(default.get_state())
-                default.set_state(before)
+            answer = func(*args, **dict(kwargs, generator=generator))
+        else:
+            with _lock:
+                default = _default_generator(device)
+                before = default.get_state()
+                default.set_state(start)
+                try:
+                    answer = func(*args, **kwargs)
+                finally:
+                    generator.set_state(default.get_state())
+                    default.set_state(before)
+        # Attention may draw, and does not without dropout: a stage is random only if a generator has moved.
+        if device not in self.drew and not torch.equal(start, generator.get_state()):
+            self.drew.add(device)
+        return answer
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
