@@ -109,6 +109,15 @@ def test_the_worst_blocks_are_kept_exact(model: nn.Module, monkeypatch: pytest.M
     assert _compile(model, tolerance=error * 0.6).plan.findings.remembered
 
 
+def test_blocks_of_an_arithmetic_that_is_slower_are_not_tried(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _prefer(monkeypatch, SHORT[0].family)  # and the short one, of which one call is measured, is not
+    fast = _compile(model, tolerance=1e-6)
+    reason, *_ = [r for r in fast.plan.findings.left_out if "some blocks exact" in r]
+    assert reason.startswith(f"{SHORT[0].name}, some blocks exact: all of it takes 1e-05 ms, and")
+
+
 def test_the_error_is_held_on_every_example(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     name = SHORT[0].name
     _prefer(monkeypatch, name)

@@ -141,11 +141,23 @@ class Search:
         kept = []
         for candidate in shortened(self.engines):
             for name in self._build_all([candidate]):
+                built = self.built[name]
                 if self._is_close_enough(name):
                     kept.append(name)
-                else:
+                    continue
+                took, exact = self._quickest_call(built), self.trials[lead].quickest
+                if took <= exact:
                     kept += self._with_exact_blocks(candidate.engines[0], lead)
+                else:
+                    slower = f"all of it takes {took * 1e3:.3g} ms, and {lead} {exact * 1e3:.3g}"
+                    self.left_out.append(f"{name}, some blocks exact: {slower}")
         return kept
+
+    def _quickest_call(self, built: Built) -> float:
+        """About what a call takes, to see whether a plan is worth more work; infinite where it fails."""
+        call, failed = {"": built.call(self.sample)}, dict[str, Exception]()
+        race = race_plans(call, self.measured.objective, rounds=2, least=1, budget_s=0.0, failed=failed)
+        return min(race.get("", (math.inf,)))
 
     def _is_close_enough(self, name: str) -> bool:
         assert self.tolerance is not None
@@ -187,7 +199,7 @@ class Search:
         if self.blocks:  # findings tell one way to cut
             return blocks_at(builder.module, [block.place for block in self.blocks[1:]])
         left = self.progress.left_s - _RESERVE * self.progress.budget_s
-        whole = sum(self.build_s.values())
+        whole = (sum if engines > 1 else max)(self.build_s.values())
         for most in _BLOCKS:
             blocks = find_blocks(builder.module, builder.options.atomic, most)
             if blocks is None:
