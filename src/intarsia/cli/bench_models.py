@@ -145,7 +145,72 @@ def _lstm(full: bool) -> Specimen:
     return Specimen(Tagger(), (_tokens(full, vocabulary),))
 
 
+class _PooledAttention(nn.Module):
+    """Attention of a multiscale vision transformer: queries, keys and values pooled over the image."""
+
+    def __init__(self, width: int, heads: int, query_stride: int, key_stride: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        strides = (query_stride, key_stride, key_stride)
+        self.pools = nn.ModuleList(nn.Conv2d(width, width, 3, s, 1, groups=width) for s in strides)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in strides)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """From (batch, height, width, channels) to the same, smaller by the stride of the queries."""
+        pooled = []
+        for part, pool, norm in zip(self.qkv(x).chunk(3, -1), self.pools, self.norms, strict=True):
+            pooled.append(norm(pool(part.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)))
+        q, k, v = (p.flatten(1, 2).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in pooled)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v) + q
+        made: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2).view_as(pooled[0]))
+        return made
+
+
+class _PooledBlock(nn.Module):
+    def __init__(self, width: int, wider: int, heads: int, query_stride: int, key_stride: int) -> None:
+        super().__init__()
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = _PooledAttention(width, heads, query_stride, key_stride)
+        self.skip = nn.MaxPool2d(3, query_stride, 1) if query_stride > 1 else nn.Identity()
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, wider))
+        self.widen = nn.Linear(width, wider) if wider != width else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.skip(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        x = skip + self.attention(self.before(x))
+        normed = self.after(x)
+        made: torch.Tensor = self.widen(x) + self.mlp(normed)
+        return made
+
+
+def _mvit(full: bool) -> Specimen:
+    """A multiscale vision transformer for images: four stages, each half as wide in pixels."""
+    width, depths = (96, (1, 2, 5, 2)) if full else (8, (1, 1, 1, 1))
+    blocks: list[nn.Module] = []
+    for stage, depth in enumerate(depths):
+        for number in range(depth):
+            wider = width * 2 if number == depth - 1 and stage < 3 else width
+            stride = 2 if number == 0 and stage > 0 else 1
+            blocks.append(_PooledBlock(width, wider, 2**stage, stride, max(1, 4 >> stage)))
+            width = wider
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, 96 if full else 8, 7, 4, 3)
+            self.blocks, self.norm = nn.Sequential(*blocks), nn.LayerNorm(width)
+            self.head = nn.Linear(width, 1000 if full else 10)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            seen = self.norm(self.blocks(self.patches(image).permute(0, 2, 3, 1)))
+            scores: torch.Tensor = self.head(seen.mean((1, 2)))
+            return scores
+
+    return Specimen(Classifier(), (_image(full),))
+
+
 _MORE: dict[str, Callable[[bool], Specimen]] = {
     maker.__name__.removeprefix("_"): maker
-    for maker in (_albert, _convnextv2, _dinov2, _fno, _lstm, _mixtral, _poolformer, _regnet)
+    for maker in (_albert, _convnextv2, _dinov2, _fno, _lstm, _mixtral, _mvit, _poolformer, _regnet)
 }
