@@ -51,6 +51,7 @@ def main() -> None:
             for name in loads:
                 found.setdefault(name, []).append(run(name, folder, wish))
         report_loads(found)
+        report_imports([run("imports", folder, wish) for _ in range(wish.rounds)])
         cold, warm = [], []
         for number in range(max(1, wish.rounds // 2)):
             cache = {"INTARSIA_CACHE": str(Path(folder) / f"cache{number}")}
@@ -164,6 +165,18 @@ def load_onnxruntime(folder: Path, wish: argparse.Namespace) -> dict[str, float]
     return measured(lambda: onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
 
 
+def imports(folder: Path, wish: argparse.Namespace) -> dict[str, float]:
+    """What a process that loads imports besides torch."""
+    import torch  # noqa: F401
+
+    def load() -> Any:
+        import intarsia
+
+        return intarsia.load
+
+    return measured(load)
+
+
 def compile_once(folder: Path, wish: argparse.Namespace) -> dict[str, float]:
     import torch
 
@@ -195,6 +208,7 @@ STEPS: dict[str, Any] = {
     "load_openvino intarsia": lambda folder, wish: load_ours("openvino", folder, wish),
     "load_onnxruntime optimised": load_onnxruntime,
     "load_onnxruntime intarsia": lambda folder, wish: load_ours("onnxruntime", folder, wish),
+    "imports": imports,
     "compile": compile_once,
 }
 
@@ -215,6 +229,11 @@ def report_loads(found: dict[str, list[dict[str, float]]]) -> None:
             row += [f"{own:.{digits}f}", f"{own / statistics.median(item[key] for item in base):.2f}"]
         table.add_row(*row, f"{statistics.median(item['peak_mb'] for item in figures):.0f}")
     Console(width=120).print(table)
+
+
+def report_imports(found: list[dict[str, float]]) -> None:
+    took, cpu = (statistics.median(item[key] for item in found) for key in ("s", "cpu_s"))
+    print(f"import of the load path, beyond torch's: {took:.2f} s (CPU {cpu:.2f})")
 
 
 def report_compiles(cold: list[dict[str, float]], warm: list[dict[str, float]]) -> None:

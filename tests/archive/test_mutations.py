@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +94,37 @@ def test_forged_manifests_raise_nothing_but_archive_errors() -> None:
             except ArchiveError:
                 refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_files_whose_engines_read_them_too(engine: str, tmp_path: Path) -> None:
+    """Mutated, a file is refused or answers the same; forged, it raises nothing but ArchiveError."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4)).eval()
+    fast = intarsia.compile(model, (X,), engines=engine, min_block_size=1)
+    intarsia.save(fast, tmp_path / "m")
+    data, expected, random_state = (tmp_path / "m").read_bytes(), fast(X), random.Random(5)
+    found, refused = members(data), 0
+    for number in range(60):
+        path = tmp_path / str(number)
+        path.write_bytes(mutated(data, found, random_state))
+        try:
+            loaded = intarsia.load(path)
+        except ArchiveError:
+            refused += 1
+        else:
+            assert torch.equal(loaded(X), expected)
+    assert refused > 30
+    for number in range(15):
+        path = tmp_path / f"forged{number}"
+        path.write_bytes(sealed(data, lambda manifest, _: edited(manifest["contents"], random_state)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                intarsia.load(path)
+            except ArchiveError:
+                refused += 1
+    assert refused > 33
 
 
 @pytest.mark.full
