@@ -73,9 +73,17 @@ def test_a_wrong_case_becomes_small() -> None:
     ],
 )
 def test_differences_are_noticed(theirs: object, ours: object, said: str) -> None:
-    model = torch.nn.Identity()
+    model = torch.torch.nn.Identity()
     assert said in str(difference(model, (), (theirs, ()), (ours, ())))
     assert difference(model, (), (theirs, ()), (theirs, ())) is None
+
+
+def test_a_double_cast_from_a_float_is_rounded_as_one() -> None:
+    model = torch.nn.Identity()
+    near = torch.tensor([0.9999999403953552, torch.inf], dtype=torch.float64)
+    assert difference(model, (), (torch.tensor([1.0, torch.inf]).double(), ()), (near, ())) is None
+    third = torch.tensor([1 / 3, torch.inf], dtype=torch.float64)
+    assert difference(model, (), (third, ()), (third * (1 - 1e-9), ())) is not None
 
 
 def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch) -> None:

@@ -60,9 +60,16 @@ def _wrong(truth: torch.Tensor, got: Any, others: list[torch.Tensor]) -> str | N
     if not truth.is_floating_point():
         return _first(steady & ~same, a, b)
     row = noise.amax(dim=-1, keepdim=True).expand_as(noise) if noise.ndim else noise
-    allowed = _AMPLIFIED * row + _ROUNDING[truth.dtype] * (1 + b.abs())
+    allowed = _AMPLIFIED * row + _ROUNDING[_computed_in(truth)] * (1 + b.abs())
     far = torch.where(special | ~torch.isfinite(a), ~same, (a - b).abs() > allowed)
     return _first(steady & far, a, b)
+
+
+def _computed_in(truth: torch.Tensor) -> torch.dtype:
+    """The dtype of a result; of a double whose elements are all float32 numbers, that it was cast from."""
+    finite = truth[torch.isfinite(truth)]
+    cast = truth.dtype == torch.float64 and torch.equal(finite.float().double(), finite)
+    return torch.float32 if cast else truth.dtype
 
 
 def _first(wrong: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str | None:

@@ -17,6 +17,7 @@ from intarsia.lower.grad_modes import inline_grad_modes
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered
 from intarsia.lower.output_views import output_views
+from intarsia.lower.overlapping_writes import refuse_overlapping_writes
 from intarsia.lower.passes import run_passes
 from intarsia.lower.replaced import note_replaced
 from intarsia.lower.unlift import unlift
@@ -33,6 +34,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     """
     captured = program
     inline_grad_modes(program.graph_module)
+    refuse_overlapping_writes(program.graph)
     views = output_views(program)
     table = decomposition_table(has_converter)
     complex_values = has_complex(program.graph)

@@ -7,7 +7,6 @@ call on the tensor that the caller has. Weights and buffers are frozen: what is 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-# They copy where they must, and then read what was there before a later change in place.
-_MAY_COPY = ("reshape", "flatten", "contiguous", "to", "unflatten")
+from intarsia.lower.aliases import alias_of, changes, may_copy, written_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +67,7 @@ class _Chain:
         own = _unchanged(item)
         if own.op == "placeholder" and self._is_input(own) and own not in self.written:
             return False  # an input itself: told elsewhere
-        if own.op != "placeholder" and _alias(own) is None and self.places[own] == place:
+        if own.op != "placeholder" and alias_of(own) is None and self.places[own] == place:
             return False  # made by the model
         return self._tensor(own)
 
@@ -79,7 +77,7 @@ class _Chain:
             return True
         if node.op == "placeholder":
             return self._source(node)
-        base = _alias(node)
+        base = alias_of(node)
         if base is None and node in self.places:
             self.sources.append((node, "result", self.places[node]))
             return True
@@ -90,7 +88,7 @@ class _Chain:
         if node.target is torch.ops.aten.as_strided.default and self.sources[0][1] == "result":
             return False  # an engine's strides are its own
         self.order.append(node)
-        return not (_may_copy(node) and self._root_is_written())
+        return not (may_copy(node) and self._root_is_written())
 
     def _source(self, node: fx.Node) -> bool:
         if not self._is_input(node):
@@ -134,55 +132,21 @@ class _Chain:
         return OutputView(module, tuple(i for _, i in inputs), tuple(i for _, i in results))
 
 
-def _alias(node: fx.Node) -> fx.Node | None:
-    """The tensor that a node's result lies in, by the operator's own declaration."""
-    if node.op != "call_function":
-        return None
-    if node.target is operator.getitem:
-        many = node.args[0]
-        return many if isinstance(many, fx.Node) and _alias(many) is not None else None
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    schema = node.target._schema
-    if not schema.returns or schema.returns[0].alias_info is None:
-        return None
-    shared = schema.returns[0].alias_info.before_set or {"*"}  # a list says nothing of its elements
-    for place, argument in enumerate(schema.arguments):
-        told = argument.alias_info
-        if told is not None and (told.before_set | told.after_set) & shared:
-            held = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            return held if isinstance(held, fx.Node) else None
-    return None
-
-
 def _unchanged(node: fx.Node) -> fx.Node:
     """The tensor itself: what a change in place returns is the tensor it changed."""
-    base = _alias(node) if _changes(node) else None
+    base = alias_of(node) if changes(node) else None
     return node if base is None else _unchanged(base)
-
-
-def _changes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _may_copy(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target._schema.name.split("::")[-1] in _MAY_COPY
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """The tensors that the model changes in place, by themselves or through a view."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or not _changes(node):
-            continue
-        for argument, held in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(held, fx.Node):
-                base: fx.Node | None = held
-                while base is not None:
-                    found.add(base)
-                    base = _alias(base)
+        for held in written_arguments(node):
+            base: fx.Node | None = held
+            while base is not None:
+                found.add(base)
+                base = alias_of(base)
     return found
 
 
