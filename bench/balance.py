@@ -7,19 +7,23 @@ possible one, the mean and the worst over the rounds, and the median time to fin
 
 Then models are cut by `split` into two stages, one thread each, and a step of 8 micro-batches is set against
 the plain step on one thread: the ideal one takes (m + n - 1) / (n * m) of its time. `by time` compares the
-clock, and needs two free cores. `by work` compares what the threads did (CPU time of the plain step, of the
-slowest stage and of the caller): it tells balance and overhead on a busy machine too, but not waiting.
+clock, and needs two free cores. `of the cores` compares it with what the machine gives at all: the plain step
+while a second thread does one of its own, which shares memory and Python's lock with it. `by work` compares
+what the threads did (CPU time of the plain step, of the slowest stage and of the caller): it tells balance
+and overhead on a busy machine too, but not waiting.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -145,15 +149,22 @@ def training_shares(
     parts = split(model, (x[: len(x) // chunks],), stages=stages)
     pipe = parts.gpipe(chunks, checkpoint="always" if recompute else "never", concurrent_backward=True)
 
-    def plain_step() -> None:
+    def plain_step(model: nn.Module = model) -> None:
         rows = [checkpoint(model, p, use_reentrant=False) if recompute else model(p) for p in x.chunk(chunks)]
         torch.cat(rows).square().mean().backward()
+
+    copies = [copy.deepcopy(model) for _ in range(stages)]
+    pools = [ThreadPoolExecutor(1) for _ in copies]
+
+    def plain_steps_at_once() -> None:
+        for job in [pool.submit(plain_step, twin) for pool, twin in zip(pools, copies, strict=True)]:
+            job.result()
 
     def stage_work() -> list[float]:
         threads = pipe.engine._threads
         return [threads.submit(j, time.thread_time).result() for j in range(stages)]
 
-    walls: dict[str, list[float]] = {"plain": [], "pipe": []}
+    walls: dict[str, list[float]] = {"plain": [], "pipe": [], "at once": []}
     work: dict[str, list[float]] = {"plain": [], "pipe": [], "balance": []}
     for i in range(steps + 1):
         model.zero_grad()
@@ -165,7 +176,12 @@ def training_shares(
         pipe(x).square().mean().backward()
         piped = time.perf_counter() - clocks[0], time.thread_time() - clocks[1]
         each = [b - a for a, b in zip(begin, stage_work(), strict=True)]
+        for twin in copies:
+            twin.zero_grad()
+        start = time.perf_counter()
+        plain_steps_at_once()
         if i:
+            walls["at once"].append(time.perf_counter() - start)
             walls["plain"].append(plain[0])
             walls["pipe"].append(piped[0])
             work["plain"].append(plain[1])
@@ -178,6 +194,7 @@ def training_shares(
         f"{parts.report.balance:.0%}",
         f"{statistics.median(work['balance']):.0%}",
         f"{ideal * min(walls['plain']) / min(walls['pipe']):.0%}",
+        f"{ideal * min(walls['at once']) / min(walls['pipe']):.0%}",
         f"{ideal * statistics.median(work['plain']) / statistics.median(work['pipe']):.0%}",
     ]
 
@@ -189,6 +206,7 @@ def training_table(steps: int) -> Table:
     for column in ("model", "recomputing", "plain ms", "pipe ms", "cut balance", "work balance"):
         table.add_column(column, justify="left" if column == "model" else "right")
     table.add_column("by time", justify="right")
+    table.add_column("of the cores", justify="right")
     table.add_column("by work", justify="right")
     for name, (model, x) in models().items():
         for recompute in (False, True):

@@ -185,7 +185,7 @@ def every_layout(space):
             yield Layout(name, ranks, per_rank, replicas, m, samples, recompute)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(spaces())
 def test_the_search_never_leaves_the_best_out(space):
     tried = [found for layout in every_layout(space) if (found := simulate_layout(space, layout)) is not None]
@@ -198,7 +198,7 @@ def test_the_search_never_leaves_the_best_out(space):
     assert best.memory <= space.cluster.memory
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(spaces())
 def test_bounds_are_below_what_is_simulated(space):
     for layout in every_layout(space):
