@@ -1,10 +1,14 @@
-"""Tokens per second of `model.generate` at batch 1, prompt and tokens apart: eager, torch.compile, ours.
+"""Tokens per second of generation at batch 1, prompt and tokens apart: eager, torch.compile, ours, others.
 
-    python bench/generate.py [--size tiny|small|half] [--dtype float32|bfloat16] [--prompt 128] [--tokens 64]
-                             [--engines openvino] [--without torch.compile] [--device cpu]
+    python bench/generate.py [--peer intarsia] [--size tiny|small|half] [--dtype float32|bfloat16]
+                             [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
+    python bench/generate.py --save FOLDER       # the model and a tokenizer, for builders of other formats
+    python -m onnxruntime_genai.models.builder -i FOLDER -o BUILT -p fp32 -e cpu
+    python bench/generate.py --peer onnxruntime-genai --built BUILT
 
-A Llama-like decoder with random weights, greedy. "prompt" is `generate` of one token; "tokens" what each
-further token adds. Peers run in turns, in one process; memory is what the process held after each was made.
+A Llama-like decoder with random weights, greedy. "prompt" is generation of one token; "tokens" what each
+further token adds. Without --peer, eager, torch.compile and intarsia run in turns in one process; memory is
+what the process held at most until a peer had been made and had run, so it is its own with --peer alone.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import intarsia
+
+Generate = Callable[[int], torch.Tensor]
 
 # hidden, intermediate, layers, heads, heads of keys, vocabulary
 SIZES = {
@@ -63,61 +69,116 @@ def memory(device: str) -> str:
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f}"
 
 
+def eager(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Generate:
+    return lambda tokens: model.generate(ids, max_new_tokens=tokens, do_sample=False)
+
+
+def torch_compile(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Generate:
+    fast = torch.compile(model.forward, dynamic=None)
+    # Of one length, lest the cache be made, and the model compiled, anew.
+    static = {"cache_implementation": "static", "max_cache_len": room(told), "disable_compile": True}
+
+    def run(tokens: int) -> torch.Tensor:
+        model.forward = fast
+        try:
+            made: torch.Tensor = model.generate(ids, max_new_tokens=tokens, do_sample=False, **static)
+            return made
+        finally:
+            del model.forward
+
+    for _ in range(2):
+        run(told.tokens + 1), run(1)
+    return run
+
+
+def ours(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Generate:
+    options = {"engines": told.engines} if told.engines else {}
+    begin = time.perf_counter()
+    made = intarsia.compile_generation(model, max_length=room(told), **options)
+    print(f"compiled in {time.perf_counter() - begin:.0f} s\n{made}")
+    made.forward.take_out()
+
+    def run(tokens: int) -> torch.Tensor:
+        made.forward.put()
+        try:
+            answer: torch.Tensor = model.generate(ids, max_new_tokens=tokens, do_sample=False)
+            return answer
+        finally:
+            made.forward.take_out()
+
+    return run
+
+
+def onnxruntime_genai(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Generate:
+    import onnxruntime_genai as genai
+
+    built = genai.Model(told.built)
+
+    def run(tokens: int) -> torch.Tensor:
+        asked = genai.GeneratorParams(built)
+        asked.set_search_options(max_length=room(told), do_sample=False)
+        made = genai.Generator(built, asked)
+        made.append_tokens(ids.to(torch.int32).numpy())
+        for _ in range(tokens):
+            made.generate_next_token()
+        return torch.as_tensor(made.get_sequence(0))[None].long()
+
+    return run
+
+
+PEERS: dict[str, Callable[[Any, torch.Tensor, argparse.Namespace], Generate]] = {
+    "eager": eager,
+    "torch.compile": torch_compile,
+    "intarsia": ours,
+    "onnxruntime-genai": onnxruntime_genai,
+}
+
+
+def room(told: argparse.Namespace) -> int:
+    return int(told.prompt + told.tokens + 1)
+
+
+def save(model: Any, folder: str) -> None:
+    """The model and a tokenizer of one word a token: builders of other formats ask for one."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    for config in (model.config, model.generation_config):
+        config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 2, 0
+    model.save_pretrained(folder)
+    words = {f"t{place}": place for place in range(model.config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    names = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2", "pad_token": "t0"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--peer", choices=list(PEERS), action="append")
     parser.add_argument("--size", choices=list(SIZES), default="half")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="*")
-    parser.add_argument("--without", nargs="*", default=[])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--built", help="the folder that a builder of another format made")
+    parser.add_argument("--save", help="write the model to this folder, and end")
     told = parser.parse_args()
-    room = told.prompt + told.tokens + 1
-    model = decoder(told.size, getattr(torch, told.dtype), told.device, room)
+    model = decoder(told.size, getattr(torch, told.dtype), told.device, room(told))
+    if told.save:
+        save(model, told.save)
+        return
     ids = torch.randint(3, model.config.vocab_size, (1, told.prompt), device=told.device)
+    expected = eager(model, ids, told)(told.tokens + 1)
+    peers: dict[str, Generate] = {}
     held: dict[str, str] = {}
-
-    def plain(tokens: int, **kinds: Any) -> torch.Tensor:
-        made: torch.Tensor = model.generate(ids, max_new_tokens=tokens, do_sample=False, **kinds)
-        return made
-
-    expected = plain(told.tokens + 1)
-    peers: dict[str, Callable[[int], torch.Tensor]] = {"eager": plain}
-    held["eager"] = memory(told.device)
-    if "torch.compile" not in told.without:
-        own = model.forward
-        fast = torch.compile(own, dynamic=None)
-
-        def compiled(tokens: int) -> torch.Tensor:
-            model.forward = fast
-            try:
-                # Of one length, lest the cache be made, and the model compiled, anew.
-                return plain(tokens, cache_implementation="static", max_cache_len=room, disable_compile=True)
-            finally:
-                del model.forward
-
-        for _ in range(2):
-            compiled(told.tokens + 1), compiled(1)
-        peers["torch.compile"] = compiled
-        held["torch.compile"] = memory(told.device)
-    made = intarsia.compile_generation(
-        model, max_length=room, **({"engines": told.engines} if told.engines else {})
-    )
-    made.forward.take_out()
-
-    def ours(tokens: int) -> torch.Tensor:
-        made.forward.put()
-        try:
-            return plain(tokens)
-        finally:
-            made.forward.take_out()
-
-    peers["intarsia"] = ours
-    held["intarsia"] = memory(told.device)
+    for name in told.peer or ("eager", "torch.compile", "intarsia"):
+        peers[name] = PEERS[name](model, ids, told)
+        peers[name](1)
+        held[name] = memory(told.device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
     for _ in range(told.rounds):
         for name, peer in peers.items():
@@ -130,15 +191,12 @@ def main() -> None:
     for name, peer in peers.items():
         first = min(one for one, _ in times[name])
         whole = min(all_ for _, all_ in times[name])
-        same = torch.equal(peer(told.tokens + 1), expected)
+        same = torch.equal(peer(told.tokens + 1).cpu(), expected.cpu())
         further = told.tokens / max(whole - first, 1e-9)
         table.add_row(
             name, f"{told.prompt / first:.0f}", f"{further:.1f}", held[name], "yes" if same else "no"
         )
-    console = Console(width=110)
-    console.print(table)
-    console.print(str(made))
-    console.print(f"forwards of ours: {made.forward.runs}")
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":
