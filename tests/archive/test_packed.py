@@ -231,3 +231,22 @@ def test_a_file_behind_a_link_with_an_odd_name_is_loaded(saved: tuple[str, Path,
         loaded = intarsia.load(where)
         assert not loaded.notes
         assert torch.equal(loaded(X), expected)
+
+
+class Looks(nn.Module):
+    """A table asked at a remainder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x.sum() % 4)
+
+
+def test_divided_integers_are_not_packed_since_reading_them_ends_the_process(tmp_path: Path) -> None:
+    model, x, path = Looks().eval(), torch.tensor([3, -5, 9]), tmp_path / "looks.intarsia"
+    fast = intarsia.compile(model, (x,), engines=["openvino"], min_block_size=1)
+    assert fast.plan.engines == ("openvino",)
+    intarsia.save(fast, path)
+    assert torch.equal(intarsia.load(path)(x), model(x))

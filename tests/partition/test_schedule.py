@@ -64,7 +64,7 @@ def check(problem: Problem, runs: Runs) -> None:
         assert len(run) == 1 or problem.colours[run[0]] >= 0
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(problems(colours=2))
 def test_two_colours_reach_the_optimum(problem: Problem) -> None:
     runs = alternate(problem)

@@ -16,7 +16,7 @@ F.mish({a}); F.hardswish({a}); F.elu({a}); F.gelu({a}); F.gelu({a}, approximate=
 F.relu6({a}); F.hardsigmoid({a}); F.softsign({a}); F.selu({a}); F.celu({a}); F.logsigmoid({a})
 F.hardtanh({a}); torch.atan({a}); torch.sin({a}); torch.cos({a}); torch.floor({a}); torch.ceil({a})
 torch.round({a}); torch.trunc({a}); torch.sign({a}); torch.square({a}); torch.isnan({a}); torch.isinf({a})
-torch.isfinite({a}); torch.signbit({a}); torch.sinc({a}); torch.exp({a}.clamp(-4, 4))
+torch.isfinite({a}); torch.signbit({a}.nan_to_num()); torch.sinc({a}); torch.exp({a}.clamp(-4, 4))
 torch.expm1({a}.clamp(-4, 4)); torch.log({a}.abs() + 0.5); torch.sqrt({a}.abs())
 torch.rsqrt({a}.abs() + 0.25); torch.reciprocal({a}.abs() + 0.5); torch.log1p({a}.abs())
 torch.log2({a}.abs() + 1); torch.asin({a}.clamp(-0.9, 0.9)); torch.sinh({a}.clamp(-3, 3)); {a} ** 2
@@ -36,7 +36,7 @@ _CAST = """
 """
 _SINGLE_PAIR = """
 torch.remainder({a}, {b}); torch.fmod({a}, {b}); torch.atan2({a}, {b}); torch.hypot({a}, {b})
-torch.fmax({a}, {b}); torch.fmin({a}, {b}); torch.copysign({a}, {b}); torch.lerp({a}, {b}, 0.25)
+torch.fmax({a}, {b}); torch.fmin({a}, {b}); torch.copysign({a}, {b}.nan_to_num()); torch.lerp({a}, {b}, 0.25)
 """
 _WHOLE = """
 {a} & {b}; {a} | {b}; {a} ^ {b}; ~{a}; {a} << 1; {a} >> 1; {a}.abs(); -{a}; {a}.sign(); {a}.clamp(-2, 3)

@@ -18,17 +18,23 @@ from intarsia.engines.openvino.core import core
 # OpenVINO leaves weights out of what it exports if it has read them from a file: it knows their places there.
 _WITHOUT_WEIGHTS = {"CACHE_MODE": "OPTIMIZE_SIZE"}
 _ALIGNMENT = 64
+# Reading a model, OpenVINO computes the range of indices before it has the constants: a division by one that
+# is still 0 ends the process (2026.4).
+_DIVISIONS = ("Mod", "FloorMod", "Divide")
 
 
 def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | None:
     """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told,
-    and for one that OpenVINO cannot read again (Swin's, in 2026.4) or that then answers otherwise.
+    and for one that OpenVINO cannot read again (Swin's, in 2026.4; integers that are divided) or that then
+    answers otherwise.
 
     The model is written as OpenVINO's own description, in which every constant is then said to lie in our
     file; read from there and compiled, it is exported without weights.
     """
     import openvino
 
+    if any(_divides_integers(op) for op in model.get_ops()):
+        return None
     constants = {op.get_friendly_name(): op for op in model.get_ops() if op.get_type_name() == "Constant"}
     with tempfile.TemporaryDirectory() as folder:
         described = Path(folder, "model.xml")
@@ -54,6 +60,10 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
             return blob if _answer_alike(compiled, again) else None
         except Exception:  # what OpenVINO refuses of its own is not worth a file's space
             return None
+
+
+def _divides_integers(op: Any) -> bool:
+    return op.get_type_name() in _DIVISIONS and op.get_output_element_type(0).is_integral()
 
 
 def _answer_alike(one: Any, other: Any) -> bool:
