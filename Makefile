@@ -25,8 +25,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Three workers on two cores: tests that wait for processes of their own leave room.
 test: lint types
-	$(BIN)/pytest -n 2 --dist loadfile --durations 60 -m "not full and not gpu"
+	$(BIN)/pytest -n 3 --dist loadfile --durations 60 -m "not full and not gpu"
 
 test-full: install
 	$(BIN)/pytest -n 2 --dist worksteal
