@@ -159,7 +159,8 @@ def test_a_weight_stands_once_in_the_file_though_it_is_joined_with_others(
     engine: str, tmp_path: Path
 ) -> None:
     model, x = _Joined().eval(), torch.rand(1, 4, 192)
-    fast = intarsia.compile(model, (x,), engines=engine, min_block_size=1)
+    # Whether projections are joined once more is measured, and hangs on the machine: here it is the model's.
+    fast = intarsia.compile(model, (x,), engines=engine, min_block_size=1, rewrite=False)
     intarsia.save(fast, tmp_path / "m")
     assert len(members((tmp_path / "m").read_bytes())["weights.safetensors"]) < 1.1 * model.joined.nbytes
     for packed in (True, False):

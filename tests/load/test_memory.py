@@ -18,8 +18,8 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).eval()
+def wide(width: int = 1024) -> nn.Module:
+    return nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, 256)).eval()
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
@@ -58,7 +58,7 @@ def test_compiles_keep_nothing(compiles: int) -> None:
     x = torch.randn(4, 256)
 
     def once() -> None:
-        intarsia.compile(wide(), (x,), engines=["onnxruntime"], min_block_size=1)(x)
+        intarsia.compile(wide(4096), (x,), engines=["onnxruntime"], min_block_size=1)(x)
 
     for _ in range(4):
         once()
@@ -67,5 +67,5 @@ def test_compiles_keep_nothing(compiles: int) -> None:
     for _ in range(compiles):
         once()
     gc.collect()
-    # The weights are 2 MB, packed once more: a module kept whole would cost 4 MB each.
-    assert resident() - before < (16 << 20) + compiles * (1 << 20)
+    # The weights are 8 MB, packed once more: a module kept whole would cost 16 MB each.
+    assert resident() - before < (32 << 20) + compiles * (1 << 20)
