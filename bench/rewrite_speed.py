@@ -19,6 +19,8 @@ Runtime and its default patterns.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import os
 import tempfile
 import time
@@ -140,8 +142,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def compare(title: str, net: Network, rounds: int, runners: Mapping[str, Runner] = RUNNERS) -> float:
-    """Print one line; the median of our own seconds."""
+def compare(title: str, net: Network, rounds: int, runners: Mapping[str, Runner] = RUNNERS) -> None:
+    """Print one line."""
     with tempfile.TemporaryDirectory() as folder:
         took = [{name: run(net, Path(folder)) for name, run in runners.items()} for _ in range(rounds)]
     fired = len(apply(copy_of(net), engine="onnxruntime", patterns=True))
@@ -151,7 +153,21 @@ def compare(title: str, net: Network, rounds: int, runners: Mapping[str, Runner]
         ratio = median(each["Intarsia"] / each[name] for each in took)
         cells.append(f"{name} {median(each[name] for each in took):6.3f} s (ours is {ratio:.2f} of it)")
     print("   ".join(cells), flush=True)
-    return own
+
+
+def growth(layers: int, doublings: int, rounds: int) -> None:
+    """Our own time on half the layers and on ever twice as many, the sizes in turn, round by round."""
+    sizes = [layers * 2**power // 2 for power in range(doublings + 2)]
+    nets = {size: synthetic(size) for size in sizes}
+    took: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(rounds):
+        for size, net in nets.items():
+            gc.collect()
+            took[size].append(with_intarsia(net, Path()))
+    middle = [median(took[size]) for size in sizes]
+    times = ", ".join(f"{size} layers {own:.2f} s" for size, own in zip(sizes, middle, strict=True))
+    ratios = ", ".join(f"{later / before:.2f}" for before, later in itertools.pairwise(middle))
+    print(f"{'growth':18}{times}; twice the layers take {ratios} times as long", flush=True)
 
 
 def share_of_compile(name: str, rounds: int) -> None:
@@ -193,12 +209,8 @@ def main() -> None:
         if name in REAL:
             compare(name, network_of(name), options.rounds)
             continue
-        before = compare(name, synthetic(options.layers), options.rounds)
-        for doubling in range(options.doublings):
-            net = synthetic(options.layers * 2 ** (doubling + 1))
-            own = compare(name, net, options.rounds, {"Intarsia": with_intarsia})
-            print(f"{'':18}twice the layers take {own / before:.2f} times as long", flush=True)
-            before = own
+        compare(name, synthetic(options.layers), options.rounds)
+        growth(options.layers, options.doublings, options.rounds)
     for name in options.networks if not options.without_compile else ():
         if name in REAL:
             share_of_compile(name, min(options.rounds, 3))
