@@ -25,9 +25,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Three workers on two cores: tests that wait for processes of their own leave room.
+# Three workers on two cores, since many tests wait for processes of their own; a thread each, or pools would spin.
 test: lint types
-	$(BIN)/pytest -n 3 --dist loadfile --durations 60 -m "not full and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --durations 60 -m "not full and not gpu"
 
 test-full: install
 	$(BIN)/pytest -n 2 --dist worksteal
