@@ -6,7 +6,10 @@ import pytest
 import torch
 from tests.convert.equal import assert_equal
 from tests.convert.one_node import answers
+from torch import nn
 from torch.export import Dim
+
+import intarsia
 
 aten = torch.ops.aten
 G = torch.Generator().manual_seed(0)
@@ -34,3 +37,20 @@ def test_any_number_of_exponents() -> None:
     assert_equal(
         lambda x: torch.pow(-2, x), *calls, dynamic=({0: Dim("n", max=64)},), engines=("onnxruntime",)
     )
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("exponent", [0.5, -0.5])
+def test_roots_of_special_values_are_pytorchs_own(exponent: float, dtype: torch.dtype, engine: str) -> None:
+    """It takes those of float16 as powers: of -inf the root is inf there, and NaN elsewhere."""
+
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.pow(exponent)
+
+    x = torch.tensor([-torch.inf, torch.inf, -0.0, 0.0, torch.nan, -1.0, 4.0, 0.25], dtype=dtype)
+    fast = intarsia.compile(Root(), (torch.ones_like(x),), engines=[engine], min_block_size=1)
+    torch.testing.assert_close(fast(x), Root()(x), equal_nan=True, rtol=1e-2, atol=0)
+    zeros = x == 0
+    assert torch.equal(torch.signbit(fast(x)[zeros]), torch.signbit(Root()(x)[zeros]))

@@ -28,16 +28,28 @@ def pow_scalar(ctx: ConversionContext, self: Tensor, exponent: Any) -> Tensor:
         raise ConversionError("a power of booleans is not handled")
     if exponent == 1:
         return ctx.promote(self)[0]
-    if exponent == 0.5:
+    if exponent == 0.5 and ctx.dtype != ir.DataType.FLOAT16:
         return narrowed(ctx, F.sqrt(*promoted(ctx, self)))
     if exponent == -1:
         return narrowed(ctx, F.reciprocal(*promoted(ctx, self)))
     (x,) = promoted_wide(ctx, self)
+    if exponent in (0.5, -0.5) and ctx.dtype == ir.DataType.FLOAT16:
+        x = _as_a_powers_base(x)
+    if exponent == 0.5:
+        return narrowed(ctx, F.sqrt(x))
     if exponent == -0.5:
         return narrowed(ctx, F.reciprocal(F.sqrt(x)))
     if exponent == -2:
         return narrowed(ctx, F.reciprocal(F.mul(x, x)))
     return narrowed(ctx, F.pow(x, F.constant(float(exponent), x.dtype)))
+
+
+def _as_a_powers_base(x: Tensor) -> Tensor:
+    """PyTorch takes roots of float16 as powers, which see no sign of an infinity or a zero."""
+    infinity = F.constant(float("inf"), x.dtype)
+    x = F.where(F.equal(x, F.constant(float("-inf"), x.dtype)), infinity, x)
+    zero = F.constant(0.0, x.dtype)
+    return F.where(F.equal(x, zero), zero, x)
 
 
 @converter(aten.pow.Tensor_Tensor)
