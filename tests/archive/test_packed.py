@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import onnx
@@ -251,3 +253,11 @@ def test_divided_integers_are_not_packed_since_reading_them_ends_the_process(tmp
     assert fast.plan.engines == ("openvino",)
     intarsia.save(fast, path)
     assert torch.equal(intarsia.load(path)(x), model(x))
+
+
+def test_the_file_is_closed_with_its_module(saved: tuple[str, Path, torch.Tensor]) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
+        intarsia.load(saved[1])
+        gc.collect()
+    assert not [str(w.message) for w in told if issubclass(w.category, ResourceWarning)]

@@ -51,6 +51,6 @@ def test_roots_of_special_values_are_pytorchs_own(exponent: float, dtype: torch.
 
     x = torch.tensor([-torch.inf, torch.inf, -0.0, 0.0, torch.nan, -1.0, 4.0, 0.25], dtype=dtype)
     fast = intarsia.compile(Root(), (torch.ones_like(x),), engines=[engine], min_block_size=1)
-    torch.testing.assert_close(fast(x), Root()(x), equal_nan=True, rtol=1e-2, atol=0)
+    torch.testing.assert_close(fast(x), Root()(x), equal_nan=True)
     zeros = x == 0
     assert torch.equal(torch.signbit(fast(x)[zeros]), torch.signbit(Root()(x)[zeros]))

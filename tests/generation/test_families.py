@@ -26,6 +26,21 @@ LINE_UPS: dict[str, dict[str, Any]] = {
 }
 
 
+def compare_long_answers(model: Any, call: dict[str, Any], room: int, line_up: str) -> None:
+    """Tokens and logits of `generate`, compiled on these engines and as it was."""
+    own = model.generate(**call)
+    with intarsia.compile_generation(model, max_length=room, batch=2, **LINE_UPS[line_up]) as made:
+        ours = model.generate(**call)
+        assert not made.notes and made.forward.enabled
+        assert made.forward.runs["own"] == 0
+        engines = made.forward.by_rows[2].token.plan.engines
+        assert {line_up} <= {*engines, "mixed"}
+        assert line_up != "mixed" or set(engines) == {"onnxruntime", "openvino", "pytorch"}
+    assert torch.equal(ours.sequences, own.sequences)
+    for a, b in zip(ours.logits, own.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("line_up", LINE_UPS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,14 +57,4 @@ def test_two_hundred_tokens(family: str, line_up: str) -> None:
         "output_logits": True,
         "return_dict_in_generate": True,
     }
-    own = model.generate(**call)
-    with intarsia.compile_generation(model, max_length=208, batch=2, **LINE_UPS[line_up]) as made:
-        ours = model.generate(**call)
-        assert not made.notes and made.forward.enabled
-        assert made.forward.runs["own"] == 0
-        engines = made.forward.by_rows[2].token.plan.engines
-        assert {line_up} <= {*engines, "mixed"}
-        assert line_up != "mixed" or set(engines) == {"onnxruntime", "openvino", "pytorch"}
-    assert torch.equal(ours.sequences, own.sequences)
-    for a, b in zip(ours.logits, own.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    compare_long_answers(model, call, 208, line_up)

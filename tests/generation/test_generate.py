@@ -31,6 +31,18 @@ def padded(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
+class Ear(TextStreamer):  # type: ignore[misc]
+    """Keeps the tokens that are streamed to it."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.extend(value.flatten().tolist())
+
+    def end(self) -> None: ...
+
+
 def both(made: Generation, **call: Any) -> tuple[Any, Any, dict[str, int]]:
     """What `generate` gives compiled and as it was, and who ran the forwards of the first."""
     before = dict(made.forward.runs)
@@ -174,20 +186,11 @@ def _change_hands(llama: Generation) -> None:
 
 def test_streaming_return_dict_and_signature(llama: Generation) -> None:
     model: Any = llama.model
-    heard: list[int] = []
-
-    class Ear(TextStreamer):  # type: ignore[misc]
-        def __init__(self) -> None: ...
-
-        def put(self, value: torch.Tensor) -> None:
-            heard.extend(value.flatten().tolist())
-
-        def end(self) -> None: ...
-
+    ear = Ear()
     with pytest.warns(UserWarning, match="a cache and use_cache=False"), torch.no_grad():
         model(**padded(), past_key_values=DynamicCache(), use_cache=False, logits_to_keep=1)
-    made = model.generate(padded()["input_ids"][1:], max_new_tokens=4, do_sample=False, streamer=Ear())
-    assert heard == made[0].tolist()
+    made = model.generate(padded()["input_ids"][1:], max_new_tokens=4, do_sample=False, streamer=ear)
+    assert ear.heard == made[0].tolist()
     with torch.no_grad():
         logits, cache = model(**padded(), logits_to_keep=1, return_dict=False)
     assert logits.shape == (2, 1, 128) and cache.get_seq_length() == 9

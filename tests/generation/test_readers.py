@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from tests.generation.readers import FAMILIES, reading, tiny
-from tests.generation.test_families import LINE_UPS
-from tests.generation.test_generate import both
-from transformers import DynamicCache, EncoderDecoderCache, TextStreamer
+from tests.generation.test_families import LINE_UPS, compare_long_answers
+from tests.generation.test_generate import Ear, both
+from transformers import DynamicCache, EncoderDecoderCache
 
 import intarsia
 from intarsia.errors import InputError
@@ -147,18 +147,9 @@ def _change_hands(made: Generation, family: str) -> None:
 
 def test_streaming_and_tuples(bart: Generation) -> None:
     model: Any = bart.model
-    heard: list[int] = []
-
-    class Ear(TextStreamer):  # type: ignore[misc]
-        def __init__(self) -> None: ...
-
-        def put(self, value: torch.Tensor) -> None:
-            heard.extend(value.flatten().tolist())
-
-        def end(self) -> None: ...
-
-    made = model.generate(**reading("bart", 1), max_new_tokens=4, streamer=Ear(), **VARIED)
-    assert heard == made[0].tolist()
+    ear = Ear()
+    made = model.generate(**reading("bart", 1), max_new_tokens=4, streamer=ear, **VARIED)
+    assert ear.heard == made[0].tolist()
     states = torch.zeros(2, 3, 64)
     with torch.no_grad():
         told = {"decoder_input_ids": torch.tensor([[2, 3], [2, 4]]), "encoder_outputs": (states,)}
@@ -219,14 +210,4 @@ def test_two_hundred_tokens(family: str, line_up: str) -> None:
         "output_logits": True,
         "return_dict_in_generate": True,
     }
-    own = model.generate(**call)
-    with intarsia.compile_generation(model, max_length=202, batch=2, **LINE_UPS[line_up]) as made:
-        ours = model.generate(**call)
-        assert not made.notes and made.forward.enabled
-        assert made.forward.runs["own"] == 0
-        engines = made.forward.by_rows[2].token.plan.engines
-        assert {line_up} <= {*engines, "mixed"}
-        assert line_up != "mixed" or set(engines) == {"onnxruntime", "openvino", "pytorch"}
-    assert torch.equal(ours.sequences, own.sequences)
-    for a, b in zip(ours.logits, own.logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    compare_long_answers(model, call, 202, line_up)

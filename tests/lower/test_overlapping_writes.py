@@ -61,3 +61,16 @@ def test_the_reason_is_told() -> None:
     with pytest.raises(LoweringError, match=r"mul_.*expand.*clone\(\) it"):
         intarsia.compile(Writes(into_a_row), (torch.randn(6),), fallback="error")
     assert not intarsia.compile(Writes(into_a_copy), (torch.randn(6),), fallback="error").notes
+
+
+class Chooses(nn.Module):
+    """A write like that inside a branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda t: into_a_row(t.clone()) + 0, lambda t: t.repeat(2, 1), (x,))
+
+
+def test_a_write_inside_a_branch_is_as_in_eager() -> None:
+    x = torch.tensor([torch.inf, 1.0, 2.0, 3e7, 0.5, 1.0])
+    fast = intarsia.compile(Chooses(), (torch.rand(6),), engines=["onnxruntime"], min_block_size=1)
+    assert torch.equal(fast(x), Chooses()(x))

@@ -34,7 +34,8 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     """
     captured = program
     inline_grad_modes(program.graph_module)
-    refuse_overlapping_writes(program.graph)
+    for module in (program.graph_module, *_bodies(program.graph_module)):
+        refuse_overlapping_writes(module.graph)
     views = output_views(program)
     table = decomposition_table(has_converter)
     complex_values = has_complex(program.graph)

@@ -17,6 +17,7 @@ import stat
 import struct
 import tempfile
 import threading
+import weakref
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -89,6 +90,7 @@ class Reader:
             self._buffer = memoryview(source)
         else:
             self._file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
+            weakref.finalize(self, self._file.close)
             self._buffer = memoryview(_mapped(self._file))
         self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
         try:

@@ -87,7 +87,7 @@ def load(
     of your own. A segment whose engine is not here runs in PyTorch, and `notes` say so. `map_location` puts
     everything on another device, or each device of a mapping on another.
     What engines have compiled is taken from the file if the same versions made it on such a machine; with
-    `packed=False` they are built again, as they are anywhere else.
+    `packed=False` they are built again, as they are anywhere else, and as those of parts always are.
     Nothing in the file is run as code, with one exception: where it holds packages of AOTInductor
     (`save(..., inductor="aot")`) and `trust_native_code=True` says that you trust who made it, as you would
     trust a program, their machine code is loaded. Otherwise Inductor compiles those segments anew.
