@@ -15,12 +15,25 @@ from intarsia.choose import search
 from intarsia.choose.candidate import Workshop
 from intarsia.choose.measured import Measured
 from intarsia.compare import relative_error
-from intarsia.engines import OnnxRuntimeInt8, OpenVINOBf16
+from intarsia.engines import (
+    OnnxRuntimeInt4Weights,
+    OnnxRuntimeInt8,
+    OnnxRuntimeInt8Weights,
+    OpenVINOBf16,
+    OpenVINOInt4Weights,
+    OpenVINOInt8Weights,
+)
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import InputError
 
 Call = Callable[[], object]
 SHORT = [engine for engine in (OpenVINOBf16(), OnnxRuntimeInt8()) if engine.unavailable() is None]
+WEIGHTS = [
+    OnnxRuntimeInt8Weights(),
+    OnnxRuntimeInt4Weights(),
+    OpenVINOInt8Weights(),
+    OpenVINOInt4Weights(),
+]
 X = torch.linspace(-1, 1, 32 * 64).reshape(32, 64)
 
 
@@ -62,6 +75,8 @@ def _prefer(monkeypatch: pytest.MonkeyPatch, name: str) -> list[list[str]]:
 
 def _compile(model: nn.Module, **more: Any) -> Any:
     more.setdefault("partition", Measured(budget_s=60, candidates=()))
+    if "engines" not in more and "tolerance" in more:  # the others are tried where engines are named
+        more.setdefault("precision", SHORT[0].arithmetic)
     more.setdefault("engines", [SHORT[0].family])
     return intarsia.compile(model, (X,), min_block_size=1, **more)
 
@@ -71,7 +86,9 @@ def test_shorter_arithmetic_within_the_tolerance(
     model: nn.Module, engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = _prefer(monkeypatch, engine.name)
-    own = {"engines": [engine.family]}
+    own: dict[str, Any] = {"engines": [engine.family]}
+    if engine.family == "openvino":
+        own["precision"] = engine.arithmetic
     fast = _compile(model, tolerance=0.05, **own)
     found = fast.plan.findings
     assert found.chosen == engine.name and fast.plan.engines == (engine.name,)
@@ -83,6 +100,30 @@ def test_shorter_arithmetic_within_the_tolerance(
     assert _compile(model, tolerance=0.05, **own).plan.findings.remembered and len(log) == count
     intarsia.save(fast, tmp_path / "short.intarsia")
     assert torch.equal(intarsia.load(tmp_path / "short.intarsia")(X), fast(X))
+
+
+@pytest.mark.parametrize("engine", WEIGHTS, ids=lambda engine: engine.name)
+def test_short_weights_within_the_tolerance_alone(
+    model: nn.Module, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _prefer(monkeypatch, engine.name)
+    own = {"engines": [engine.family], "precision": engine.arithmetic}
+    fast = _compile(model, tolerance=0.3, **own)
+    assert fast.plan.findings.chosen == engine.name and fast.plan.engines == (engine.name,)
+    error = relative_error(fast(X), model(X))
+    assert 1e-4 < error <= 0.3
+    assert fast.plan.findings.trial(engine.name).error == pytest.approx(error, rel=0.5)
+    assert "error of the segment from" in str(fast.plan)
+    exact = _compile(model, tolerance=1e-6, **own)
+    # At most blocks without a product are left to it.
+    assert exact.plan.findings.chosen != engine.name and relative_error(exact(X), model(X)) <= 1e-6
+    assert any(reason.startswith(f"{engine.name}: its error is") for reason in exact.plan.findings.left_out)
+
+
+def test_what_is_missing_for_short_weights_is_told(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenVINOInt8Weights, "unavailable", lambda self: "nncf is not installed")
+    fast = _compile(model, tolerance=0.3, engines=["openvino"], precision="int8-weights")
+    assert "openvino-int8-weights is not tried: nncf is not installed" in fast.notes
 
 
 def test_what_is_too_far_off_is_not_taken(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from intarsia.errors import InputError
 
-Precision = Literal["fp32", "bf16", "fp16", "int8"]
+Precision = Literal["fp32", "bf16", "fp16", "int8", "int8-weights", "int4-weights"]
 SHORTENING_S = 30.0  # the budget where a tolerance is given and no budget: there is more to build
 
 
@@ -16,7 +16,7 @@ def allowed_arithmetic(
     """What besides the model's own arithmetic may be tried; nothing without a tolerance.
 
     >>> allowed_arithmetic(None, 0.02, verify=True)
-    ('bf16', 'fp16', 'int8')
+    ('bf16', 'fp16', 'int8', 'int8-weights', 'int4-weights')
     >>> allowed_arithmetic("bf16", 0.02, verify=True)
     ('bf16',)
     """

@@ -14,15 +14,27 @@ from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
 from intarsia.engines.onnxruntime.int8 import OnnxRuntimeInt8 as OnnxRuntimeInt8
+from intarsia.engines.onnxruntime.weights import OnnxRuntimeInt4Weights as OnnxRuntimeInt4Weights
+from intarsia.engines.onnxruntime.weights import OnnxRuntimeInt8Weights as OnnxRuntimeInt8Weights
 from intarsia.engines.openvino.engine import OpenVINO as OpenVINO
 from intarsia.engines.openvino.short import OpenVINOBf16 as OpenVINOBf16
 from intarsia.engines.openvino.short import OpenVINOFp16 as OpenVINOFp16
+from intarsia.engines.openvino.weights import OpenVINOInt4Weights as OpenVINOInt4Weights
+from intarsia.engines.openvino.weights import OpenVINOInt8Weights as OpenVINOInt8Weights
 from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 
 ENTRY_POINTS = "intarsia.engines"
 # Those of shorter arithmetic than the model's own, by name or within a tolerance.
-SHORT: tuple[type[Engine], ...] = (OpenVINOBf16, OpenVINOFp16, OnnxRuntimeInt8)
+SHORT: tuple[type[Engine], ...] = (
+    OpenVINOBf16,
+    OpenVINOFp16,
+    OnnxRuntimeInt8,
+    OnnxRuntimeInt8Weights,
+    OpenVINOInt8Weights,
+    OnnxRuntimeInt4Weights,
+    OpenVINOInt4Weights,
+)
 # Known by name, but not asked unless named: one takes long to build, one is for GPUs, others are inexact.
 NOT_BY_DEFAULT = ("inductor", "cudnn", *(kind.name for kind in SHORT))
 

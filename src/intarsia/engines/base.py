@@ -45,7 +45,7 @@ class Engine(abc.ABC):
     name: ClassVar[str]
     capturable: ClassVar[bool] = False  # whether a CUDA graph of torch's may hold its programs
     slow_to_build: ClassVar[bool] = False  # so that a piece that fails leaves whole, and is not bisected
-    arithmetic: ClassVar[str] = "fp32"  # "bf16", "fp16" or "int8": used only within a tolerance, or by name
+    arithmetic: ClassVar[str] = "fp32"  # others ("bf16", "int8" ...) are used within a tolerance, or by name
     based_on: ClassVar[str | None] = None  # the engine, by name, whose layers and patterns it takes
 
     @abc.abstractmethod

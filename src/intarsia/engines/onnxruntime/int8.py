@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from intarsia.engines.base import GrowingFile, Packed
 from intarsia.engines.onnxruntime.engine import OnnxRuntime
+from intarsia.engines.onnxruntime.silent import silent_tool
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
     from intarsia.engines.onnxruntime.model import Model
     from intarsia.network import Network
+    from intarsia.network.serialize import Weights
 
 _PRODUCTS = ["MatMul", "Gemm"]  # dynamic quantization has no quick kernel for convolutions
 _LARGEST = 2**31 - 2**20  # bytes that one ONNX file can hold
@@ -51,28 +52,27 @@ class OnnxRuntimeInt8(OnnxRuntime):
         size = sum(v.const_value.nbytes for v in net.graph.initializers.values() if v.const_value is not None)
         if size > _LARGEST:
             raise EngineError(f"its weights take {size} bytes, and the quantizer reads models of up to 2 GB")
-        return guarded(net, self.guards, self.device, quantize=_quantized)
+        return guarded(net, self.guards, self.device, serialize=_quantized)
 
 
-def _quantized(model: Any) -> Any:
+def _quantized(net: Network) -> tuple[Any, Weights]:
     import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    from intarsia.network.serialize import to_proto
+
+    model, _ = to_proto(net, weights_outside=False)
     del model.graph.value_info[:]  # shapes of weights that the tool turns round
-    root = logging.getLogger()
-    before = root.level
-    with tempfile.TemporaryDirectory() as folder:
+    # The tool recommends a preparation that concerns static quantization.
+    with tempfile.TemporaryDirectory() as folder, silent_tool():
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
         path = Path(folder) / "int8.onnx"
-        root.setLevel(logging.ERROR)  # it recommends a preparation that concerns static quantization
-        try:
-            quantize_dynamic(
-                model,
-                path,
-                op_types_to_quantize=_PRODUCTS,
-                per_channel=True,
-                weight_type=QuantType.QInt8,
-                extra_options={"MatMulConstBOnly": True},
-            )
-        finally:
-            root.setLevel(before)
-        return onnx.load(path)
+        quantize_dynamic(
+            model,
+            path,
+            op_types_to_quantize=_PRODUCTS,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            extra_options={"MatMulConstBOnly": True},
+        )
+        return onnx.load(path), {}

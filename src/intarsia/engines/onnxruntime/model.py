@@ -44,16 +44,17 @@ def plain(net: Network) -> Model:
 
 
 def guarded(
-    net: Network, guards: bool, device: str, *, quantize: Callable[[Any], Any] | None = None
+    net: Network,
+    guards: bool,
+    device: str,
+    *,
+    serialize: Callable[[Network], tuple[Any, Weights]] = to_proto,
 ) -> Model:
     """The model to run, its weights, and what must be checked at a call.
 
-    `quantize` makes another model of one that holds its weights.
+    `serialize` makes the model, and tells the weights that it names but does not hold.
     """
-    if quantize is None:
-        proto, weights = to_proto(net)
-    else:
-        proto, weights = quantize(to_proto(net, weights_outside=False)[0]), {}
+    proto, weights = serialize(net)
     planned = plan_guards(net, OnnxRuntimeLimits()) if guards else Guards()
     if device == "cpu":
         keep_signed_zeros(net, proto)

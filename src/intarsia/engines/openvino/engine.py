@@ -62,20 +62,16 @@ class OpenVINO(NetworkEngine):
             return f"OpenVINO refuses it: {last_line(error)}"
 
     def build(self, net: Network) -> Program:
-        from intarsia.engines.openvino.model import guarded
-
         try:
-            model, weights, checks = guarded(net, self.guards)
+            model, weights, checks = self._guarded(net)
             compiled = core().compile_model(model, "CPU", self._config())
             return CompiledModel(Ports.of(net), compiled, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        from intarsia.engines.openvino.model import guarded
-
         try:
-            model, _, checks = guarded(net, self.guards)
+            model, _weights, checks = self._guarded(net)
             blob = export(model, self._config(), file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error
@@ -98,6 +94,11 @@ class OpenVINO(NetworkEngine):
         if len(compiled.outputs) != len(ports.outputs) + bool(checks and checks.made):
             raise EngineError(f"the packed model has {len(compiled.outputs)} outputs")
         return CompiledModel(ports, compiled, kept, checks)
+
+    def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
+        from intarsia.engines.openvino.model import guarded
+
+        return guarded(net, self.guards)
 
     def _config(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,104 @@
+"""A network as a model whose products have weights of few bits: `MatMulNBits`, by ONNX Runtime's own tool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from intarsia.engines.onnxruntime.silent import silent_tool
+from intarsia.errors import EngineError
+from intarsia.network import Network
+from intarsia.network.serialize import Weights, to_proto
+
+_INTEGER_PRODUCTS = 4  # the accuracy level at which kernels round activations to 8 bits
+_LARGEST = 2**31 - 2**20  # bytes that one ONNX model can hold
+_DOMAIN = "com.microsoft"
+
+
+def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Weights]:
+    """The model, and the weights that it names but does not hold: those that no product reads.
+
+    Each product goes through the tool by itself, so that no more than one weight is there twice.
+    """
+    proto, weights = to_proto(net)
+    ranks = {t.name: len(t.shape) for layer in net.get_layers() for t in layer.get_inputs() if t is not None}
+    nodes: list[NodeProto] = []
+    size = 0
+    for node in proto.graph.node:
+        matrix = _matrix(node, weights) if ranks.get(node.input[0] if node.input else "", 0) >= 2 else None
+        if matrix is None:
+            nodes.append(node)
+            continue
+        made, held = _product(node, matrix, bits, block)
+        nodes += made
+        proto.graph.initializer.extend(held)
+        size += sum(tensor.ByteSize() for tensor in held)
+        if size > _LARGEST:
+            raise EngineError(f"weights of {bits} bits take more than {_LARGEST} bytes, which no model holds")
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    if all(known.domain != _DOMAIN for known in proto.opset_import):
+        proto.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    return proto, _still_read(proto, weights)
+
+
+def _matrix(node: NodeProto, weights: Weights) -> np.ndarray[Any, Any] | None:
+    """The float32 weight of a product as rows by columns; None where it is none, or one of another form."""
+    if node.domain or node.op_type not in ("MatMul", "Gemm") or node.input[1] not in weights:
+        return None
+    weight = weights[node.input[1]]
+    if weight.dtype != ir.DataType.FLOAT or len(weight.shape) != 2:
+        return None
+    told = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if told.get("transA", 0) or told.get("alpha", 1.0) != 1.0 or told.get("beta", 1.0) != 1.0:
+        return None
+    matrix = weight.numpy()
+    return np.ascontiguousarray(matrix.T if told.get("transB", 0) else matrix)
+
+
+def _product(
+    node: NodeProto, matrix: np.ndarray[Any, Any], bits: int, block: int
+) -> tuple[list[NodeProto], list[TensorProto]]:
+    """A product with short weights, what is added to it, and the weights."""
+    with silent_tool():  # importing the tool sets up logging
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+        result = node.output[0]
+        added = [name for name in node.input[2:] if name]
+        product = f"{result}_product" if added else result
+        # Weights that several products read are there once for each: their names are the products'.
+        weight = numpy_helper.from_array(matrix, f"{result}_weight")
+        alone = helper.make_node("MatMul", [node.input[0], weight.name], [product], name=node.name)
+        graph = helper.make_graph([alone], "product", [], [], [weight])
+        tool = MatMulNBitsQuantizer(
+            helper.make_model(graph), bits=bits, block_size=block, accuracy_level=_INTEGER_PRODUCTS
+        )
+        tool.process()
+    made = tool.model.model.graph
+    nodes = list(made.node)
+    if added:
+        nodes.append(helper.make_node("Add", [product, added[0]], [result], name=f"{node.name}_added"))
+    return nodes, list(made.initializer)
+
+
+def _still_read(proto: Any, weights: Weights) -> Weights:
+    """The weights that are still read; the others leave the model."""
+    unread = set(weights) - _names_read(proto.graph)
+    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
+    del proto.graph.initializer[:]
+    proto.graph.initializer.extend(kept)
+    return {name: array for name, array in weights.items() if name not in unread}
+
+
+def _names_read(graph: Any) -> set[str]:
+    """Names that are read in a graph, in the bodies of its nodes too."""
+    found = {value.name for value in graph.output}
+    for node in graph.node:
+        found.update(node.input)
+        for attribute in node.attribute:
+            bodies = [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
+            found.update(*map(_names_read, bodies))
+    return found
