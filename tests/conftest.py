@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Generator
@@ -18,6 +19,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 os.environ.setdefault("INTARSIA_MEASURE", "0")
 # Tests put faults into engines: nothing that an earlier test built may be taken in their place.
 os.environ.setdefault("INTARSIA_CACHE_GB", "0")
+
+# A worker holds millions of objects of torch and sympy; to look through them all was a tenth of the time.
+gc.set_threshold(20_000, 20, 100)
 
 WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
 OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)

@@ -79,6 +79,17 @@ def test_an_outside_package_brings_an_engine() -> None:
     assert len(calls) == before + 2, "both segments ran on the outside engine"
 
 
+def test_a_package_installed_while_the_process_runs_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EngineError, match="there is no engine 'outside'"):
+        intarsia.compile(nn.ReLU(), (torch.randn(2),), engines=["outside"])
+    request.getfixturevalue("package")
+    fast = intarsia.compile(nn.ReLU(), (torch.randn(2),), engines=["outside"], min_block_size=1)
+    assert fast.plan.engines == ("outside",)
+
+
 def test_without_the_package_its_engine_is_unknown() -> None:
     with pytest.raises(EngineError, match="there is no engine 'outside'"):
         intarsia.compile(nn.ReLU(), (torch.randn(2),), engines=["outside"])

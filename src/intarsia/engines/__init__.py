@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import sys
 from collections.abc import Sequence
 
 from intarsia.engines.base import Engine as Engine
@@ -48,7 +50,7 @@ def _found_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
     """The engines there are, and those of other packages that could not be loaded, each with the reason."""
     found: dict[str, type[Engine]] = {engine.name: engine for engine in (OpenVINO, OnnxRuntime)}
     broken: dict[str, str] = {}
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    for entry in _entry_points(tuple(sys.path)):
         try:
             engine = entry.load()
             found.setdefault(engine.name, engine)
@@ -59,6 +61,12 @@ def _found_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
     found["cudnn"] = CuDNN
     found["pytorch"] = PyTorch
     return found, broken
+
+
+@functools.lru_cache(maxsize=4)
+def _entry_points(path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint, ...]:
+    """What packages on this path offer; to read all their metadata again was a tenth of a small compile."""
+    return tuple(importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def default_engines(device: str = "cpu", notes: list[str] | None = None) -> list[Engine]:
@@ -92,6 +100,9 @@ def resolve_engines(
         engines = default_engines(device, notes)
     else:
         listed = [asked] if isinstance(asked, Engine | str) else list(asked)
+        if any(isinstance(item, str) and item not in known and item not in broken for item in listed):
+            _entry_points.cache_clear()  # it may have been installed meanwhile
+            known, broken = _found_engines()
         engines = [_make(item, known, broken) for item in listed]
     usable: list[Engine] = []
     for engine in engines:
