@@ -2,6 +2,7 @@
 
     python bench/generate.py [--peer intarsia] [--size tiny|small|half] [--dtype float32|bfloat16]
                              [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
+    python bench/generate.py --peer intarsia-int8 --peer intarsia-int4 [--tolerance 0.3] [--budget 60]
     python bench/generate.py --save FOLDER       # the model and a tokenizer, for builders of other formats
     python -m onnxruntime_genai.models.builder -i FOLDER -o BUILT -p fp32 -e cpu
     python bench/generate.py --peer onnxruntime-genai --built BUILT
@@ -17,6 +18,7 @@ import argparse
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,8 +93,11 @@ def torch_compile(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Ge
     return run
 
 
-def ours(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Generate:
-    options = {"engines": told.engines} if told.engines else {}
+def ours(model: Any, ids: torch.Tensor, told: argparse.Namespace, precision: str | None = None) -> Generate:
+    options: dict[str, Any] = {"engines": told.engines} if told.engines else {}
+    if precision is not None:
+        options |= {"precision": precision, "tolerance": told.tolerance, "examples": [ids]}
+        options["partition"] = intarsia.Measured(budget_s=told.budget)
     begin = time.perf_counter()
     made = intarsia.compile_generation(model, max_length=room(told), **options)
     print(f"compiled in {time.perf_counter() - begin:.0f} s\n{made}")
@@ -130,6 +135,8 @@ PEERS: dict[str, Callable[[Any, torch.Tensor, argparse.Namespace], Generate]] = 
     "eager": eager,
     "torch.compile": torch_compile,
     "intarsia": ours,
+    "intarsia-int8": partial(ours, precision="int8-weights"),
+    "intarsia-int4": partial(ours, precision="int4-weights"),
     "onnxruntime-genai": onnxruntime_genai,
 }
 
@@ -163,6 +170,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", nargs="*")
+    parser.add_argument("--tolerance", type=float, default=0.3, help="of peers with short weights")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds to choose each of their programs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--built", help="the folder that a builder of another format made")
     parser.add_argument("--save", help="write the model to this folder, and end")

@@ -2,53 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from intarsia.generation.anatomy import new_cache
+from intarsia.generation.anatomy import Anatomy, new_cache
 from intarsia.generation.forward import GeneratingForward
 
-LEAST = 8  # tokens; a prompt of two, padding, and some tokens after it must fit
+LEAST = 8  # tokens; a prompt of two, padding, and three tokens after it must fit
 
 
-def fault(forward: GeneratingForward, rows: int, tolerance: float | None) -> str | None:
-    """What is wrong with the compiled forward for so many rows; None where nothing is."""
-    programs, anatomy = forward.by_rows[rows], forward.anatomy
+@dataclass(frozen=True)
+class Checked:
+    """The largest error of logits and of an encoder's states that was seen, and a fault, if any."""
+
+    error: float = 0.0
+    fault: str | None = None
+
+
+def checked(
+    forward: GeneratingForward, rows: int, tolerance: float | None, examples: Sequence[torch.Tensor] = ()
+) -> Checked:
+    """The compiled forward for so many rows against the model's own, on random tokens and on the examples."""
+    anatomy: Anatomy = forward.anatomy
     model: Any = forward.module
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     made = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (rows, LEAST), generator=made).to(anatomy.device)
     mask = torch.ones_like(ids)
-    if programs.masked_prompt is not None:
+    if forward.by_rows[rows].masked_prompt is not None:
         mask[0, :2] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     # Programs were compared element by element when they were compiled; this is about masks and caches.
     allowed = max(torch.finfo(anatomy.dtype).eps ** 0.5, tolerance or 0.0)
-    forwards: tuple[Any, Any] = (forward, forward.own)
-    caches = [new_cache(model) for _ in range(2)]
-    start = LEAST - 3
-    with torch.no_grad():
-        told: dict[str, Any] = {"logits_to_keep": 1} if anatomy.keeps else {}
-        if forward.encoder is not None:
+    told: dict[str, Any] = {"logits_to_keep": 1} if anatomy.keeps else {}
+    worst = 0.0
+    if forward.encoder is not None:
+        with torch.no_grad():
             given, states = _encoded(forward, rows, made)
-            error = relative_error(*states)
+        worst = relative_error(*states)
+        if not worst <= allowed:
+            return Checked(worst, f"is off by {worst:.3g} of the largest state of the encoder")
+        told |= given | {"encoder_outputs": (states[1],)}
+    for one, seen in [(ids, mask), *((one, torch.ones_like(one)) for one in examples)]:
+        for end, error in _errors(forward, one, seen, told):
+            worst = max(worst, error)
             if not error <= allowed:
-                return f"is off by {error:.3g} of the largest state of the encoder"
-            told |= given | {"encoder_outputs": (states[1],)}
-        for begin, end in [(0, start), *((n, n + 1) for n in range(start, LEAST))]:
-            told[anatomy.named("input_ids")] = ids[:, begin:end]
-            told[anatomy.named("attention_mask")] = mask[:, :end]
-            if anatomy.positioned:
-                told[anatomy.named("position_ids")] = positions[:, begin:end]
+                return Checked(error, f"is off by {error:.3g} of the largest logit at token {end}")
+    return Checked(worst)
+
+
+def _errors(
+    forward: GeneratingForward, ids: torch.Tensor, mask: torch.Tensor, told: Mapping[str, Any]
+) -> Iterator[tuple[int, float]]:
+    """The error of logits after a prompt, and after each of three tokens behind it: where, and how much."""
+    anatomy = forward.anatomy
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    forwards: tuple[Any, Any] = (forward, forward.own)
+    caches = [new_cache(forward.module) for _ in range(2)]
+    length = ids.shape[1]
+    start = length - 3
+    for begin, end in [(0, start), *((n, n + 1) for n in range(start, length))]:
+        given = {
+            **told,
+            anatomy.named("input_ids"): ids[:, begin:end],
+            anatomy.named("attention_mask"): mask[:, :end],
+        }
+        if anatomy.positioned:
+            given[anatomy.named("position_ids")] = positions[:, begin:end]
+        with torch.no_grad():
             answers = [
-                call(**told, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
+                call(**given, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
                 for call, cache in zip(forwards, caches, strict=True)
             ]
-            error = relative_error(*answers)
-            if not error <= allowed:
-                return f"is off by {error:.3g} of the largest logit at token {end}"
-    return None
+        yield end, relative_error(*answers)
 
 
 def _encoded(

@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import anatomy_of
-from intarsia.generation.check import LEAST, fault
-from intarsia.generation.forward import GeneratingForward
+from intarsia.generation.check import LEAST
 from intarsia.generation.generation import Generation
-from intarsia.generation.programs import compiled_encoder, compiled_programs
+from intarsia.generation.making import Making, exact, is_short, why_exact
 from intarsia.tuning.options import checked
 
 
@@ -24,6 +24,7 @@ def compile_generation(
     batch: int | Sequence[int] = 1,
     padding: bool | None = None,
     max_source: int | None = None,
+    examples: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> Generation:
     """Let `model.generate(...)` run compiled: sampling, beams, stopping and streaming stay transformers' own.
@@ -35,6 +36,10 @@ def compile_generation(
     as `max_length`, if it has no length of its own); keys and values of its states are computed with the
     prompt, once. `batch` is the number of rows of a call, or several: sequences times beams. `padding` says
     whether what is read may be padded; None: where there is more than one row. `options` are `compile`'s.
+    With `tolerance=0.05` programs may use shorter arithmetic, weights of 8 or 4 bits above all, where that is
+    faster and logits, and keys and values of new tokens, stay within that share of their largest value: in
+    each program and over several tokens, on random ones and on `examples`, prompts of a decoder. What does
+    not fit stays exact, and `notes` say why; `error` is the largest error of logits that was seen.
     Any other call (longer, another number of rows, attentions asked for, weights changed ...) is answered by
     the model's own forward, on the same cache, with a warning that says why.
 
@@ -46,7 +51,7 @@ def compile_generation(
     ...     model.generate(torch.tensor([[1, 5]]), max_new_tokens=3, min_new_tokens=3).shape
     torch.Size([1, 5])
     """
-    checked_options = checked(options)
+    told = checked(options)
     rows = (batch,) if isinstance(batch, int) else tuple(batch)
     if not rows or any(not isinstance(n, int) or n < 1 for n in rows):
         raise InputError(f"batch is {batch!r}; it must be a number of rows, or several")
@@ -55,14 +60,30 @@ def compile_generation(
     if max_source is not None and max_source < 1:
         raise InputError(f"max_source is {max_source}; it must be 1 or more")
     anatomy = anatomy_of(model, max_length, max_source)
-    encoder = compiled_encoder(model, anatomy, rows, padding, checked_options)
-    programs = {n: compiled_programs(model, anatomy, n, max_length, padding, checked_options) for n in rows}
-    forward = GeneratingForward(model, anatomy, programs, max_length, encoder)
-    made = Generation(model, forward)
-    faults = [told for n in rows if (told := fault(forward, n, options.get("tolerance"))) is not None]
-    if faults:
+    making = Making(model, anatomy, rows, max_length, padding, tuple(examples))
+    encoder, prompts, tokens = making.encoder(told), making.prompts(told), making.tokens(told)
+    forward = making.forward(encoder, prompts, tokens)
+    tolerance, notes = told.get("tolerance"), []
+    found = making.check(forward, tolerance)
+    # Errors of keys and values add up in the cache: what fits in one call may not fit after several.
+    read_first = [one for pair in prompts.values() for one in pair]
+    read_first += [] if encoder is None else [encoder.plain, encoder.masked]
+    if found.fault is not None and any(map(is_short, read_first)):
+        notes.append(f"prompts are exact: otherwise the model, compiled, {found.fault}")
+        encoder, prompts = making.encoder(exact(told)), making.prompts(exact(told))
+        forward = making.forward(encoder, prompts, tokens)
+        found = making.check(forward, tolerance)
+    if found.fault is not None and any(map(is_short, tokens.values())):
+        notes.append(f"tokens are exact: otherwise the model, compiled, {found.fault}")
+        tokens = making.tokens(exact(told))
+        forward = making.forward(encoder, prompts, tokens)
+        found = making.check(forward, tolerance)
+    elif tolerance is not None and not any(map(is_short, tokens.values())):
+        notes.append(why_exact(tokens[rows[0]], tolerance))
+    made = Generation(model, forward, found.error, tolerance, tuple(notes))
+    if found.fault is not None:
         made.enable(False)
-        made.notes = (f"the model runs as it is, in PyTorch: compiled, it {faults[0]}",)
-        warnings.warn(made.notes[0], stacklevel=2)
+        made.notes += (f"the model runs as it is, in PyTorch: compiled, it {found.fault}",)
+        warnings.warn(made.notes[-1], stacklevel=2)
     forward.put()
     return made

@@ -17,10 +17,13 @@ class Generation:
     """A model whose `generate` runs compiled programs; `restore()`, or the end of a `with` block, undoes it.
 
     `model` is the very model that was given, with another `forward` in its place. `generate(...)` is its own.
+    `error` is the largest error of logits that was seen when it was made, as a share of the largest logit.
     """
 
     model: nn.Module
     forward: GeneratingForward
+    error: float = 0.0
+    tolerance: float | None = None
     notes: tuple[str, ...] = ()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,4 +62,6 @@ class Generation:
                 (f"{rows} rows, token", programs.token),
             ]
         lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
+        if self.tolerance is not None:
+            lines.append(f"  error of logits {self.error:.2g} of the largest; tolerance={self.tolerance:g}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

@@ -13,7 +13,6 @@ from intarsia.compiler import compile
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.check import relative_error
 from intarsia.generation.encoder import EncoderForward
-from intarsia.generation.forward import Programs
 from intarsia.generation.masks import attention_mask, source_mask
 from intarsia.generation.steps import EncoderStep, PromptStep, TokenStep
 from intarsia.runtime.compiled import Compiled
@@ -45,46 +44,92 @@ def compiled_encoder(
     return EncoderForward(model.get_encoder(), anatomy, source, plain, masked)
 
 
-def compiled_programs(
+def compiled_prompts(
     model: nn.Module,
     anatomy: Anatomy,
     rows: int,
     max_length: int,
     padding: bool | None,
+    examples: Sequence[torch.Tensor],
     options: Mapping[str, Any],
-) -> Programs:
-    """Prompts and tokens of so many rows."""
-    length = min(max_length, _USUAL)
-    ids = torch.arange(1, length + 1, device=anatomy.device).expand(rows, length).contiguous()
-    positions = torch.arange(length, device=anatomy.device).expand(rows, length).contiguous()
-    seen = torch.ones(rows, length, dtype=torch.bool, device=anatomy.device)
+) -> tuple[Compiled | PartlyCompiled | None, Compiled | PartlyCompiled | None]:
+    """Prompts of so many rows, without masks and with them; None where there is no need for one."""
+    ids = _usual(anatomy, rows, max_length)
     dim = Dim("length", min=2, max=max_length)  # at one token, attention and strides take other paths
 
-    def prompt(masks: Sequence[torch.Tensor]) -> Compiled | PartlyCompiled:
-        shapes: dict[str, Any] = {"input_ids": {1: dim}, "position_ids": {1: dim}}
+    def prompt(with_masks: bool) -> Compiled | PartlyCompiled:
         encoded, of_encoded = _encoded(anatomy, rows)
-        if masks or encoded:
-            shapes["rest"] = (*({2: dim, 3: dim} for _ in masks), *of_encoded)
-        feed = (ids, positions, *masks, *encoded)
-        return compile(PromptStep(model, anatomy), feed, dynamic_shapes=shapes, **options)
+
+        def feed(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            masks = _masks(anatomy, ids, past=0, room=None) if with_masks else []
+            return (ids, _positions(ids), *masks, *encoded)
+
+        shapes: dict[str, Any] = {"input_ids": {1: dim}, "position_ids": {1: dim}}
+        if with_masks or encoded:
+            count = len(anatomy.windows) if with_masks else 0
+            shapes["rest"] = (*({2: dim, 3: dim} for _ in range(count)), *of_encoded)
+        told = {**options, "examples": [feed(one) for one in examples]} if examples else options
+        return compile(PromptStep(model, anatomy), feed(ids), dynamic_shapes=shapes, **told)
 
     plain = masked = None
     if not anatomy.slides and anatomy.source is None:
-        plain = prompt(())
+        plain = prompt(with_masks=False)
     if plain is None or padding or (padding is None and rows > 1):
-        masked = prompt(_masks(anatomy, seen, past=0, room=None))
-    memory = _noise(anatomy.empty(rows, max_length), length - 1)
-    masks = _masks(anatomy, seen, past=length - 1, room=max_length)
+        masked = prompt(with_masks=True)
+    return plain, masked
+
+
+def compiled_token(
+    model: nn.Module,
+    anatomy: Anatomy,
+    rows: int,
+    max_length: int,
+    examples: Sequence[torch.Tensor],
+    options: Mapping[str, Any],
+) -> Compiled | PartlyCompiled:
+    """A token of so many rows, after those in the cache."""
+    ids = _usual(anatomy, rows, max_length)
+    past = ids.shape[1] - 1
+    memory = _noise(anatomy.empty(rows, max_length), past)
+    more: list[torch.Tensor] = []
     if (source := anatomy.source) is not None:
         known = min(source.states, _USUAL)
         memory += _noise(anatomy.empty_crossed(rows, source.states), source.states if source.fixed else known)
         if not source.fixed:
-            masks.append(
-                source_mask(seen.new_ones(rows, known), room=source.states, dtype=anatomy.mask_dtype)
-            )
-    feed = (ids[:, -1:].contiguous(), positions[:, -1:].contiguous(), *masks, *memory)
-    token = compile(_token_step(model, anatomy, feed), feed, **options)
-    return Programs(plain, masked, token)
+            seen = torch.ones(rows, known, dtype=torch.bool, device=anatomy.device)
+            more.append(source_mask(seen, room=source.states, dtype=anatomy.mask_dtype))
+
+    def feed(ids: torch.Tensor, memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        masks = _masks(anatomy, ids, past=ids.shape[1] - 1, room=max_length)
+        last, position = ids[:, -1:].contiguous(), _positions(ids)[:, -1:].contiguous()
+        return (last, position, *masks, *more, *memory)
+
+    usual = feed(ids, memory)
+    told = dict(options)
+    if examples:
+        told["examples"] = [feed(one, _after(model, anatomy, one[:, :-1], max_length)) for one in examples]
+    return compile(_token_step(model, anatomy, usual), usual, **told)
+
+
+def _usual(anatomy: Anatomy, rows: int, max_length: int) -> torch.Tensor:
+    """Tokens 1, 2, 3 ... in every row."""
+    length = min(max_length, _USUAL)
+    return torch.arange(1, length + 1, device=anatomy.device).expand(rows, length).contiguous()
+
+
+def _positions(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape).contiguous()
+
+
+def _after(model: nn.Module, anatomy: Anatomy, ids: torch.Tensor, max_length: int) -> list[torch.Tensor]:
+    """The memory of every layer after the model itself has read these tokens."""
+    masks = _masks(anatomy, ids, past=0, room=None) if anatomy.slides else []
+    with torch.no_grad():
+        _, *known = PromptStep(model, anatomy)(ids, _positions(ids), *masks)
+    memory = [tensor for pair in anatomy.empty(ids.shape[0], max_length) for tensor in pair]
+    for room, filled in zip(memory, known, strict=True):
+        room[:, :, : ids.shape[1]] = filled
+    return memory
 
 
 def _encoded(anatomy: Anatomy, rows: int) -> tuple[list[torch.Tensor], list[dict[int, Any]]]:
@@ -124,7 +169,8 @@ def _noise(memory: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int) -> 
     return tensors
 
 
-def _masks(anatomy: Anatomy, seen: torch.Tensor, past: int, room: int | None) -> list[torch.Tensor]:
+def _masks(anatomy: Anatomy, ids: torch.Tensor, past: int, room: int | None) -> list[torch.Tensor]:
+    seen = torch.ones_like(ids, dtype=torch.bool)
     return [
         attention_mask(seen, past=past, room=room, window=window, dtype=anatomy.mask_dtype)
         for _, window in anatomy.windows

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from intarsia.engines.onnxruntime.silent import silent_tool
@@ -55,8 +56,8 @@ def _matrix(node: NodeProto, weights: Weights) -> np.ndarray[Any, Any] | None:
     told = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if told.get("transA", 0) or told.get("alpha", 1.0) != 1.0 or told.get("beta", 1.0) != 1.0:
         return None
-    matrix = weight.numpy()
-    return np.ascontiguousarray(matrix.T if told.get("transB", 0) else matrix)
+    matrix = torch.as_tensor(weight.numpy())  # which is turned round by several threads
+    return (matrix.t() if told.get("transB", 0) else matrix).contiguous().numpy()
 
 
 def _product(
