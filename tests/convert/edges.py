@@ -16,10 +16,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from tests.convert import drivers
 from tests.convert.harness import REFUSED, RUNS, WRONG, Outcome, differs
+from tests.convert.measure import Key, Tally, load, save
 from tests.convert.samples import OPINFO_MISSING, Case, cases, dtypes_of, find_ops, op_infos
 from torch import fx
 
@@ -170,6 +172,16 @@ def judged(
         yield from judge_edges(case, engine, only)
 
 
+def tallied(name: str, dtype: str, engine: str, samples: int, only: str | None = None) -> Tally:
+    """The verdicts on an op, and what is wrong in words."""
+    tally = Tally()
+    for named, outcome in judged(name, dtype, engine, samples, only):
+        tally.own[outcome.verdict] += 1
+        if outcome.verdict == WRONG:
+            tally.wrong.append(f"{outcome.case} on {engine}, {named}: {outcome.reason}")
+    return tally
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -178,28 +190,35 @@ def main() -> None:
     parser.add_argument("--engine", action="append", choices=drivers.ENGINES, default=[])
     parser.add_argument("--edge", help="this edge alone")
     parser.add_argument("--samples", type=int, default=1, help="samples an op and dtype")
+    parser.add_argument("--keep", type=Path, help="a JSON file to continue from and write to")
     options = parser.parse_args()
     if OPINFO_MISSING:
         sys.exit(OPINFO_MISSING)
     torch.set_num_threads(1)
+    keep: Path | None = options.keep
+    found = load(keep) if keep is not None and keep.exists() else {}
     names = [n for given in options.ops for n in find_ops(given)] if options.ops else list(op_infos())
-    total: Counter[tuple[str, str, str]] = Counter()
     for name, dtype in itertools.product(names, options.dtype or DTYPES):
         if dtype not in dtypes_of(op_infos()[name]):
             continue
         for engine in options.engine or drivers.ENGINES:
-            for named, outcome in judged(name, dtype, engine, options.samples, options.edge):
-                total[dtype, engine, outcome.verdict] += 1
-                if outcome.verdict == WRONG:
-                    print(f"WRONG {outcome.case} on {engine}, {named}: {outcome.reason}", flush=True)
-    for (dtype, engine), counts in summed(total).items():
+            if (name, dtype, engine) in found:
+                continue
+            tally = tallied(name, dtype, engine, options.samples, options.edge)
+            for line in tally.wrong:
+                print(f"WRONG {line}", flush=True)
+            found[name, dtype, engine] = tally
+            if keep is not None:
+                save(found, keep)
+    for (dtype, engine), counts in summed(found).items():
         print(f"{dtype:8} {engine:11} {counts[RUNS]} equal, {counts[REFUSED]} left, {counts[WRONG]} WRONG")
 
 
-def summed(total: Counter[tuple[str, str, str]]) -> dict[tuple[str, str], Counter[str]]:
+def summed(tallies: dict[Key, Tally]) -> dict[tuple[str, str], Counter[str]]:
+    """The verdicts on each dtype and engine."""
     found: dict[tuple[str, str], Counter[str]] = {}
-    for (dtype, engine, verdict), number in total.items():
-        found.setdefault((dtype, engine), Counter())[verdict] += number
+    for (_, dtype, engine), tally in tallies.items():
+        found.setdefault((dtype, engine), Counter()).update(tally.own)
     return found
 
 

@@ -81,24 +81,27 @@ def measure_all(
         if dtype in dtypes_of(op_infos()[name]) and (name, dtype, engines[0]) not in found
     ]
     if jobs == 1:
-        for done, (name, dtype) in enumerate(wanted, 1):
+        for name, dtype in wanted:
             found.update(measure(name, dtype, engines, core, limit))
-            if keep is not None and done % 20 == 0:
+            if keep is not None:
                 save(found, keep)
     else:
         with ProcessPoolExecutor(jobs) as pool:
             futures = [pool.submit(measure, name, dtype, engines, core, limit) for name, dtype in wanted]
-            for done, future in enumerate(futures, 1):
+            for future in futures:
                 found.update(future.result())
-                if keep is not None and done % 20 == 0:
+                if keep is not None:
                     save(found, keep)
-    if keep is not None:
-        save(found, keep)
     return found
 
 
 def save(tallies: dict[Key, Tally], path: Path) -> None:
-    path.write_text(json.dumps({"|".join(key): tally.to_json() for key, tally in tallies.items()}, indent=0))
+    """Written whole or not at all, since a run may be stopped at any time."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(
+        json.dumps({"|".join(key): tally.to_json() for key, tally in tallies.items()}, indent=0)
+    )
+    partial.replace(path)
 
 
 def load(path: Path) -> dict[Key, Tally]:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from intarsia.fuzz import campaign
 from intarsia.fuzz.campaign import Campaign, reproduce
@@ -84,6 +85,27 @@ def test_a_double_cast_from_a_float_is_rounded_as_one() -> None:
     assert difference(model, (), (torch.tensor([1.0, torch.inf]).double(), ()), (near, ())) is None
     third = torch.tensor([1 / 3, torch.inf], dtype=torch.float64)
     assert difference(model, (), (third, ()), (third * (1 - 1e-9), ())) is not None
+
+
+class _NormOfEqualElements(torch.nn.Module):
+    """Its answer is 0; what float32 gives is the rounding of a mean, magnified 300 times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((8,), 0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = F.rms_norm((x > x) + 1e-3, x.shape[-1:])
+        return F.group_norm(made, 1, self.weight)
+
+
+def test_rounding_of_what_a_model_makes_itself_is_seen() -> None:
+    model, given = _NormOfEqualElements(), (torch.randn(4, 8, 3, 8),)
+    truth = model(*given).detach()
+    assert float(truth.abs().max()) > 2e-6 and torch.get_default_dtype() == torch.float32
+    assert difference(model, given, (truth, given), (truth + 2.2e-5, given)) is None
+    assert difference(model, given, (truth, given), (truth + 1e-3, given)) is not None
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch) -> None:

@@ -7,7 +7,8 @@ move, an engine's may; where a decision (a comparison, an argmax) flips under th
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,9 +86,21 @@ def _first(wrong: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str | None:
 def _other_runs(model: torch.nn.Module, given: Sequence[Any]) -> list[list[Any] | None]:
     """The model's own answers in float64, and with its inputs moved a little, three times."""
     generator = torch.Generator().manual_seed(11)
-    runs = [_run(copy.deepcopy(model).double(), [_wide(x) for x in _distinct(given)])]
+    with _in_float64():
+        runs = [_run(copy.deepcopy(model).double(), [_wide(x) for x in _distinct(given)])]
     runs += [_run(copy.deepcopy(model), [_nudged(x, generator) for x in _distinct(given)]) for _ in range(3)]
     return runs
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """Numbers that a model makes itself are doubles too: `(x > y) + 1e-3` is of the default dtype."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _run(model: torch.nn.Module, inputs: list[Any]) -> list[Any] | None:

@@ -11,6 +11,7 @@ from intarsia.engines.guards.checks import Checks
 from intarsia.engines.openvino.core import core, last_line
 from intarsia.engines.openvino.packing import export, imported
 from intarsia.engines.openvino.program import CompiledModel
+from intarsia.engines.openvino.snippets import settings
 from intarsia.engines.ports import Ports
 from intarsia.engines.threads import thread_count
 from intarsia.errors import EngineError
@@ -64,7 +65,7 @@ class OpenVINO(NetworkEngine):
     def build(self, net: Network) -> Program:
         try:
             model, weights, checks = self._guarded(net)
-            compiled = core().compile_model(model, "CPU", self._config())
+            compiled = core().compile_model(model, "CPU", {**self._config(), **settings(model)})
             return CompiledModel(Ports.of(net), compiled, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
@@ -72,7 +73,7 @@ class OpenVINO(NetworkEngine):
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         try:
             model, _weights, checks = self._guarded(net)
-            blob = export(model, self._config(), file)
+            blob = export(model, {**self._config(), **settings(model)}, file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error
         told = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}

@@ -1,0 +1,45 @@
+"""Where OpenVINO may not put elementwise layers together (its "snippets"), since it would not survive it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OFF = {"SNIPPETS_MODE": "DISABLE"}
+_PROJECTIONS = frozenset({"Convolution", "GroupConvolution", "MatMul"})
+
+
+def settings(model: Any) -> dict[str, str]:
+    """What a model must be compiled with, beside what the user wishes.
+
+    Where attention (products around a softmax) has become one snippet, and a layer takes its result together
+    with that of an elementwise layer, OpenVINO's tokenizer reads a null pointer and the process ends:
+    `relu(relu(x) + scaled_dot_product_attention(x, x, x))`, if a guard looks at both summands too.
+    """
+    return dict(_OFF) if _joins_attention(model) else {}
+
+
+def _joins_attention(model: Any) -> bool:
+    """Whether a layer reads what was made of the result of one attention alone, and something else."""
+    constant, soft = set[str](), set[str]()
+    attention: dict[str, str] = {}  # what is made of one attention alone, and of which
+    for operation in model.get_ordered_ops():
+        name, kind = operation.get_friendly_name(), operation.get_type_name()
+        read = {value.get_node().get_friendly_name() for value in operation.input_values()}
+        if kind == "Constant" or (read and read <= constant):
+            constant.add(name)
+            continue
+        live = {
+            value.get_node().get_friendly_name()
+            for value in operation.input_values()
+            if not value.get_element_type().is_integral_number()  # sizes and places
+        } - constant
+        sources = {attention.get(value) for value in live}
+        if len(sources) > 1:
+            return True
+        if kind == "ScaledDotProductAttention" or (kind == "MatMul" and len(live) > 1 and live & soft):
+            attention[name] = name
+        elif kind not in _PROJECTIONS and (source := next(iter(sources), None)) is not None:
+            attention[name] = source
+        elif kind == "Softmax" or (kind not in _PROJECTIONS and live & soft):
+            soft.add(name)
+    return False
