@@ -34,7 +34,8 @@ def test_offenders_cost_log_n_builds_each(size: int, wanted: set[int]) -> None:
 
     blamed = bisect_failure(list(range(size)), fails)
     assert blamed == {number: f"{number} is bad" for number in offenders}
-    assert builds <= 1 + len(offenders) * (math.ceil(math.log2(max(2, size))) + 1)
+    growing = math.ceil(math.log(max(2, size / 8), 4)) + 1  # runs that pass on the way to the next one
+    assert builds <= 1 + len(offenders) * (math.ceil(math.log2(max(2, size))) + 1 + growing)
 
 
 def test_a_run_that_fails_everywhere_leaves_after_a_while() -> None:
@@ -48,6 +49,33 @@ def test_a_run_that_fails_everywhere_leaves_after_a_while() -> None:
     blamed = bisect_failure(list(range(1000)), fails)
     assert min(blamed) == 305 and {number for number in range(301, 1000) if number % 5 == 0} <= set(blamed)
     assert sum(built) < MOST_BUILT + 12 * 1000
+
+
+def test_offenders_near_each_other_are_found_by_short_runs() -> None:
+    built: list[int] = []
+    offenders = {500, 503, 506, 509, 512, 900}
+
+    def fails(some: list[int]) -> str | None:
+        built.append(len(some))
+        return "bad" if offenders & set(some) else None
+
+    assert set(bisect_failure(list(range(1000)), fails)) == offenders
+    after = built[built.index(501) + 1 :]
+    assert max(after[:16]) <= 8
+
+
+def test_offenders_close_behind_each_other_end_the_search() -> None:
+    """Where every block fails, each of them costs builds, and little is left that could run."""
+    builds = 0
+
+    def fails(some: list[int]) -> str | None:
+        nonlocal builds
+        builds += 1
+        return "too large" if any(number % 3 == 0 and number >= 300 for number in some) else None
+
+    blamed = bisect_failure(list(range(600)), fails)
+    assert sorted(blamed)[:3] == [300, 303, 306] and set(range(330, 600)) <= set(blamed)
+    assert builds < 60
 
 
 def test_nodes_that_fail_only_together_lose_the_later_one() -> None:

@@ -19,6 +19,8 @@ from intarsia.partition.units import Units, find_recomputable, find_units
 
 T = TypeVar("T")
 MOST_BUILT = 10_000  # nodes, in all builds to find those that one segment fails on
+_NEARBY = 8  # nodes behind one to blame that are tried first
+_CLOSE = 8  # offenders in a row, each that near to the one before, after which no more are looked for
 
 
 def bisect_failure(
@@ -26,10 +28,11 @@ def bisect_failure(
 ) -> dict[T, str]:
     """The nodes to blame when `nodes` fail to build together, each with the reason.
 
-    `fails(some)` builds a run of neighbours out of `nodes` and gives the reason it failed, or None. Each
+    `fails(some)` builds a run of neighbours out of `nodes` and gives the reason it failed, or None. The first
     offender is found with at most `log2(len(nodes)) + 2` builds: halving finds the shortest run from the
-    start that fails, and its last node is to blame; the search goes on behind it. When runs of
-    `most` nodes in all were built, it ends, and what is left is to blame: a run that fails in so many places
+    start that fails, and its last node is to blame. The search goes on behind it with short runs that grow,
+    since what fails often fails again nearby. When runs of `most` nodes in all were built, or eight offenders
+    stood close behind each other, it ends, and what is left is to blame: a run that fails in so many places
     gains little on its engine.
 
     Example:
@@ -37,12 +40,19 @@ def bisect_failure(
         {3: 'three'}
     """
     blamed: dict[T, str] = {}
-    start = built = 0
-    while start < len(nodes) and (reason := fails(nodes[start:])) is not None:
-        built += len(nodes) - start
-        if built > most and blamed:
+    start = built = close = 0
+    length = len(nodes)
+    while start < len(nodes):
+        end = min(start + length, len(nodes))
+        reason, built = fails(nodes[start:end]), built + end - start
+        if reason is None and end == len(nodes):
+            return blamed
+        if reason is None:
+            length *= 4
+            continue
+        if (built > most and blamed) or close == _CLOSE:
             return blamed | dict.fromkeys(nodes[start:], reason)
-        passes, broken = start, len(nodes)  # nodes[start:passes] builds, nodes[start:broken] does not
+        passes, broken = start, end  # nodes[start:passes] builds, nodes[start:broken] does not
         while broken - passes > 1:
             middle = (passes + broken) // 2
             found, built = fails(nodes[start:middle]), built + middle - start
@@ -51,7 +61,8 @@ def bisect_failure(
             else:
                 broken, reason = middle, found
         blamed[nodes[broken - 1]] = reason
-        start = broken
+        close = close + 1 if broken - start <= _NEARBY else 0
+        start, length = broken, _NEARBY
     return blamed
 
 
