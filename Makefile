@@ -32,9 +32,11 @@ test: lint types
 test-full: install
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Some samples of every operator on every engine; `make test-full` takes all of them.
+# Samples of every operator on every engine, and its edges; stopped and started again, it goes on where it was.
 coverage: install
-	$(BIN)/python -m tests.convert.coverage --limit 4 --core 0 --jobs 2 > docs/coverage.md
+	$(BIN)/python -m tests.convert.edges --keep .edges.json
+	$(BIN)/python -m tests.convert.coverage --all float32 --all int32 --all int64 --all bool --limit 4 --core 0 \
+		--jobs 2 --keep .coverage.json --edges .edges.json > docs/coverage.md
 
 # Random models against eager PyTorch; stopped and started again, it goes on where it was.
 fuzz: install
@@ -46,4 +48,4 @@ models: install
 	$(BIN)/python -m tests.models.outside --docs
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz.jsonl .models.jsonl
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .fuzz.jsonl .models.jsonl .edges.json .coverage.json

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from tests.commit import commit
 from tests.convert import drivers
 from tests.convert.harness import REFUSED, RUNS, WRONG, Outcome, differs
 from tests.convert.measure import Key, Tally, load, save
@@ -174,7 +175,7 @@ def judged(
 
 def tallied(name: str, dtype: str, engine: str, samples: int, only: str | None = None) -> Tally:
     """The verdicts on an op, and what is wrong in words."""
-    tally = Tally()
+    tally = Tally(limit=samples, commit=commit())
     for named, outcome in judged(name, dtype, engine, samples, only):
         tally.own[outcome.verdict] += 1
         if outcome.verdict == WRONG:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.commit import commit
 from tests.convert import drivers
 from tests.convert.harness import REFUSED, RUNS, WRONG, judge
-from tests.convert.samples import LIMIT, cases, dtypes_of, op_infos
+from tests.convert.samples import DTYPES, LIMIT, cases, dtypes_of, op_infos
 
 Key = tuple[str, str, str]  # op, dtype, engine
 
@@ -27,6 +28,8 @@ class Tally:
     core: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    limit: int = 0  # samples that were asked for; an op may have fewer
+    commit: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -34,18 +37,21 @@ class Tally:
             "core": dict(self.core),
             "reasons": dict(self.reasons),
             "wrong": self.wrong,
+            "limit": self.limit,
+            "commit": self.commit,
         }
 
     @staticmethod
     def of(data: dict[str, Any]) -> Tally:
-        return Tally(Counter(data["own"]), Counter(data["core"]), Counter(data["reasons"]), data["wrong"])
+        counts = (Counter(data[name]) for name in ("own", "core", "reasons"))
+        return Tally(*counts, data["wrong"], data["limit"], data["commit"])
 
 
 def measure(name: str, dtype: str, engines: Iterable[str], core: int, limit: int) -> dict[Key, Tally]:
     """One op and dtype on each engine."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    tallies = {(name, dtype, engine): Tally() for engine in engines}
+    tallies = {(name, dtype, engine): Tally(limit=limit, commit=commit()) for engine in engines}
     for case in cases(name, dtype, core=core, limit=limit, seen=_seen):
         for engine in engines:
             outcome = judge(case, engine)
@@ -67,11 +73,11 @@ def measure_all(
     engines: Iterable[str] = drivers.ENGINES,
     *,
     core: int = LIMIT,
-    limit: int = LIMIT,
+    limit: int | Mapping[str, int] = LIMIT,
     jobs: int = 1,
     keep: Path | None = None,
 ) -> dict[Key, Tally]:
-    """All ops and dtypes, those found in `keep` taken from there."""
+    """All ops and dtypes, those found in `keep` taken from there; `limit` may differ between dtypes."""
     found = load(keep) if keep is not None and keep.exists() else {}
     engines = tuple(engines)
     wanted = [
@@ -80,14 +86,17 @@ def measure_all(
         for name in names
         if dtype in dtypes_of(op_infos()[name]) and (name, dtype, engines[0]) not in found
     ]
+    limits = dict.fromkeys(DTYPES, limit) if isinstance(limit, int) else limit
     if jobs == 1:
         for name, dtype in wanted:
-            found.update(measure(name, dtype, engines, core, limit))
+            found.update(measure(name, dtype, engines, core, limits[dtype]))
             if keep is not None:
                 save(found, keep)
     else:
         with ProcessPoolExecutor(jobs) as pool:
-            futures = [pool.submit(measure, name, dtype, engines, core, limit) for name, dtype in wanted]
+            futures = [
+                pool.submit(measure, name, dtype, engines, core, limits[dtype]) for name, dtype in wanted
+            ]
             for future in futures:
                 found.update(future.result())
                 if keep is not None:

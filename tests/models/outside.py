@@ -8,11 +8,11 @@ import functools
 import json
 import multiprocessing
 import os
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.commit import commit
 from tests.models.case import Case
 from tests.models.outcome import CRASHED, GOOD, RAISED, TIMED_OUT, Outcome, outcome_of
 from tests.models.page import write_page
@@ -73,13 +73,6 @@ def _report(name: str, pipe: multiprocessing.connection.Connection) -> None:
     pipe.send(made)
 
 
-def _commit() -> str:
-    """The state of this repository, with a plus where files were changed since; empty outside of git."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
 def read_state(path: Path) -> dict[str, Outcome]:
     """Outcomes by name, the last of each."""
     if not path.exists():
@@ -102,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name for name in all_cases() if name not in known or (asked.again and known[name].outcome not in GOOD)
     ]
     for name in wanted:
-        made = dataclasses.replace(run_one(name), commit=_commit())
+        made = dataclasses.replace(run_one(name), commit=commit())
         known[name] = made
         with asked.state.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(made)) + "\n")
