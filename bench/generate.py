@@ -1,6 +1,6 @@
 """Tokens per second of generation at batch 1, prompt and tokens apart: eager, torch.compile, ours, others.
 
-    python bench/generate.py [--peer intarsia] [--size tiny|small|half] [--dtype float32|bfloat16]
+    python bench/generate.py [--peer intarsia] [--size tiny|small|fifth|half] [--dtype float32|bfloat16]
                              [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
     python bench/generate.py --peer intarsia-int8 --peer intarsia-int4 [--tolerance 0.3] [--budget 60]
     python bench/generate.py --save FOLDER       # the model and a tokenizer, for builders of other formats
@@ -34,6 +34,7 @@ Generate = Callable[[int], torch.Tensor]
 SIZES = {
     "tiny": (64, 96, 2, 4, 2, 128),
     "small": (512, 1408, 6, 8, 2, 8192),
+    "fifth": (1024, 2816, 12, 16, 4, 32000),  # 0.2 billion weights
     "half": (1024, 4096, 24, 16, 4, 32000),  # 0.47 billion weights
 }
 

@@ -53,8 +53,11 @@ def compiled_prompts(
     examples: Sequence[torch.Tensor],
     options: Mapping[str, Any],
 ) -> tuple[Compiled | PartlyCompiled | None, Compiled | PartlyCompiled | None]:
-    """Prompts of so many rows, without masks and with them; None where there is no need for one."""
-    ids = _usual(anatomy, rows, max_length)
+    """Prompts of so many rows, without masks and with them; None where there is no need for one.
+
+    The first of the examples is what programs are timed with.
+    """
+    ids, *others = examples or [_usual(anatomy, rows, max_length)]
     dim = Dim("length", min=2, max=max_length)  # at one token, attention and strides take other paths
 
     def prompt(with_masks: bool) -> Compiled | PartlyCompiled:
@@ -68,8 +71,9 @@ def compiled_prompts(
         if with_masks or encoded:
             count = len(anatomy.windows) if with_masks else 0
             shapes["rest"] = (*({2: dim, 3: dim} for _ in range(count)), *of_encoded)
-        told = {**options, "examples": [feed(one) for one in examples]} if examples else options
-        return compile(PromptStep(model, anatomy), feed(ids), dynamic_shapes=shapes, **told)
+        more = [feed(one) for one in others]
+        step = PromptStep(model, anatomy)
+        return compile(step, feed(ids), dynamic_shapes=shapes, examples=more, **options)
 
     plain = masked = None
     if not anatomy.slides and anatomy.source is None:
@@ -88,13 +92,11 @@ def compiled_token(
     options: Mapping[str, Any],
 ) -> Compiled | PartlyCompiled:
     """A token of so many rows, after those in the cache."""
-    ids = _usual(anatomy, rows, max_length)
-    past = ids.shape[1] - 1
-    memory = _noise(anatomy.empty(rows, max_length), past)
     more: list[torch.Tensor] = []
+    crossed: list[torch.Tensor] = []
     if (source := anatomy.source) is not None:
         known = min(source.states, _USUAL)
-        memory += _noise(anatomy.empty_crossed(rows, source.states), source.states if source.fixed else known)
+        crossed = _noise(anatomy.empty_crossed(rows, source.states), source.states if source.fixed else known)
         if not source.fixed:
             seen = torch.ones(rows, known, dtype=torch.bool, device=anatomy.device)
             more.append(source_mask(seen, room=source.states, dtype=anatomy.mask_dtype))
@@ -102,13 +104,13 @@ def compiled_token(
     def feed(ids: torch.Tensor, memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         masks = _masks(anatomy, ids, past=ids.shape[1] - 1, room=max_length)
         last, position = ids[:, -1:].contiguous(), _positions(ids)[:, -1:].contiguous()
-        return (last, position, *masks, *more, *memory)
+        return (last, position, *masks, *more, *memory, *crossed)
 
-    usual = feed(ids, memory)
-    told = dict(options)
-    if examples:
-        told["examples"] = [feed(one, _after(model, anatomy, one[:, :-1], max_length)) for one in examples]
-    return compile(_token_step(model, anatomy, usual), usual, **told)
+    calls = [feed(one, _after(model, anatomy, one[:, :-1], max_length)) for one in examples]
+    if not calls:
+        ids = _usual(anatomy, rows, max_length)
+        calls = [feed(ids, _noise(anatomy.empty(rows, max_length), ids.shape[1] - 1))]
+    return compile(_token_step(model, anatomy, calls[0]), calls[0], examples=calls[1:], **options)
 
 
 def _usual(anatomy: Anatomy, rows: int, max_length: int) -> torch.Tensor:
