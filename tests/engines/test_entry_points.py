@@ -52,17 +52,26 @@ class Outside(NetworkEngine):
 """
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`outside_engine`, installed as pip would leave it: a module and a dist-info directory on the path."""
-    (tmp_path / "outside_engine.py").write_text(CODE)
-    info = tmp_path / "outside_engine-1.0.dist-info"
+def install(folder: Path) -> None:
+    """`outside_engine`, as pip would leave it: a module and a dist-info directory."""
+    (folder / "outside_engine.py").write_text(CODE)
+    info = folder / "outside_engine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-engine\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[intarsia.engines]\noutside = outside_engine:Outside\n")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield
+    yield tmp_path
     sys.modules.pop("outside_engine", None)
+
+
+@pytest.fixture
+def package(folder: Path) -> None:
+    install(folder)
 
 
 @pytest.mark.usefixtures("package")
@@ -79,13 +88,10 @@ def test_an_outside_package_brings_an_engine() -> None:
     assert len(calls) == before + 2, "both segments ran on the outside engine"
 
 
-def test_a_package_installed_while_the_process_runs_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_a_package_installed_while_the_process_runs_is_found(folder: Path) -> None:
     with pytest.raises(EngineError, match="there is no engine 'outside'"):
         intarsia.compile(nn.ReLU(), (torch.randn(2),), engines=["outside"])
-    request.getfixturevalue("package")
+    install(folder)
     fast = intarsia.compile(nn.ReLU(), (torch.randn(2),), engines=["outside"], min_block_size=1)
     assert fast.plan.engines == ("outside",)
 
