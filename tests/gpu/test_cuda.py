@@ -13,7 +13,7 @@ from torch import nn
 import intarsia
 from intarsia.engines import CuDNN, Engine, Inductor
 from intarsia.engines.graph_rewrites import REWRITES, measured, paying
-from intarsia.errors import InputError
+from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime import cuda_graphs
 
 pytestmark = [
@@ -322,3 +322,31 @@ def test_engines_are_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "inductor" in tried and "cudnn" in tried and "pytorch" in tried, tried
     y = torch.randn_like(x)
     torch.testing.assert_close(fast(y), model(y), atol=5e-2, rtol=5e-2)
+
+
+def test_weights_written_to_are_noticed_while_the_graph_runs() -> None:
+    fast, model = fast_and_model()
+    x = torch.randn(4, 8, device="cuda")
+    fast(x)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    with pytest.raises(StaleWeightsError, match="weight of the model changed after compiling"):
+        fast(x)
+    fast.refit(model)
+    torch.testing.assert_close(fast(x), model(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.body(self.words(ids))))
+
+
+def test_tied_weights() -> None:
+    model, ids = Tied().eval().cuda(), torch.randint(0, 32, (2, 5), device="cuda")
+    fast = intarsia.compile(model, (ids,))
+    torch.testing.assert_close(fast(ids), model(ids), atol=1e-4, rtol=1e-4)

@@ -87,6 +87,7 @@ class Compiled(FrozenModule):
         self._stands = by_choice or not self._as_it_is
         held = constants_of(lowered.module)
         self._frozen = FrozenWeights(model if self._stands else None, held, lowered.buffers)
+        self._check_weights = True
         if state is None:
             state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
         self._state = dict(state)
@@ -201,9 +202,18 @@ class Compiled(FrozenModule):
         if program is not None:
             self._lowered = replace(self._lowered, program=program)
 
-    def run_by(self, run: Run) -> None:
-        """Answer every call by `run`, which takes the graph's inputs, instead of the inlay's own."""
+    @property
+    def weights(self) -> FrozenWeights:
+        """The weights that were compiled, and whether the model still holds them."""
+        return self._frozen
+
+    def run_by(self, run: Run, *, checks_weights: bool = False) -> None:
+        """Answer every call by `run`, which takes the graph's inputs, instead of the inlay's own.
+
+        One that `checks_weights` does so itself, where it costs the call least.
+        """
         self._run, self._whole, self._direct = run, None, None
+        self._check_weights = not checks_weights
 
     def results(self, inputs: Sequence[Any]) -> list[Any]:
         """Everything the graph returns for its inputs, flat; nothing is checked, and nothing written back."""
@@ -217,7 +227,8 @@ class Compiled(FrozenModule):
             raise InputError(NOT_TRACED)
         if torch.is_autocast_enabled(self._kind) and not self._as_it_is:
             raise InputError(under_autocast(self._kind))
-        self._frozen.check()
+        if self._check_weights:
+            self._frozen.check()
         if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
             return super().__call__(*args, **kwargs)
         direct = self._direct

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,12 +67,12 @@ def use_cuda_graphs(
         compiled.note(f"not run as a CUDA graph: {reason}")
         return
     shared = any(getattr(program, "own_workspace", False) for program in programs)
-    graphs = CudaGraphs(compiled.inlay.results, graph, results, shared)
+    graphs = CudaGraphs(compiled.inlay.results, graph, results, shared, compiled.weights.check)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told by the notes
         graphs.record(example)
     compiled.note(*graphs.notes)
-    compiled.run_by(graphs)
+    compiled.run_by(graphs, checks_weights=True)
 
 
 def _innermost(program: Any) -> Any:
@@ -97,8 +97,19 @@ class _Recorded:
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
-    inputs: list[Any]
-    results: list[Any]
+    inputs: list[tuple[int, torch.Tensor]]  # which input of a call each is a copy of
+    made: list[torch.Tensor]  # results that the graph writes
+    results: list[tuple[int | None, int | None, Any]]  # an input's place, a place in `made`, or a plain value
+
+    @classmethod
+    def of(cls, graph: torch.cuda.CUDAGraph, inputs: list[Any], results: list[Any]) -> _Recorded:
+        read = [(place, x) for place, x in enumerate(inputs) if _is_tensor(x)]
+        # An input that is returned is the caller's tensor, not the graph's copy of it.
+        own = {id(x): place for place, x in enumerate(inputs)}
+        made = list({id(x): x for x in results if _is_tensor(x) and id(x) not in own}.values())
+        places = {id(x): place for place, x in enumerate(made)}
+        returned = [(own.get(id(x)), places.get(id(x)), None if _is_tensor(x) else x) for x in results]
+        return cls(graph, read[0][1].device, read, made, returned)
 
 
 class CudaGraphs:
@@ -108,13 +119,20 @@ class CudaGraphs:
     several threads take turns, since they share the graph's memory; a call on another stream waits for the
     one before. With `results="static"` a call returns the graph's own memory, which the next call overwrites.
     Where an engine works in memory of its own (`shared_workspace`), a graph and a plain run write to the
-    same: those take turns too, and nobody else may record them.
+    same: those take turns too, and nobody else may record them. What the host has to do for every call anyway
+    (`meanwhile`: look whether weights changed) is done while the GPU works; it may raise.
     """
 
     def __init__(
-        self, run: Run, graph: fx.Graph, results: Results = "fresh", shared_workspace: bool = False
+        self,
+        run: Run,
+        graph: fx.Graph,
+        results: Results = "fresh",
+        shared_workspace: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run
+        self._meanwhile = meanwhile
         self._shared_workspace = shared_workspace
         self.results = results
         self._static = results == "static"
@@ -133,9 +151,13 @@ class CudaGraphs:
             recorded = self._first_call(key, inputs)
         # While the caller records a graph of its own, our kernels belong into that one.
         if recorded is None or torch.cuda.is_current_stream_capturing():
+            self._meanwhile()
             return self._run_in_turn(inputs) if self._shared_workspace else self._run(inputs)
-        with self._lock, torch.no_grad(), torch.cuda.device(recorded.device):
-            return self._launch(recorded, inputs)
+        with self._lock, torch.no_grad():
+            if torch.cuda.current_device() == recorded.device.index:  # entering a device costs 5 us
+                return self._launch(recorded, inputs)
+            with torch.cuda.device(recorded.device):
+                return self._launch(recorded, inputs)
 
     def _run_in_turn(self, inputs: Sequence[Any]) -> list[Any]:
         if torch.cuda.is_current_stream_capturing():
@@ -205,34 +227,31 @@ class CudaGraphs:
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 results = self._run(static)
             torch.cuda.set_rng_state(state, device)
-            recorded = _Recorded(graph, device, static, results)
             if not self._random:
-                self._check(recorded, expected)
-        return recorded
+                self._check(graph, results, expected)
+        return _Recorded.of(graph, static, results)
 
-    def _check(self, recorded: _Recorded, expected: list[Any]) -> None:
+    def _check(self, graph: torch.cuda.CUDAGraph, results: list[Any], expected: list[Any]) -> None:
         """A graph that answers otherwise than the run it recorded is not used."""
-        recorded.graph.replay()
-        pairs = [pair for pair in zip(recorded.results, expected, strict=True) if _is_tensor(pair[0])]
+        graph.replay()
+        pairs = [pair for pair in zip(results, expected, strict=True) if _is_tensor(pair[0])]
         wrong = disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs])
         if wrong is not None:
             raise RuntimeError(f"replayed, {wrong}")
 
     def _launch(self, recorded: _Recorded, inputs: Sequence[Any]) -> list[Any]:
         self._wait_for_last()
-        _copy(
-            [to for to in recorded.inputs if _is_tensor(to)],
-            [x for x, to in zip(inputs, recorded.inputs, strict=True) if _is_tensor(to)],
-        )
+        _copy([to for _, to in recorded.inputs], [inputs[place] for place, _ in recorded.inputs])
         recorded.graph.replay()
-        own = {id(to): x for x, to in zip(inputs, recorded.inputs, strict=True)}
-        made = [x for x in recorded.results if _is_tensor(x) and id(x) not in own]
+        made = recorded.made
         if not self._static:
-            fresh = [_same_layout(x) for x in made]
-            _copy(fresh, made)
-            own.update(zip(map(id, made), fresh, strict=True))
-        # An input that is returned is the caller's tensor, not the graph's copy of it.
-        return [own.get(id(x), x) for x in recorded.results]
+            made = [_same_layout(x) for x in made]
+            _copy(made, recorded.made)
+        self._meanwhile()
+        return [
+            made[place] if place is not None else plain if given is None else inputs[given]
+            for given, place, plain in recorded.results
+        ]
 
 
 def _key(inputs: Sequence[Any]) -> tuple[Any, ...]:

@@ -41,7 +41,7 @@ def open_bundle(path: str | os.PathLike[str], name: str, version: int) -> Reader
 
 def check_member(where: str, program: Compiled) -> None:
     """ArchiveError for a program that changes buffers, which belong to a module outside the file."""
-    program._frozen.check()
+    program.weights.check()
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
         raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")
