@@ -9,12 +9,13 @@ answer, or an answer where eager raises.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def with_edge(tensor: torch.Tensor, edge: Edge) -> torch.Tensor:
     return made
 
 
-def edge_cases(case: Case, only: str | None = None) -> Iterator[tuple[str, Case | None, Case]]:
+def edge_cases(case: Case, only: Collection[str] = ()) -> Iterator[tuple[str, Case | None, Case]]:
     """(what was put where, the case with eager's answer or None where eager raises, the case)."""
     for place, tensor in enumerate(case.inputs):
         if tensor.dtype.is_complex:
@@ -119,7 +120,7 @@ def edge_cases(case: Case, only: str | None = None) -> Iterator[tuple[str, Case 
         base = op_infos()[case.op].name
         for edge in edges_of(tensor.dtype):
             if (
-                only not in (None, edge.name)
+                (only and edge.name not in only)
                 or (base, edge.name) in DEVIATES
                 or (edge.name == "huge" and base in ADDS_UP)
             ):
@@ -138,7 +139,7 @@ def edge_cases(case: Case, only: str | None = None) -> Iterator[tuple[str, Case 
             yield named, replace(changed, expected=tuple(made)), changed
 
 
-def judge_edges(case: Case, engine: str, only: str | None = None) -> Iterator[tuple[str, Outcome]]:
+def judge_edges(case: Case, engine: str, only: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
     """What becomes of each edge of a case; nothing where the engine does not take the operator at all."""
     try:
         net = convert(case.module)
@@ -164,16 +165,21 @@ def judge_edges(case: Case, engine: str, only: str | None = None) -> Iterator[tu
 
 
 def judged(
-    name: str, dtype: str, engine: str, samples: int, only: str | None = None
+    name: str, dtype: str, engine: str, samples: int, only: Collection[str] = ()
 ) -> Iterator[tuple[str, Outcome]]:
-    """Some samples of an op at all edges, or at one."""
+    """Some samples of an op at all edges, or at those named."""
     if name in KILLS_EAGER or op_infos()[name].name in UNDEFINED:
         return
-    for case in itertools.islice(cases(name, dtype, core=0, limit=samples), samples):
+    for case in _samples(name, dtype, samples):
         yield from judge_edges(case, engine, only)
 
 
-def tallied(name: str, dtype: str, engine: str, samples: int, only: str | None = None) -> Tally:
+@functools.lru_cache(maxsize=4)  # an engine after the other asks for the same
+def _samples(name: str, dtype: str, count: int) -> list[Case]:
+    return list(itertools.islice(cases(name, dtype, core=0, limit=count), count))
+
+
+def tallied(name: str, dtype: str, engine: str, samples: int, only: Collection[str] = ()) -> Tally:
     """The verdicts on an op, and what is wrong in words."""
     tally = Tally(limit=samples, commit=commit())
     for named, outcome in judged(name, dtype, engine, samples, only):
@@ -189,7 +195,7 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", help="names of ops (all, if none)")
     parser.add_argument("--dtype", action="append", choices=DTYPES, default=[])
     parser.add_argument("--engine", action="append", choices=drivers.ENGINES, default=[])
-    parser.add_argument("--edge", help="this edge alone")
+    parser.add_argument("--edge", action="append", default=[], help="this edge alone")
     parser.add_argument("--samples", type=int, default=1, help="samples an op and dtype")
     parser.add_argument("--keep", type=Path, help="a JSON file to continue from and write to")
     options = parser.parse_args()

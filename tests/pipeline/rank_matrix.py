@@ -19,6 +19,12 @@ SCHEDULES = {"GPipe": 2, "1F1B": 2, "Interleaved1F1B": 4, "ZeroBubble": 2}
 CHUNKS = 4
 
 
+def prepare(_kind: str, _steps: str, *names: str) -> None:
+    """Before ranks are forked: the modules of the models are imported."""
+    for name in names:
+        make(name)
+
+
 def plain_run(name: str, chunks: int, autocast: bool, steps: int):
     """The first step's logits, loss and gradients of the plain model, and its losses over the steps."""
     model, call, target = make(name)

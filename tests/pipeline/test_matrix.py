@@ -22,7 +22,7 @@ AUTOCAST = {"output": 2e-2, "gradient": 2e-2, "loss": 1e-2, "weight": 2e-2}
 
 def over_processes(names, kind, steps, limit):
     """Every row of the matrix on two ranks; those beyond their bounds are an error."""
-    results = launch(kind, str(steps), *names, worker=WORKER, limit=limit)
+    results = launch(kind, str(steps), *names, worker=WORKER, limit=limit, fork=True)
     rows = []
     for status, output in results:
         assert status == 0, output

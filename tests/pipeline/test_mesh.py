@@ -13,9 +13,9 @@ WORKER = Path(__file__).with_name("rank_mesh.py")
 def test_two_replicas_of_two_stages_train_as_the_plain_model(tmp_path):
     cases = ["mesh_gradients", f"mesh_refusals:{tmp_path / 'saved'}", "mesh_trains:tied"]
     words = ("mesh_gradients ok", "mesh_refusals ok", "mesh_trains tied ok")
-    assert_passed(launch(*cases, worker=WORKER, world=4), *words)
+    assert_passed(launch(*cases, worker=WORKER, world=4, fork=True), *words)
 
 
 @pytest.mark.full
 def test_gpt2_on_a_mesh():
-    assert_passed(launch("mesh_trains:gpt2", worker=WORKER, world=4), "mesh_trains gpt2 ok")
+    assert_passed(launch("mesh_trains:gpt2", worker=WORKER, world=4, fork=True), "mesh_trains gpt2 ok")

@@ -22,7 +22,8 @@ JOB = Path(__file__).with_name("restart_job.py")
 
 
 def assert_named(victim: int, world: int) -> None:
-    for rank, (status, output) in enumerate(launch(f"dies:{victim}", worker=WORKER, world=world)):
+    ranks = launch(f"dies:{victim}", worker=WORKER, world=world, fork=True)
+    for rank, (status, output) in enumerate(ranks):
         if rank == victim:
             assert status == 9, output
         else:
