@@ -84,8 +84,12 @@ def torch_compile(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Ge
     # Of one length, lest the cache be made, and the model compiled, anew.
     static = {"cache_implementation": "static", "max_cache_len": room(told), "disable_compile": True}
 
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()  # results of the step before may be overwritten
+        return fast(*args, **kwargs)
+
     def run(tokens: int) -> torch.Tensor:
-        model.forward = fast
+        model.forward = forward
         try:
             made: torch.Tensor = model.generate(ids, max_new_tokens=tokens, do_sample=False, **static)
             return made

@@ -91,7 +91,7 @@ def agree(
             given = terms.signature.flatten(args, kwargs)
             tensors, lengths, samples = divide(terms.signature, given, count, terms.device)
         if world.rank == terms.last and loss is not None:
-            targets, aimed = divide_target(target, count, terms.target_axis)
+            targets, aimed = divide_target(target, count, terms.target_axis, terms.device)
             weights = _weights(terms, loss, targets, aimed)
     except Exception as error:
         refusal = error

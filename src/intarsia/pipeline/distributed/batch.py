@@ -59,8 +59,8 @@ def first_part(signature: CallSignature, ready: Sequence[Tensor], count: int) ->
     return found
 
 
-def divide_target(target: Any, count: int, axis: int = 0) -> tuple[list[Any], int]:
-    """A target cut as the batch is, whatever its structure, and its samples (-1 without a target)."""
+def divide_target(target: Any, count: int, axis: int, device: torch.device) -> tuple[list[Any], int]:
+    """A target cut as the batch is and on its device, and its samples (-1 without a target)."""
     if target is None:
         return [NO_TARGET] * count, -1
     leaves, spec = pytree.tree_flatten(target)
@@ -75,7 +75,7 @@ def divide_target(target: Any, count: int, axis: int = 0) -> tuple[list[Any], in
                 f" along axis {axis}"
             )
     samples = leaves[0].shape[axis] if leaves else -1
-    columns = [leaf.split(part_sizes(samples, count), axis) for leaf in leaves]
+    columns = [leaf.to(device).split(part_sizes(samples, count), axis) for leaf in leaves]
     return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)], samples
 
 
