@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from intarsia.compare import relative_error
 from intarsia.engines import (
     Engine,
     OnnxRuntimeInt4Weights,
+    OnnxRuntimeInt8,
     OnnxRuntimeInt8Weights,
     OpenVINOInt4Weights,
     OpenVINOInt8Weights,
@@ -107,6 +109,33 @@ def test_products_of_openvino(
     assert len(kinds) == 5 and set(kinds) <= {"u8", f"u{engine.bits}"} and f"u{engine.bits}" in kinds
     assert 1e-6 < relative_error(fast(IDS), model(IDS)) < ERROR[engine.bits]
     assert capfd.readouterr().out == "" and logging.getLogger("nncf").level in (level, logging.INFO)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("sizes", [(33, 17), (1, 300), (300, 1), (129, 31)], ids=str)
+def test_sizes_that_fill_no_block(engine: Any, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(*sizes).eval().requires_grad_(False)
+    x = torch.randn(3, 5, sizes[0])
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    assert fast.plan.engines == (engine.name,)
+    assert relative_error(fast(x), model(x)) < ERROR[engine.bits]
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, OnnxRuntimeInt8()], ids=lambda engine: engine.name)
+def test_what_is_not_finite_is_left_to_pytorch(engine: Any) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32)).eval().requires_grad_(False)
+    x = torch.randn(4, 64)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        given = x.clone()
+        given[1, 5] = bad
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that PyTorch runs this call, told once
+            made = fast(given)
+        torch.testing.assert_close(made, model(given), equal_nan=True)
+    assert relative_error(fast(x), model(x)) > 1e-6  # the engine runs again
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)

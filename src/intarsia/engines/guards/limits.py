@@ -9,6 +9,19 @@ from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
 from intarsia.network import Layer
 
+_FINITE = Interval(-(2.0**100), 2.0**100)
+
+
+def of_rounded_product(layer: Layer, index: int) -> Interval | None:
+    """What a product with a constant weight can be given where its kernel rounds activations to integers.
+
+    A row is scaled by its largest magnitude: of NaN and infinities nothing sensible is left.
+    """
+    if layer.kind not in ("MatMul", "Gemm") or index != 0:
+        return None
+    weight = layer.get_inputs(1)[0]
+    return _FINITE if weight is not None and weight.value.const_value is not None else None
+
 
 class Limits(Protocol):
     """An engine's own; what it does not speak of, it computes rightly."""

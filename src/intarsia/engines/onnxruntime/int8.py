@@ -52,7 +52,7 @@ class OnnxRuntimeInt8(OnnxRuntime):
         size = sum(v.const_value.nbytes for v in net.graph.initializers.values() if v.const_value is not None)
         if size > _LARGEST:
             raise EngineError(f"its weights take {size} bytes, and the quantizer reads models of up to 2 GB")
-        return guarded(net, self.guards, self.device, serialize=_quantized)
+        return guarded(net, self.guards, self.device, quantize=_quantized)
 
 
 def _quantized(net: Network) -> tuple[Any, Weights]:

@@ -6,6 +6,7 @@ import math
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
+from intarsia.engines.guards.limits import of_rounded_product
 from intarsia.network import Layer
 
 _NUMBERS = Interval(-math.inf, math.inf)
@@ -49,3 +50,10 @@ class OnnxRuntimeLimits:
 
     def others(self, layer: Layer) -> list[AnyGuard]:
         return []
+
+
+class RoundedProductLimits(OnnxRuntimeLimits):
+    """Of kernels that round activations to integers, besides."""
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        return of_rounded_product(layer, index) or super().floats(layer, index)

@@ -14,7 +14,7 @@ from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.kinds import Guards
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.onnxruntime.checks import add_checks
-from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
+from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits, RoundedProductLimits
 from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
 from intarsia.network import Network
 from intarsia.network.serialize import Weights, to_proto
@@ -48,14 +48,15 @@ def guarded(
     guards: bool,
     device: str,
     *,
-    serialize: Callable[[Network], tuple[Any, Weights]] = to_proto,
+    quantize: Callable[[Network], tuple[Any, Weights]] | None = None,
 ) -> Model:
     """The model to run, its weights, and what must be checked at a call.
 
-    `serialize` makes the model, and tells the weights that it names but does not hold.
+    `quantize` makes a model whose products round activations, and tells the weights that it does not hold.
     """
-    proto, weights = serialize(net)
-    planned = plan_guards(net, OnnxRuntimeLimits()) if guards else Guards()
+    proto, weights = (quantize or to_proto)(net)
+    limits = OnnxRuntimeLimits() if quantize is None else RoundedProductLimits()
+    planned = plan_guards(net, limits) if guards else Guards()
     if device == "cpu":
         keep_signed_zeros(net, proto)
     checks = add_checks(net, proto, planned, look_at_inputs=device == "cpu")

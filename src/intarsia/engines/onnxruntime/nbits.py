@@ -17,6 +17,7 @@ from intarsia.network.serialize import Weights, to_proto
 _INTEGER_PRODUCTS = 4  # the accuracy level at which kernels round activations to 8 bits
 _LARGEST = 2**31 - 2**20  # bytes that one ONNX model can hold
 _DOMAIN = "com.microsoft"
+_PREFIX = "intarsia_short"
 
 
 def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Weights]:
@@ -69,9 +70,9 @@ def _product(
 
         result = node.output[0]
         added = [name for name in node.input[2:] if name]
-        product = f"{result}_product" if added else result
+        product = f"{_PREFIX}_product_{result}" if added else result
         # Weights that several products read are there once for each: their names are the products'.
-        weight = numpy_helper.from_array(matrix, f"{result}_weight")
+        weight = numpy_helper.from_array(matrix, f"{_PREFIX}_weight_{result}")
         alone = helper.make_node("MatMul", [node.input[0], weight.name], [product], name=node.name)
         graph = helper.make_graph([alone], "product", [], [], [weight])
         tool = MatMulNBitsQuantizer(

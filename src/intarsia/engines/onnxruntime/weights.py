@@ -44,7 +44,7 @@ class _ShortWeights(OnnxRuntime):
         from intarsia.engines.onnxruntime.nbits import with_short_weights
 
         short = partial(with_short_weights, bits=self.bits, block=self.block)
-        return guarded(net, self.guards, self.device, serialize=short)
+        return guarded(net, self.guards, self.device, quantize=short)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
+from intarsia.engines.guards.limits import of_rounded_product
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
@@ -128,6 +129,13 @@ class OpenVINOLimits:
         a, b = layer.get_inputs()
         assert a is not None and b is not None
         return [Quotient(a.name, b.name)]
+
+
+class RoundedProductLimits(OpenVINOLimits):
+    """Of kernels that round activations to integers, besides."""
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        return of_rounded_product(layer, index) or super().floats(layer, index)
 
 
 def _floats(layer: Layer, index: int) -> Interval | None:

@@ -11,7 +11,7 @@ from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
-from intarsia.engines.openvino.limits import OpenVINOLimits, refuses
+from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
 from intarsia.engines.openvino.snippets import settings
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -32,10 +32,14 @@ def refusal(net: Network, precision: str, guards: bool) -> str | None:
     return None
 
 
-def guarded(net: Network, guards: bool) -> tuple[Any, object, Checks | None]:
-    """The model to compile, what keeps its weights alive, and what must be checked at a call."""
+def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, object, Checks | None]:
+    """The model to compile, what keeps its weights alive, and what must be checked at a call.
+
+    `rounded` says that products will round activations to integers.
+    """
     model, weights = read(net)
-    checks = add_checks(net, model, plan_guards(net, OpenVINOLimits(net))) if guards else None
+    limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
+    checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
     return model, weights, checks
 
 

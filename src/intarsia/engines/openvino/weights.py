@@ -33,8 +33,9 @@ class _ShortWeights(OpenVINO):
 
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.compressed import compressed
+        from intarsia.engines.openvino.model import guarded
 
-        model, weights, checks = super()._guarded(net)
+        model, weights, checks = guarded(net, self.guards, rounded=True)
         return compressed(model, self.bits), weights, checks
 
 
