@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from tests.fuzz import dying
 from torch.nn import functional as F
 
 from intarsia.fuzz import campaign
@@ -127,14 +127,9 @@ def test_a_run_resumes_where_it_stopped(tmp_path, monkeypatch) -> None:
 
 
 def test_a_process_that_dies_is_one_failure(monkeypatch) -> None:
-    monkeypatch.setattr(campaign, "_serve", _dies)
+    monkeypatch.setattr(campaign, "_serve", dying.serve)
     counts = Campaign(models=2).run()
     assert counts == {Verdict.FAILED: 2}
-
-
-def _dies(pipe) -> None:
-    pipe.recv()
-    os._exit(7)
 
 
 def test_the_command_prints_a_model_and_counts() -> None:
