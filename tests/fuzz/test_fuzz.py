@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from tests.fuzz import dying
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
+from intarsia.cli.main import app
 from intarsia.fuzz import campaign
 from intarsia.fuzz.campaign import Campaign, reproduce
 from intarsia.fuzz.check import Outcome, Verdict, check
@@ -133,11 +133,9 @@ def test_a_process_that_dies_is_one_failure(monkeypatch) -> None:
 
 
 def test_the_command_prints_a_model_and_counts() -> None:
-    code = "from intarsia.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "fuzz", "--models", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 equal" in done.stdout or "refused" in done.stdout
+    done = CliRunner().invoke(app, ["fuzz", "--models", "2"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "2 equal" in done.output or "refused" in done.output
 
 
 def test_reproduce_prints_a_program() -> None:
