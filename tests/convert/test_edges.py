@@ -76,6 +76,7 @@ MENDED = {
     "native_group_norm": ("infinity", "minus infinity alone"),
     "native_layer_norm": ("minus infinity alone",),
     "nn.functional.avg_pool2d": ("limits",),
+    "nn.functional.batch_norm": ("infinity", "minus infinity alone"),
     "nn.functional.grid_sample": ("whole",),
     "nn.functional.group_norm": ("infinity", "minus infinity alone"),
     "nn.functional.interpolate": ("infinity", "minus infinity alone"),

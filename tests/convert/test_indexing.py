@@ -10,12 +10,14 @@ import torch.nn.functional as TF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.convert.drivers import ENGINES, build
+from tests.convert.one_node import network_of
 from tests.convert.programs import program_of
 from torch import Tensor
 from torch.export import Dim
 
 from intarsia.convert import convert
 from intarsia.convert.interpreter import NodeError
+from intarsia.errors import GuardError
 
 aten = torch.ops.aten
 BROKEN = torch.tensor([1.0, float("nan")])
@@ -187,3 +189,16 @@ def test_bags_of_open_length(engine: str, mode: str) -> None:
 def test_refused_with_a_reason(function: Any, inputs: tuple[Tensor, ...], reason: str) -> None:
     with pytest.raises(NodeError, match=reason.replace("(", r"\(")):
         convert(program_of(function, *inputs))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_narrow_by_a_start_in_a_tensor_ends_where_torch_raises(engine: str) -> None:
+    x = torch.arange(10.0).view(2, 5)
+    program = build(engine, network_of(aten.narrow.Tensor, x, 1, torch.tensor(0), 2))
+    for start in (0, 3, -2, -5):
+        assert torch.equal(program(x, torch.tensor(start))[0], x.narrow(1, start, 2))
+    for start in (4, 5, -1, -6, 2**40):
+        with pytest.raises((RuntimeError, IndexError)):
+            x.narrow(1, torch.tensor(start), 2)
+        with pytest.raises(GuardError):
+            program(x, torch.tensor(start))

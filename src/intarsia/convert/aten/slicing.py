@@ -51,8 +51,10 @@ def narrow(ctx: ConversionContext, self: Tensor, dim: int, start: Size, length: 
 @converter(aten.narrow.Tensor)
 def narrow_tensor(ctx: ConversionContext, self: Tensor, dim: int, start: Tensor, length: Size) -> Tensor:
     axis = wrap(dim, self.ndim)
-    first = from_front(F.cast(F.reshape(start, []), torch.int64), size(self, axis))
-    return F.slice(self, first, first + length, axis=axis)
+    extent = size(self, axis)
+    first = from_front(F.cast(F.reshape(start, []), torch.int64), extent)
+    # A slice would take what there is; torch raises, and so does a look-up beyond the end.
+    return F.gather(self, F.add(F.where(F.less(first, 0), extent, first), arange(length)), axis)
 
 
 @converter(aten.slice_scatter.default)

@@ -147,6 +147,10 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         return _ANY_NUMBER if made == ir.DataType.BOOL else None
     if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
         return Interval(-(2.0**100), 2.0**100)  # torch multiplies what is padded too: infinity by 0
+    if kind == "ConvTranspose" and index == 1:
+        return Interval(-(2.0**100), 2.0**100)  # torch adds up what it then cuts off, and zeros between
+    if kind == "BatchNormalization" and index > 0:
+        return Interval(-(2.0**100), 2.0**100)  # made one factor and one summand: infinity less infinity
     if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
         return Interval(-(2.0**16), 2.0**16)
     if kind in HANDS_NAN_ON:
