@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: coverage fuzz install demo lint models types test test-full clean
+.PHONY: coverage fuzz install demo lint models types test pytest test-full clean
 
 install: $(STAMP)
 
@@ -25,8 +25,12 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# Types are checked beside the tests: mypy runs on one core.
+test: lint
+	$(MAKE) --no-print-directory --jobs 2 types pytest
+
 # Three workers on two cores, since many tests wait for processes of their own; a thread each, or pools would spin.
-test: lint types
+pytest: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --durations 60 -m "not full and not gpu"
 
 test-full: install
