@@ -100,6 +100,15 @@ def test_context_variables_follow():
     assert seen == ["set"] * 4
 
 
+@pytest.fixture
+def interruptible():
+    """Interrupts are heard: a job that a shell starts in the background ignores them."""
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, usual)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_the_caller_ends_the_workers():
     before = threading.active_count()
 
