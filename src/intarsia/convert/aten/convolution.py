@@ -123,20 +123,29 @@ def _transposed(
     padded, extra = _per_axis(padding, rank, "padding"), _per_axis(output_padding, rank, "output_padding")
     x, w = wide(_batched(input, weight)), wide(weight)
     shift = None if bias is None else wide(bias)
-    # Kernels take an output padding below the stride only, though torch allows up to the dilation.
-    if not is_float(input) or any(e >= s for e, s in zip(extra, strides, strict=True)):
+    if not is_float(input):
         made = _as_plain(x, w, shift, strides, padded, extra, groups, dilations)
         return _done(ctx, made, input, weight)
+    ends, zeros = padded, [0] * rank
+    # Kernels take an output padding below the stride only, though torch allows up to the dilation: it is
+    # that much less cut off at the end, and where nothing is cut off, zeros.
+    if any(e >= s for e, s in zip(extra, strides, strict=True)):
+        ends = [max(p - e, 0) for p, e in zip(padded, extra, strict=True)]
+        zeros = [max(e - p, 0) for p, e in zip(padded, extra, strict=True)]
+        extra = [0] * rank
     made = F.conv_transpose(
         x,
         w,
-        shift,
+        None if any(zeros) else shift,
         strides=strides,
-        pads=padded * 2,
+        pads=[*padded, *ends],
         dilations=dilations,
         output_padding=extra,
         groups=groups,
     )
+    if any(zeros):
+        made = F.pad(made, [0] * (rank + 2) + [0, 0, *zeros])
+        made = made if shift is None else F.add(made, F.reshape(shift, [-1, *[1] * rank]))
     return _done(ctx, made, input, weight)
 
 
