@@ -10,7 +10,7 @@ from tests.convert.equal import assert_equal
 from tests.convert.one_node import answers, answers_of_both
 from torch.export import Dim
 
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, GuardError
 
 aten = torch.ops.aten
 G = torch.Generator().manual_seed(0)
@@ -77,6 +77,22 @@ def test_comparisons_see_all_64_bits(target: Any, args: tuple[Any, ...], engine:
         return
     have, want = answers_of_both(target, LEFT, *args, engine=engine)
     assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("target", [aten.amax.default, aten.amin.default])
+@pytest.mark.parametrize("axes", [[0], [1], [2], [0, 2], []], ids=str)
+def test_extremes_of_integers_beyond_32_bits_are_exact_or_pytorchs(
+    target: Any, axes: list[int], engine: str
+) -> None:
+    small = torch.arange(125).reshape(5, 5, 5) - 60
+    have, want = answers(target, small, axes, engine=engine)
+    assert torch.equal(have, want)
+    for far in (2**31, -(2**31) - 7, 2**53 + 1):
+        large = small.clone()
+        large.view(-1)[7] = far
+        with pytest.raises(GuardError):
+            answers(target, large, axes, engine=engine)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)

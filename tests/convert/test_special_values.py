@@ -122,3 +122,12 @@ def test_remainders_by_huge_and_tiny_divisors(engine: str) -> None:
     check(*answers_of_both(aten.fmod.Tensor, a, b, engine=engine))
     for one, other in zip(a, b, strict=True):
         check(*answers_of_both(aten.fmod.Tensor, one.expand(3), other.expand(3), engine=engine))
+
+
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_rms_norm_of_little_with_the_usual_epsilon(dtype: torch.dtype, engine: str) -> None:
+    """Of halves, it is the rounding of float32: theirs would be larger than what is normalized."""
+    x = torch.tensor([[1e-3, -2e-3, 5e-4, 0.0]], dtype=dtype)
+    have, want = answers(aten.rms_norm.default, x, [4], engine=engine)
+    torch.testing.assert_close(have, want)

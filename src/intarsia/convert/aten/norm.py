@@ -300,10 +300,14 @@ def instance_norm(
     return F.cast(F.instance_norm(x, scale, shift, eps), input.dtype)
 
 
+def _least(x: Tensor) -> float:
+    """What is added where nothing is said: the rounding of the type it is computed in, float32 for halves."""
+    return float(torch.finfo(dtypes.to_torch(x.dtype)).eps)
+
+
 def _rms_norm(input: Tensor, sizes: Sequence[int], weight: Any, eps: float | None) -> Tensor:
-    if eps is None:
-        eps = torch.finfo(dtypes.to_torch(input.dtype)).eps
     x = wide(input, halves=True)
+    eps = _least(x) if eps is None else eps
     scale = _ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
     return F.cast(F.rms_norm(x, scale, axis=-len(sizes), epsilon=eps), input.dtype)
 
@@ -334,7 +338,7 @@ def fused_rms_norm(
         return made, None
     x = wide(input, halves=True)
     axes = list(range(input.ndim - len(normalized_shape), input.ndim))
-    small = torch.finfo(dtypes.to_torch(input.dtype)).eps if eps is None else eps
+    small = _least(x) if eps is None else eps
     rstd = F.reciprocal(F.sqrt(F.add(F.reduce_mean(F.mul(x, x), axes), small)))
     return made, F.cast(rstd, ctx.value[1].dtype)
 

@@ -16,11 +16,14 @@ _FINITE = Interval(-(2.0**100), 2.0**100)
 _LOSES_NAN = frozenset({"LSTM", "GRU", "RNN"})
 # They leave out elements of weight zero, where torch multiplies them: an infinity becomes a NaN.
 _LEAVES_OUT = frozenset({"ConvTranspose"})
+# On some processors they compare the lower halves of 64-bit integers.
+_EXTREMES = frozenset({"ReduceMax", "ReduceMin"})
+_LOWER_HALF = Interval(-(2.0**31), 2.0**31 - 1)
 _SMALL = Interval(-(2.0**16), 2.0**16)
 
 
 class OnnxRuntimeLimits:
-    """Integers have all their bits here, and indices are checked by the kernels."""
+    """Nearly all kernels see all bits of integers here, and check indices."""
 
     engine = "ONNX Runtime"
 
@@ -42,8 +45,8 @@ class OnnxRuntimeLimits:
             return _FINITE if index == 0 else None
         return None
 
-    def integers(self, layer: Layer) -> None:
-        return None
+    def integers(self, layer: Layer) -> Interval | None:
+        return _LOWER_HALF if layer.kind in _EXTREMES else None
 
     def index_axes(self, layer: Layer) -> None:
         return None
