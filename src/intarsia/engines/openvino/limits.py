@@ -138,6 +138,12 @@ class RoundedProductLimits(OpenVINOLimits):
         return of_rounded_product(layer, index) or super().floats(layer, index)
 
 
+def _is_finite(layer: Layer, index: int) -> bool:
+    """Whether an input is known to hold nothing but numbers that are not huge, as weights do."""
+    given = layer.get_inputs(index)[0]
+    return given is not None and given.constant is not None and bool((abs(given.constant) < 2.0**100).all())
+
+
 def _floats(layer: Layer, index: int) -> Interval | None:
     kind = layer.kind
     if kind == "Cast":
@@ -147,9 +153,9 @@ def _floats(layer: Layer, index: int) -> Interval | None:
         return _ANY_NUMBER if made == ir.DataType.BOOL else None
     if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
         return Interval(-(2.0**100), 2.0**100)  # torch multiplies what is padded too: infinity by 0
-    if kind == "ConvTranspose" and index == 1:
+    if kind == "ConvTranspose" and index == 1 and not _is_finite(layer, index):
         return Interval(-(2.0**100), 2.0**100)  # torch adds up what it then cuts off, and zeros between
-    if kind == "BatchNormalization" and index > 0:
+    if kind == "BatchNormalization" and index > 0 and not _is_finite(layer, index):
         return Interval(-(2.0**100), 2.0**100)  # made one factor and one summand: infinity less infinity
     if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
         return Interval(-(2.0**16), 2.0**16)
