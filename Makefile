@@ -38,7 +38,7 @@ test-full: install
 
 # Samples of every operator on every engine, and its edges; stopped and started again, it goes on where it was.
 coverage: install
-	$(BIN)/python -m tests.convert.edges --keep .edges.json
+	$(BIN)/python -m tests.convert.edges --samples 4 --keep .edges.json
 	$(BIN)/python -m tests.convert.coverage --all float32 --all int64 --all bool --limit 4 --core 0 \
 		--jobs 2 --keep .coverage.json --edges .edges.json > docs/coverage.md
 
