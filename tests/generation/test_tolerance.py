@@ -149,7 +149,7 @@ def test_examples_are_calls_of_the_model(family: str, monkeypatch: pytest.Monkey
     [
         ({"examples": [PROMPT[:, :4]]}, r"an example is \(1, 4\); it must have 1 rows and 8 to 24 tokens"),
         ({"examples": [PROMPT.expand(2, -1)]}, r"an example is \(2, 9\); it must have 1 rows"),
-        ({"examples": [PROMPT.float()]}, "an example is no tensor of token ids"),
+        ({"examples": [PROMPT.float()]}, "an example is torch.float32 .* must be token ids"),
         ({"precision": "int4-weights"}, "precision='int4-weights' needs tolerance="),
     ],
 )

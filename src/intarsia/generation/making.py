@@ -43,7 +43,11 @@ class Making:
                     f"examples are prompts of decoders, and {type(self.model).__name__} has an encoder"
                 )
             if not isinstance(one, torch.Tensor) or one.ndim != 2 or one.dtype != torch.long:
-                raise InputError("an example is no tensor of token ids, rows by tokens, of dtype torch.long")
+                is_tensor = isinstance(one, torch.Tensor)
+                given = f"{one.dtype} {tuple(one.shape)}" if is_tensor else repr(one)
+                raise InputError(
+                    f"an example is {given}; it must be token ids, rows by tokens, of torch.long"
+                )
             if one.shape[0] not in self.rows or not LEAST <= one.shape[1] <= self.max_length:
                 rows = " or ".join(map(str, self.rows))
                 raise InputError(

@@ -27,7 +27,7 @@ from intarsia.runtime.call_structure import flat_arguments, split_spec, with_def
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.frozen_module import FrozenModule
 from intarsia.runtime.inlay import Inlay
-from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck, check_inputs
+from intarsia.runtime.input_checks import Check, FixedInput, check_inputs, checks_of, fixed_inputs
 from intarsia.runtime.ownership import Ownership, constants_of
 from intarsia.runtime.weights import FrozenWeights
 
@@ -97,7 +97,7 @@ class Compiled(FrozenModule):
         self._run: Run = self.inlay.results
         self._whole = self.inlay.whole
         self.body_plans = dict(body_plans or {})
-        self._checks = _checks(lowered) if checks is None else tuple(checks)
+        self._checks = checks_of(lowered) if checks is None else tuple(checks)
         self._ranges = lowered.range_constraints
         self._kind = "cuda" if uses_gpu(lowered.module.graph) else "cpu"
         places = {item.name: item.index for item in lowered.inputs if item.index is not None}
@@ -130,7 +130,7 @@ class Compiled(FrozenModule):
         )
         self._plain_inputs = [item.index for item in lowered.inputs] == list(range(len(self._checks)))
         plain = self._flat_args >= 0 and self._plain_inputs and not (self._guards or mutates or as_it_is)
-        self._quick = _quick(self._checks) if plain else None
+        self._quick = fixed_inputs(self._checks) if plain else None
         self._one_result = lowered.out_spec.is_leaf() and not (mutates or self._views) and all(fresh)
         self._direct = _direct(self._whole, self._quick) if self._one_result else None
 
@@ -369,37 +369,7 @@ def _fresh(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program
     ]
 
 
-def _checks(lowered: Lowered) -> tuple[Check, ...]:
-    # By place, not by name: a graph calls an input `input_1` that its model calls `input`.
-    nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
-    strides = lowered.module.meta.get("strides", {})
-    checks: list[Check] = []
-    for item, node in zip(lowered.inputs, nodes, strict=True):
-        if item.index is None:
-            continue
-        value = node.meta.get("val")
-        if item.is_constant:
-            checks.append(ConstantCheck(item.name, item.constant))
-        elif isinstance(value, torch.Tensor):
-            checks.append(TensorCheck.of(item.name, value, strides.get(node.name)))
-        else:
-            checks.append(None)
-    return tuple(checks)
-
-
-def _quick(checks: tuple[Check, ...]) -> list[tuple[torch.dtype, torch.Size, torch.device]] | None:
-    """Dtype, shape and device of every input, if all are tensors of fixed shape."""
-    quick = []
-    for check in checks:
-        if not isinstance(check, TensorCheck) or check.static is None or check.strides is not None:
-            return None
-        quick.append((check.dtype, check.static, check.device))
-    return quick
-
-
-def _direct(
-    program: Program | None, quick: list[tuple[torch.dtype, torch.Size, torch.device]] | None
-) -> Callable[..., torch.Tensor] | None:
+def _direct(program: Program | None, quick: list[FixedInput] | None) -> Callable[..., torch.Tensor] | None:
     """The whole model as one call that checks its inputs itself, where its program has one."""
     make = getattr(program, "direct", None)
     if make is None or not quick:

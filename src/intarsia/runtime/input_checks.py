@@ -13,6 +13,10 @@ from intarsia.errors import InputError
 if TYPE_CHECKING:  # sizes that vary come with sympy's symbols; where none does, it is not imported
     import sympy
 
+    from intarsia.lower import Lowered
+
+FixedInput = tuple[torch.dtype, torch.Size, torch.device]
+
 
 @dataclass(frozen=True)
 class TensorCheck:
@@ -120,3 +124,32 @@ def _check_derived(checks: tuple[Check, ...], flat: list[Any], symbols: dict[Any
                     f"input {check.name} has size {value.shape[axis]} in dimension {axis}; {wanted} is"
                     f" {int(expected)} here"
                 )
+
+
+def checks_of(lowered: Lowered) -> tuple[Check, ...]:
+    """What each input that a caller gives must be."""
+    # By place, not by name: a graph calls an input `input_1` that its model calls `input`.
+    nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]
+    strides = lowered.module.meta.get("strides", {})
+    checks: list[Check] = []
+    for item, node in zip(lowered.inputs, nodes, strict=True):
+        if item.index is None:
+            continue
+        value = node.meta.get("val")
+        if item.is_constant:
+            checks.append(ConstantCheck(item.name, item.constant))
+        elif isinstance(value, torch.Tensor):
+            checks.append(TensorCheck.of(item.name, value, strides.get(node.name)))
+        else:
+            checks.append(None)
+    return tuple(checks)
+
+
+def fixed_inputs(checks: tuple[Check, ...]) -> list[FixedInput] | None:
+    """Dtype, shape and device of every input, if all are tensors of fixed shape."""
+    quick = []
+    for check in checks:
+        if not isinstance(check, TensorCheck) or check.static is None or check.strides is not None:
+            return None
+        quick.append((check.dtype, check.static, check.device))
+    return quick

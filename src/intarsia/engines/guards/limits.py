@@ -9,7 +9,7 @@ from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
 from intarsia.network import Layer
 
-_FINITE = Interval(-(2.0**100), 2.0**100)
+FINITE = Interval(-(2.0**100), 2.0**100)
 
 
 def of_rounded_product(layer: Layer, index: int) -> Interval | None:
@@ -20,7 +20,7 @@ def of_rounded_product(layer: Layer, index: int) -> Interval | None:
     if layer.kind not in ("MatMul", "Gemm") or index != 0:
         return None
     weight = layer.get_inputs(1)[0]
-    return _FINITE if weight is not None and weight.value.const_value is not None else None
+    return FINITE if weight is not None and weight.value.const_value is not None else None
 
 
 class Limits(Protocol):

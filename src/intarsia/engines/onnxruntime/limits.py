@@ -6,12 +6,11 @@ import math
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
-from intarsia.engines.guards.limits import of_rounded_product
+from intarsia.engines.guards.limits import FINITE, of_rounded_product
 from intarsia.network import Layer
 
 _NUMBERS = Interval(-math.inf, math.inf)
 _ABOVE = Interval(-(2.0**100), math.inf)
-_FINITE = Interval(-(2.0**100), 2.0**100)
 # Kernels that pass over NaN, or lose it in what they make.
 _LOSES_NAN = frozenset({"LSTM", "GRU", "RNN"})
 # They leave out elements of weight zero, where torch multiplies them: an infinity becomes a NaN.
@@ -30,7 +29,7 @@ class OnnxRuntimeLimits:
     def floats(self, layer: Layer, index: int) -> Interval | None:
         kind = layer.kind
         if kind == "MaxPool" and len(layer.get_outputs()) > 1:
-            return _FINITE  # of a window of minus infinity no place is told
+            return FINITE  # of a window of minus infinity no place is told
         if kind == "MaxPool":
             return _ABOVE  # of a window of minus infinity it gives the least finite number
         if kind in _LOSES_NAN:
@@ -40,9 +39,9 @@ class OnnxRuntimeLimits:
         if (
             kind == "Attention"
         ):  # torch's kernel leaves a row whose scores are NaN or -inf at 0, this one at NaN
-            return Interval(-math.inf, 2.0**100) if index == 3 else _FINITE
+            return Interval(-math.inf, 2.0**100) if index == 3 else FINITE
         if kind in _LEAVES_OUT or (kind == "Resize" and layer.attribute("mode", "nearest") != "nearest"):
-            return _FINITE if index == 0 else None
+            return FINITE if index == 0 else None
         return None
 
     def integers(self, layer: Layer) -> Interval | None:

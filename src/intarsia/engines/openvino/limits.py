@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
-from intarsia.engines.guards.limits import of_rounded_product
+from intarsia.engines.guards.limits import FINITE, of_rounded_product
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
@@ -152,23 +152,23 @@ def _floats(layer: Layer, index: int) -> Interval | None:
             return Interval(-(2.0**30), 2.0**30)
         return _ANY_NUMBER if made == ir.DataType.BOOL else None
     if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
-        return Interval(-(2.0**100), 2.0**100)  # torch multiplies what is padded too: infinity by 0
+        return FINITE  # torch multiplies what is padded too: infinity by 0
     if kind == "ConvTranspose" and index == 1 and not _is_finite(layer, index):
-        return Interval(-(2.0**100), 2.0**100)  # torch adds up what it then cuts off, and zeros between
+        return FINITE  # torch adds up what it then cuts off, and zeros between
     if kind == "BatchNormalization" and index > 0 and not _is_finite(layer, index):
-        return Interval(-(2.0**100), 2.0**100)  # made one factor and one summand: infinity less infinity
+        return FINITE  # made one factor and one summand: infinity less infinity
     if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
         return Interval(-(2.0**16), 2.0**16)
     if kind in HANDS_NAN_ON:
         return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:
-        return Interval(-(2.0**100), 2.0**100)  # of a window of minus infinity no place is told
+        return FINITE  # of a window of minus infinity no place is told
     if kind == "MaxPool":
         return Interval(-(2.0**100), math.inf)  # of such a window it gives the least finite number
     if kind in ("Softmax", "LogSoftmax") or (kind == "Attention" and index == 3):
         return Interval(-math.inf, 2.0**100)  # minus infinity masks
     if kind == "Resize" and layer.attribute("mode", "nearest") != "nearest":
-        return Interval(-(2.0**100), 2.0**100) if index == 0 else _ANY_NUMBER  # torch: infinity by weight 0
+        return FINITE if index == 0 else _ANY_NUMBER  # torch: infinity by weight 0
     if kind in _SQUARES:
         return Interval(-(2.0**50), 2.0**50)
     return _ANY_NUMBER
