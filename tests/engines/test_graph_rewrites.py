@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.convert import registry
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, epilogues, measured
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, epilogues, measured, split_products
 from intarsia.lower.generalize import lower_model
 
 aten = torch.ops.aten
@@ -223,3 +223,69 @@ def test_what_cannot_be_measured_is_told_and_not_remembered(
         assert measured.paying(module, ["merged_products"]) == ("merged_products",)
     monkeypatch.setattr(measured, "_measured", lambda *given: ())
     assert measured.paying(module, ["merged_products"]) == ()
+
+
+class Residuals(nn.Module):
+    """Two products whose results are added to something, one that is only activated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
+        self.bare = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x + self.down(torch.relu(self.up(x))))
+        return x * self.bare(x).transpose(1, 2).transpose(1, 2)
+
+
+class Addmm(nn.Module):
+    def __init__(self, beta: float = 1) -> None:
+        super().__init__()
+        self.product, self.beta = Conv1D(), beta
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.addmm(self.product.bias, x.view(-1, 8), self.product.weight, beta=self.beta)
+        return rows.view(2, 3, 16) + 1.5
+
+
+class ReadTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.product(x)
+        return y + torch.relu(y)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [(Residuals(), 2), (Addmm(), 1), (Addmm(0.5), 0), (ReadTwice(), 0), (Computed(), 0)],
+    ids=["residuals", "addmm", "addmm with a scaled bias", "read twice", "a weight that is computed"],
+)
+@pytest.mark.parametrize("slices", [2, 4])
+def test_split_products(model: nn.Module, count: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel with float32 results exists on a GPU only; here the same product stands in for it."""
+    x = torch.randn(8, 8) if isinstance(model, Computed) else torch.randn(2, 3, 8)
+    module = lowered(model, x)
+    with torch.no_grad():
+        expected = module(x)
+        assert split_products.split_by(module, lambda *given: slices) == count
+        for node in module.graph.find_nodes(op="call_function", target=aten.bmm.dtype):
+            node.target, node.args = aten.bmm.default, node.args[:2]
+        module.recompile()
+        for answer, truth in zip(module(x), expected, strict=True):
+            torch.testing.assert_close(answer, truth, rtol=1e-5, atol=1e-5)
+
+
+def test_slices_of_weights_are_views_of_them() -> None:
+    module = lowered(Residuals(), torch.randn(2, 3, 8))
+    before = {value.untyped_storage().data_ptr() for value in module.buffers()}
+    split_products.split_by(module, lambda *given: 2)
+    sliced = [value for name, value in module.named_buffers() if name.startswith("_sliced")]
+    assert len(sliced) == 2
+    assert {value.untyped_storage().data_ptr() for value in sliced} <= before
+
+
+def test_products_on_the_cpu_are_not_measured() -> None:
+    assert split_products.measured_slices(128, 768, 3072, torch.float16, torch.device("cpu")) == 1

@@ -13,6 +13,7 @@ from intarsia.engines.graph_rewrites.cudnn import fuse_convolutions
 from intarsia.engines.graph_rewrites.epilogues import activation_epilogues
 from intarsia.engines.graph_rewrites.merged_products import merge_products
 from intarsia.engines.graph_rewrites.patch_convolution import patch_convolutions_as_products
+from intarsia.engines.graph_rewrites.split_products import split_products
 
 Rewrite = Callable[[fx.GraphModule], int]
 
@@ -23,6 +24,7 @@ REWRITES: dict[str, Rewrite] = {
     "merged_products": merge_products,
     "activation_epilogues": activation_epilogues,
     "flash_attention": flash_attention,
+    "split_products": split_products,
 }
 
 

@@ -6,7 +6,6 @@ The graph runs operator by operator inside a CUDA graph, so that kernels are tim
 from __future__ import annotations
 
 import hashlib
-import statistics
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -17,9 +16,9 @@ from intarsia.cache.directory import cache_directory
 from intarsia.cache.machine import package_version
 from intarsia.cache.store import JsonStore
 from intarsia.engines.graph_rewrites.apply import apply_rewrites, own_copy
+from intarsia.engines.graph_rewrites.replayed import ratio, recorded
 
 PAYS = 0.99  # time with over time without, below which a rewrite is made
-_ROUNDS, _REPLAYS = 7, 5
 
 
 def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
@@ -48,45 +47,17 @@ def _measured(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
         if not apply_rewrites(own_copy(module), (*kept, name))[name]:
             continue
         tried = _recorded(module, (*kept, name))
-        if _ratio(tried, best) < PAYS:
+        if ratio(tried, best) < PAYS:
             kept, best = (*kept, name), tried
     return kept
 
 
 def _recorded(module: fx.GraphModule, names: Sequence[str]) -> Callable[[], float]:
-    """Times a few replays of the graph after these rewrites, in milliseconds."""
+    """Times the graph after these rewrites."""
     graph_module = own_copy(module)
     apply_rewrites(graph_module, names)
     inputs = [_zeros(node) for node in module.graph.nodes if node.op == "placeholder"]
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    recorded = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                graph_module(*inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(recorded, stream=side, capture_error_mode="thread_local"):
-            result = graph_module(*inputs)
-    held = (graph_module, inputs, result)
-
-    def time() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(_REPLAYS):
-            recorded.replay()
-        end.record()
-        end.synchronize()
-        assert held  # what the graph reads and writes
-        return float(start.elapsed_time(end))
-
-    time()
-    return time
-
-
-def _ratio(one: Callable[[], float], other: Callable[[], float]) -> float:
-    rounds = [(one(), other()) for _ in range(_ROUNDS)]
-    return statistics.median(a for a, _ in rounds) / statistics.median(b for _, b in rounds)
+    return recorded(lambda: graph_module(*inputs))
 
 
 def _zeros(node: fx.Node) -> torch.Tensor:

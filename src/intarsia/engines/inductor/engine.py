@@ -20,7 +20,9 @@ from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
 
 # Inductor folds batch norms itself, and knows no fused convolutions.
-GPU_REWRITES = ("patch_convolutions", "merged_products", "activation_epilogues", "flash_attention")
+GPU_REWRITES = (
+    "patch_convolutions", "merged_products", "activation_epilogues", "flash_attention", "split_products",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
