@@ -54,20 +54,12 @@ ADDS_UP = {
     "sum", "var", "var_mean",
 }  # fmt: skip
 # (op, edge) that deviate, each with the reason that docs/coverage.md prints.
-_DENORMALS = "OpenVINO multiplies by the reciprocal of a divisor, and that of a denormal overflows"
 _ORDER = "what 2**24 and its opposite leave is rounding, and depends on the order of adding"
-_EMPTY = "what has no elements is not computed: of length 0, a start out of range is not noticed"
 DEVIATES = {
-    ("addcdiv", "tiny"): _DENORMALS,
-    ("addr", "huge"): "factors are multiplied in another order, and overflow on the way in one of them",
-    ("div", "tiny"): _DENORMALS,
     ("masked.cumsum", "whole"): "eager adds up in float64 and engines in float32, where 2**53 swallows ones",
     ("native_group_norm", "whole"): _ORDER,
-    ("narrow", "bits"): _EMPTY,
-    ("narrow", "limits"): _EMPTY,
     ("nn.functional.adaptive_avg_pool3d", "whole"): _ORDER,
     ("std_mean", "whole"): _ORDER,
-    ("true_divide", "tiny"): _DENORMALS,
     ("var_mean", "whole"): _ORDER,
 }
 # The memory they return is not set.
@@ -96,7 +88,7 @@ def edges_of(dtype: torch.dtype) -> list[Edge]:
             Edge("infinity", (INF, -INF)),
             Edge("minus infinity alone", (-INF,), True),
             Edge("zeros", (0.0, -0.0), True),
-            Edge("tiny", (info.tiny, -info.tiny, info.tiny / 8, -info.smallest_normal / 4), True),
+            Edge("tiny", (info.tiny, -info.tiny, info.tiny / 8, -info.tiny * info.eps), True),
             Edge("huge", (info.max, -info.max)),
             Edge(
                 "whole", (2.0**24, -(2.0**24) - 2, 2.0**31, 2.0**53) if dtype != torch.float16 else (2048.0,)

@@ -98,3 +98,24 @@ def test_offsets_that_do_not_rise_are_for_torch(offsets: list[int], engine: str)
         program(places, torch.tensor(offsets))
     rising = torch.tensor([0, 2, 2])
     torch.testing.assert_close(program(places, rising)[0], bags(places, rising))
+
+
+EMPTY = torch.zeros(4, 0)
+CHECKED_THOUGH_EMPTY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "embedding": lambda i: TF.embedding(i, EMPTY),
+    "index_select": lambda i: EMPTY.index_select(0, i),
+    "index_reduce": lambda i: EMPTY.index_reduce(0, i, EMPTY[:1], "amax"),
+}
+
+
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("name", CHECKED_THOUGH_EMPTY)
+def test_indices_are_checked_though_there_is_nothing_to_compute(name: str, engine: str) -> None:
+    function = CHECKED_THOUGH_EMPTY[name]
+    compiled = intarsia.compile(Function(function), (torch.tensor([1]),), engines=[engine], min_block_size=1)
+    assert torch.equal(compiled(torch.tensor([3])), function(torch.tensor([3])))
+    with pytest.raises((IndexError, RuntimeError)) as eager:
+        function(torch.tensor([7]))
+    with pytest.raises((IndexError, RuntimeError)) as ours:
+        compiled(torch.tensor([7]))
+    assert str(ours.value).splitlines()[0] == str(eager.value).splitlines()[0]

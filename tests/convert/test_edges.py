@@ -71,8 +71,12 @@ def test_all_ops_at_their_edges(name: str, dtype: str, engine: str) -> None:
 # Edges that engines once answered otherwise: equal, or left to PyTorch, since.
 MENDED = {
     "_upsample_bilinear2d_aa": ("minus infinity alone",),
+    "addcdiv": ("tiny",),
+    "addr": ("huge",),
     "bucketize": ("NaN", "infinity", "whole", "limits"),
     "cdist": ("NaN",),
+    "div": ("tiny",),
+    "narrow": ("limits", "bits"),
     "native_group_norm": ("infinity", "minus infinity alone"),
     "native_layer_norm": ("minus infinity alone",),
     "nn.functional.avg_pool2d": ("limits",),
@@ -83,7 +87,9 @@ MENDED = {
     "nn.functional.upsample_bilinear": ("infinity", "minus infinity alone"),
     "searchsorted": ("NaN", "infinity", "negative", "limits"),
     "std_mean": ("minus infinity alone",),
+    "sinc": ("tiny",),
     "tensor_split": ("limits",),
+    "true_divide": ("tiny",),
     "var_mean": ("minus infinity alone",),
 }
 
@@ -91,10 +97,13 @@ MENDED = {
 @pytest.mark.parametrize("engine", drivers.ENGINES)
 @pytest.mark.parametrize("op", MENDED)
 def test_what_was_answered_otherwise(op: str, engine: str) -> None:
+    samples = 8 if op in ("div", "true_divide", "narrow") else 4  # the first ones see nothing of it
     dtypes = ("float32", "int64") if op in ("bucketize", "nn.functional.avg_pool2d") else ("float32",)
     for name in (name for name, info in op_infos().items() if info.name == op):
         for dtype in dtypes:
-            found = [(e, o) for e, o in judged(name, dtype, engine, 4, MENDED[op]) if o.verdict == WRONG]
+            found = [
+                (e, o) for e, o in judged(name, dtype, engine, samples, MENDED[op]) if o.verdict == WRONG
+            ]
             assert not found, f"{found[0][1].case} on {engine}, {found[0][0]}: {found[0][1].reason}"
 
 

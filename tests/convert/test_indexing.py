@@ -202,3 +202,9 @@ def test_narrow_by_a_start_in_a_tensor_ends_where_torch_raises(engine: str) -> N
             x.narrow(1, torch.tensor(start), 2)
         with pytest.raises(GuardError):
             program(x, torch.tensor(start))
+
+
+def test_narrow_to_nothing_by_a_start_in_a_tensor_is_for_torch() -> None:
+    x = torch.arange(10.0).view(2, 5)
+    with pytest.raises(NodeError, match="has no elements, but torch refuses indices out of range"):
+        network_of(aten.narrow.Tensor, x, 1, torch.tensor(0), 0)

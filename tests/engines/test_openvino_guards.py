@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.convert.programs import program_of
 from torch import nn
 
 import intarsia
+from intarsia.convert import convert
 from intarsia.engines import OpenVINO
-from intarsia.errors import GuardError
+from intarsia.engines.guards.planner import plan_guards
+from intarsia.engines.openvino.limits import OpenVINOLimits
+from intarsia.errors import EngineError, GuardError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 
@@ -340,3 +344,45 @@ def test_the_least_integer_is_true(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the call is PyTorch's, which is told once
         assert fast(torch.tensor([0, -(2**31), 2**31 - 1], dtype=dtype)).tolist() == [True, False, False]
+
+
+DENORMALS = torch.tensor([2.0**-149, -(2.0**-140), 2.0**-129, 2.0**-126, 0.0, 1e-20, 3.0, INF, NAN])
+DIVISIONS: dict[str, Function] = {
+    "quotient": lambda x, y: x / y,
+    "of halves of denormals": lambda x, y: (x * 0.5) / (y * 0.5),
+    "by a column": lambda x, y: x / y[:, None],
+    "added": lambda x, y: torch.addcdiv(x, x, y),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_divisors_whose_reciprocal_overflows(name: str) -> None:
+    """OpenVINO multiplies by the reciprocal: 0 by the smallest number was NaN, that by itself infinite."""
+    fast = compiled(DIVISIONS[name], torch.ones(9, 9), torch.ones(9))
+    for x in (0.0, 2.0**-149, -(2.0**-127), 1e-10, 3.0, 3e38, INF, NAN):
+        given = torch.full((9, 9), x)
+        want = DIVISIONS[name](given, DENORMALS)
+        torch.testing.assert_close(answer(fast, given, DENORMALS, left=False), want, equal_nan=True)
+
+
+def test_a_constant_divisor_without_a_reciprocal_is_refused() -> None:
+    net = convert(program_of(lambda x: x / DENORMALS, torch.ones(9)))
+    with pytest.raises(EngineError, match="a constant divisor is denormal; OpenVINO has no reciprocal of it"):
+        OpenVINO().build(net)
+
+
+def divided(function: Function, *args: torch.Tensor) -> list[str]:
+    net = convert(program_of(function, *args))
+    return plan_guards(net, OpenVINOLimits(net)).divided
+
+
+def test_divisors_known_to_be_normal_cost_nothing() -> None:
+    x = torch.ones(2, 3)
+    assert divided(lambda x: x / x.sum(-1, keepdim=True), x)
+    assert not divided(lambda x: x / 3.0, x)
+    assert not divided(lambda x: x / (x.abs().sum(-1, keepdim=True) + 1e-9), x)
+    assert not divided(lambda x: nn.functional.normalize(x), x)
+    assert not divided(lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt(), x)
+    assert not divided(lambda x: x / x.norm(dim=-1, keepdim=True), x)
+    assert not divided(lambda x, n: x / n, x, torch.tensor([1, 2, 3]))
+    assert not divided(lambda x: x / x.sum(-1, keepdim=True), x.half())

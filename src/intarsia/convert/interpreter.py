@@ -17,6 +17,12 @@ from intarsia.graph.source import origin_of
 from intarsia.network import Dim, Network, Shape, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
 
+aten = torch.ops.aten
+# torch refuses their indices out of range even where no element is computed.
+_CHECKS_INDICES = frozenset(
+    {aten.embedding.default, aten.index_reduce.default, aten.index_select.default, aten.narrow.Tensor}
+)
+
 
 class NodeError(ConversionError):
     """A node that could not be converted; `node` is the culprit."""
@@ -95,6 +101,8 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
         except Exception as error:  # an author's mistake must cost this node, not the model
             raise NodeError(node, f"its evaluator failed: {type(error).__name__}: {error}") from error
     if node.target in registry and (nothing := _nothing(node.meta.get("val"))) is not None:
+        if _checks_indices(node):
+            raise NodeError(node, "its result has no elements, but torch refuses indices out of range")
         return nothing
     reasons: list[str] = []
     passed_over: list[str] = []  # converters of users that were asked first and did not take it
@@ -128,6 +136,14 @@ def _nothing(value: Any) -> Any:
     if 0 not in shape or not all(isinstance(dim, int) for dim in shape):
         return None
     return F.full([int(dim) for dim in shape], 0, value.dtype)  # type: ignore[arg-type]
+
+
+def _checks_indices(node: fx.Node) -> bool:
+    """Whether torch looks at indices although there is nothing to compute."""
+    if node.target not in _CHECKS_INDICES:
+        return False
+    given = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
+    return any(isinstance(v, torch.Tensor) and not v.is_floating_point() and 0 not in v.shape for v in given)
 
 
 def stamp(node: fx.Node, result: Any) -> Any:

@@ -144,8 +144,9 @@ def addr(
     x, a, b = ctx.promote(self, vec1, vec2)
     # Halves in float32: a product rounded before a sum that nearly cancels it would be far off.
     a, b = wide(a, halves=True), wide(b, halves=True)
-    made = F.mul(F.unsqueeze(a, [1]), F.unsqueeze(b, [0]))
-    return _plus(ctx, made, x, beta, alpha)
+    # As torch multiplies, so that what overflows does in both: alpha by the first vector, before the second.
+    made = F.mul(_scaled(F.unsqueeze(a, [1]), alpha), F.unsqueeze(b, [0]))
+    return _plus(ctx, made, x, beta, 1)
 
 
 @converter(aten.bilinear.default)

@@ -99,11 +99,12 @@ AnyGuard = ValueGuard | NonZero | Product | Index | Quotient
 
 @dataclass
 class Guards:
-    """All guards of a network, and the layers whose indices must be held inside while it runs."""
+    """All guards of a network, and the layers that must be given other values while it runs."""
 
     ranges: dict[ir.Value, ValueGuard] = field(default_factory=dict)
     others: list[AnyGuard] = field(default_factory=list)
     held: dict[str, Index] = field(default_factory=dict)  # by the name of the layer's result
+    divided: list[str] = field(default_factory=list)  # results of divisions by what may be denormal
     sizes: set[str] = field(default_factory=set)  # tensors made of sizes alone, which may be known by now
 
     def all(self) -> list[AnyGuard]:

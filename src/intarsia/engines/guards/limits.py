@@ -27,6 +27,7 @@ class Limits(Protocol):
     """An engine's own; what it does not speak of, it computes rightly."""
 
     engine: str
+    by_reciprocals: bool  # divides by multiplying, so that a denormal divisor overflows
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
         """Which floats a layer can be given at an input; None for any."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from intarsia.engines.guards.divisors import divides_by_floats, may_be_denormal
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.engines.guards.limits import Limits
@@ -53,7 +54,8 @@ class _Planner:
             if t is not None
         }
         self.wanted = _wanted(self.layers, limits) if floats else set()
-        self.floats = bool(self.wanted)
+        divides = floats and limits.by_reciprocals and any(map(divides_by_floats, self.layers))
+        self.floats = bool(self.wanted) or divides
         self.symbols = {size for t in net.get_inputs() for size in t.shape if isinstance(size, str)}
 
     def run(self) -> Guards:
@@ -61,6 +63,7 @@ class _Planner:
             if not self.floats and not _has_long(layer):
                 continue
             self.stand_floats(layer)
+            self.stand_divisors(layer)
             self.stand_indices(layer)
             self.stand_integers(layer)
             made = self.bound(layer, self.results(layer))
@@ -108,6 +111,18 @@ class _Planner:
             allowed = self.limits.floats(layer, index)
             if allowed is not None:
                 self.require(layer, tensor, allowed)
+
+    def stand_divisors(self, layer: Layer) -> None:
+        """Find divisions whose divisor has no reciprocal, where the engine multiplies by it."""
+        if not self.floats or not self.limits.by_reciprocals or not divides_by_floats(layer):
+            return
+        divisor = layer.get_inputs(1)[0]
+        assert divisor is not None
+        if not may_be_denormal(divisor, self.range(divisor)):
+            return
+        if divisor.constant is not None:  # factors that are constants are multiplied, and overflow again
+            raise EngineError(f"a constant divisor is denormal; {self.limits.engine} has no reciprocal of it")
+        self.guards.divided.append(layer.get_outputs(0)[0].name)
 
     def bound(self, layer: Layer, made: list[Interval]) -> list[Interval]:
         """Watch a layer's operands if it would make NaN of them, or overflow, before a kernel that minds."""

@@ -25,6 +25,7 @@ class OnnxRuntimeLimits:
     """Nearly all kernels see all bits of integers here, and check indices."""
 
     engine = "ONNX Runtime"
+    by_reciprocals = False
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
         kind = layer.kind

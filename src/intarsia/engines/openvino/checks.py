@@ -70,6 +70,9 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
     for name, index in guards.held.items():
         if name in tensors:
             _hold(ov, tensors[name], index, tensors)
+    for name in guards.divided:
+        if name in tensors:
+            _enlarge(ov, tensors[name].get_node())
     numbers = [_number(ov, guard, tensors) for guard in made]
     if numbers:
         flat = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in numbers]
@@ -119,6 +122,19 @@ def _hold(ov: Any, output: Any, index: Index, tensors: dict[str, Any]) -> None:
     one = ov.constant(np.array(1), indices.get_element_type())
     inside = ov.maximum(ov.minimum(indices, ov.subtract(sizes, one)), ov.negative(sizes))
     output.get_node().input(1).replace_source_output(inside.output(0))
+
+
+def _enlarge(ov: Any, division: Any) -> None:
+    """Multiply both operands of a division by 2**64 where the divisor's reciprocal would overflow.
+
+    Both products are exact, unless the dividend's is infinite, and then so is the quotient.
+    """
+    dividend, divisor = division.input_value(0), division.input_value(1)
+    kind = divisor.get_element_type()
+    small = ov.less(ov.abs(divisor), ov.constant(np.array(2.0**-100), kind))
+    factor = ov.select(small, ov.constant(np.array(2.0**64), kind), ov.constant(np.array(1.0), kind))
+    division.input(0).replace_source_output(ov.multiply(dividend, factor).output(0))
+    division.input(1).replace_source_output(ov.multiply(divisor, factor).output(0))
 
 
 def _sizes(ov: Any, index: Index, tensors: dict[str, Any]) -> Any:

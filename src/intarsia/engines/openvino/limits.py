@@ -107,6 +107,7 @@ class OpenVINOLimits:
     """What OpenVINO's kernels treat as PyTorch does."""
 
     engine = "OpenVINO"
+    by_reciprocals = True
 
     def __init__(self, net: Network) -> None:
         self._narrow = _narrow_layers(net)
