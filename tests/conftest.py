@@ -10,6 +10,7 @@ from collections.abc import Generator
 import pytest
 import torch
 from hypothesis import settings
+from tests import torch_overhead
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
@@ -21,10 +22,17 @@ os.environ.setdefault("INTARSIA_MEASURE", "0")
 os.environ.setdefault("INTARSIA_CACHE_GB", "0")
 
 # A worker holds millions of objects of torch and sympy; to look through them all was a tenth of the time.
-gc.set_threshold(20_000, 20, 100)
+gc.set_threshold(100_000, 20, 100)
+torch_overhead.spare()
 
 WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
 OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
