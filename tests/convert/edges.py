@@ -40,28 +40,6 @@ KILLS_EAGER = {
     "combinations": "its size grows with the values",
     "nn.functional.one_hot": "the number of classes is read from the values",
 }
-# Sums of numbers so large that they overflow on the way: what comes out depends on the order of adding.
-ADDS_UP = {
-    "addbmm", "addmm", "addmv", "baddbmm", "bmm", "cdist", "corrcoef", "cov", "dist", "einsum", "inner",
-    "linalg.norm", "linalg.vector_norm", "logsumexp", "matmul", "mean", "mm", "mv", "nansum",
-    "native_batch_norm", "native_group_norm", "native_layer_norm", "nn.functional.adaptive_avg_pool1d",
-    "nn.functional.adaptive_avg_pool3d", "nn.functional.batch_norm", "nn.functional.bilinear",
-    "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv3d",
-    "nn.functional.conv_transpose1d", "nn.functional.conv_transpose2d", "nn.functional.conv_transpose3d",
-    "nn.functional.group_norm", "nn.functional.instance_norm", "nn.functional.interpolate",
-    "nn.functional.layer_norm", "nn.functional.linear", "nn.functional.local_response_norm",
-    "nn.functional.rms_norm", "nn.functional.scaled_dot_product_attention", "norm", "std", "std_mean",
-    "sum", "var", "var_mean",
-}  # fmt: skip
-# (op, edge) that deviate, each with the reason that docs/coverage.md prints.
-_ORDER = "what 2**24 and its opposite leave is rounding, and depends on the order of adding"
-DEVIATES = {
-    ("masked.cumsum", "whole"): "eager adds up in float64 and engines in float32, where 2**53 swallows ones",
-    ("native_group_norm", "whole"): _ORDER,
-    ("nn.functional.adaptive_avg_pool3d", "whole"): _ORDER,
-    ("std_mean", "whole"): _ORDER,
-    ("var_mean", "whole"): _ORDER,
-}
 # The memory they return is not set.
 UNDEFINED = {
     "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted",
@@ -124,13 +102,8 @@ def edge_cases(case: Case, only: Collection[str] = ()) -> Iterator[tuple[str, Ca
     for place, tensor in enumerate(case.inputs):
         if tensor.dtype.is_complex:
             continue
-        base = op_infos()[case.op].name
         for edge in edges_of(tensor.dtype):
-            if (
-                (only and edge.name not in only)
-                or (base, edge.name) in DEVIATES
-                or (edge.name == "huge" and base in ADDS_UP)
-            ):
+            if only and edge.name not in only:
                 continue
             inputs = list(case.inputs)
             inputs[place] = with_edge(tensor, edge)

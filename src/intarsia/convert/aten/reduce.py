@@ -231,7 +231,9 @@ def _spread(
     if is_empty(x):
         return tuple(filled(ctx, math.nan, i) for i in range(2)) if mean else filled(ctx, math.nan)
     variance, centre = _variance(ctx, x, dim, correction, keepdim)
-    made = F.cast(F.sqrt(variance) if root else variance, ctx.dtype)
+    if root:  # eager adds up in float64, where the squares of what float32 holds do not overflow
+        variance = F.sqrt(left_where(variance, F.isinf(variance)))
+    made = F.cast(variance, ctx.dtype)
     if not mean:
         return made
     centre = left_where(centre, F.isinf(centre))  # eager's is infinite or NaN by the order it adds in

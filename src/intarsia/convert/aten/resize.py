@@ -160,7 +160,7 @@ def smooth(
                 cubic_coeff_a=-0.75 if mode == "cubic" else None,
             )
             return F.cast(made, self.dtype)
-    for i in range(rank):
+    for i in reversed(range(rank)):  # as torch does, so that what overflows on the way does in both
         if goal[i] is None:
             raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
         extent = self.shape[2 + i]

@@ -18,6 +18,9 @@ _LEAVES_OUT = frozenset({"ConvTranspose"})
 # On some processors they compare the lower halves of 64-bit integers.
 _EXTREMES = frozenset({"ReduceMax", "ReduceMin"})
 _LOWER_HALF = Interval(-(2.0**31), 2.0**31 - 1)
+# Of what overflows when it is squared they make 0, torch NaN.
+_NORMS = frozenset({"GroupNormalization", "InstanceNormalization", "LayerNormalization"})
+_SQUARES_FIT = Interval(-(2.0**50), 2.0**50)
 _SMALL = Interval(-(2.0**16), 2.0**16)
 
 
@@ -41,6 +44,8 @@ class OnnxRuntimeLimits:
             kind == "Attention"
         ):  # torch's kernel leaves a row whose scores are NaN or -inf at 0, this one at NaN
             return Interval(-math.inf, 2.0**100) if index == 3 else FINITE
+        if kind in _NORMS and index == 0:
+            return _SQUARES_FIT
         if kind in _LEAVES_OUT or (kind == "Resize" and layer.attribute("mode", "nearest") != "nearest"):
             return FINITE if index == 0 else None
         return None
