@@ -2,8 +2,8 @@
 
 Terms added in float32, in whichever order, are off by at most n * eps times the sum of their magnitudes, and
 where that sum is beyond the largest float an order may overflow on its way. The terms of an element are its
-inputs, each times what the element changes with it; for what is made of several sums, as a deviation is, that is
-the bound to first order: the answer is the exact one of inputs that are off by n roundings.
+inputs, each times what the element changes with it; for what is made of several sums, as a deviation is, that
+is the bound to first order: the answer is the exact one of inputs that are off by n roundings.
 """
 
 from __future__ import annotations

@@ -71,6 +71,15 @@ CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
         (SEQUENCE,),
         [NAN],
     ),
+    "layer norm": (nn.LayerNorm(4), (SEQUENCE,), [NAN, INF, 1e20, 1e30, 3e38]),
+    "layer norm behind a layer": (
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8)),
+        (SEQUENCE,),
+        [NAN, 1e30, 3e38],
+    ),
+    "group norm": (nn.GroupNorm(1, 2), (IMAGE,), [NAN, INF, 1e25, 3e38]),
+    "instance norm": (nn.InstanceNorm2d(2), (IMAGE,), [NAN, INF, 1e25, 3e38]),
+    "deviation": (Of(lambda x: x.std(-1)), (SEQUENCE,), [NAN, INF, 1e20, 3e38]),
     "upsample": (Of(lambda x: TF.interpolate(x, scale_factor=2, mode="bilinear")), (IMAGE,), [INF, NAN]),
     "upsample of one row": (
         Of(lambda x: TF.interpolate(x, scale_factor=2.0, mode="bilinear")),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from intarsia.convert.aten.creation import filled_like
 from intarsia.convert.aten.demands import left_where
 from intarsia.convert.aten.indexing import places
 from intarsia.convert.aten.precision import filled, is_empty, wide
@@ -43,7 +44,7 @@ def _by_product(a: Tensor, b: Tensor) -> Tensor:
     Less exact where distances are small, so the order of operations has to be torch's own.
     """
     squares_a, squares_b = (F.reduce_sum(F.mul(x, x), [-1]) for x in (a, b))
-    one_a, one_b = (F.add(F.mul(x, 0.0), 1.0) for x in (squares_a, squares_b))
+    one_a, one_b = (filled_like(x, 1, x.dtype) for x in (squares_a, squares_b))
     left = F.concat([F.mul(a, -2.0), squares_a, one_a], -1)
     right = F.concat([b, one_b, squares_b], -1)
     order = [*range(b.ndim - 2), b.ndim - 1, b.ndim - 2]
