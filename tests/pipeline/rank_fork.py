@@ -1,7 +1,7 @@
 """Ranks forked from one process that has imported what they use: `rank_fork.py WORLD WORKER CASE...`.
 
 Most of what a small case takes is the imports. Forked ranks share the seed of `hash()`, which ranks of a real
-job do not: test_distributed.py and test_distributed_training.py start theirs one by one.
+job do not: test_distributed.py starts its ranks one by one.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -19,7 +20,7 @@ SCHEDULES = {"GPipe": 2, "1F1B": 2, "Interleaved1F1B": 4, "ZeroBubble": 2}
 CHUNKS = 4
 
 
-def prepare(_kind: str, _steps: str, *names: str) -> None:
+def prepare(_steps: str, *names: str) -> None:
     """Before ranks are forked: the modules of the models are imported."""
     for name in names:
         make(name)
@@ -75,9 +76,13 @@ def run_case(stages, start, name, schedule, checkpoint, autocast, steps, want) -
     return found
 
 
-def main(names: list[str], sample: bool, steps: int) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=250))
-    torch.set_num_threads(1)
+def sample(*names: str) -> None:
+    """Two steps of two schedules: a case of rank_worker.py."""
+    rows(names, True, 2)
+
+
+def rows(names: Sequence[str], sample: bool, steps: int) -> None:
+    """Print a row of JSON for each way to run each architecture."""
     for name in names:
         begin = time.perf_counter()
         model, call, _ = make(name)
@@ -98,9 +103,15 @@ def main(names: list[str], sample: bool, steps: int) -> None:
                 print(json.dumps(row | {"rank": dist.get_rank()} | found), flush=True)
         if dist.get_rank() == 0:
             print(f"{name} took {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def main(names: list[str], steps: int) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=250))
+    torch.set_num_threads(1)
+    rows(names, False, steps)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[3:], sys.argv[1] == "sample", int(sys.argv[2]))
+    main(sys.argv[2:], int(sys.argv[1]))

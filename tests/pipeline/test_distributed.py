@@ -1,115 +1,38 @@
-"""Two processes on the loopback device: every schedule gives the plain model's loss and gradients."""
+"""Two processes on the loopback device: every schedule gives the plain model's loss and gradients.
+
+Also autocast, losses that average over tokens, recomputation, faults, checkpoints, one row of the matrix.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
 import pytest
 import torch
+from pipeline_zoo import make
+from rank_launch import assert_passed, launch
 from rank_worker import SCHEDULES
+from test_matrix import checked_rows
+from test_meta_load import shards
 from torch import nn
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.split import split
 
-WORKER = Path(__file__).with_name("rank_worker.py")
-FORK = Path(__file__).with_name("rank_fork.py")
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+TRAINING = Path(__file__).with_name("rank_training.py")
+pytestmark = pytest.mark.timeout(600)  # the first test waits for all cases
 
 
-def launch(
-    *case: str, world: int = 2, limit: float = 250.0, worker: Path = WORKER, fork: bool = False
-) -> list[tuple[int, str]]:
-    """Run one case on `world` ranks; each rank's exit status and output. No process outlives the limit."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(SOURCE)])),
-    }
-    with ExitStack() as stack:
-        # Into files: a rank that waits until its pipe is read would keep the others waiting.
-        files = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)]
-        run = _forked if fork else _started
-        statuses = run([str(worker), *case], common, files, limit)
-        found = []
-        for status, file in zip(statuses, files, strict=True):
-            file.seek(0)
-            found.append((status, file.read()))
-        return found
-
-
-def _started(
-    command: list[str], environment: dict[str, str], files: list[IO[str]], limit: float
-) -> list[int]:
-    """The exit statuses of ranks that are started one by one."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=environment | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-        for r, file in enumerate(files)
-    ]
-    end = time.monotonic() + limit
-    try:
-        for rank in ranks:
-            rank.wait(timeout=max(0.0, end - time.monotonic()))
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [rank.returncode for rank in ranks]
-
-
-def _forked(command: list[str], environment: dict[str, str], files: list[IO[str]], limit: float) -> list[int]:
-    """The exit statuses of ranks that are forked from one process (rank_fork.py)."""
-    numbers = [file.fileno() for file in files]
-    worker, *case = command
-    job = subprocess.Popen(
-        [sys.executable, str(FORK), str(len(files)), worker, *map(str, numbers), *case],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        pass_fds=numbers,
-        start_new_session=True,
-    )
-    try:
-        said, _ = job.communicate(timeout=limit)
-    finally:
-        if job.poll() is None:  # its ranks with it
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    assert job.returncode == 0, said
-    statuses: list[int] = json.loads(said.splitlines()[-1])
-    return statuses
-
-
-def assert_passed(results: list[tuple[int, str]], *words: str) -> None:
-    for status, output in results:
-        assert status == 0 and all(w in output for w in words), output
+def shards_of_gpt2(folder: Path) -> Path:
+    """A folder of weights, without the name that is tied to another."""
+    state = make("gpt2")[0].state_dict()
+    return shards(folder, {k: v for k, v in state.items() if k != "lm_head.weight"}, 3)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[int, str]]:
+def ranks(tmp_path_factory) -> list[tuple[int, str]]:
     """What both processes printed: starting a pair costs more than a case, so one pair runs them all."""
+    folder = tmp_path_factory.mktemp("ranks")
     return launch(
         "same_as_plain:gpt2:GPipe:ZBV",
         "same_as_plain:unet:1F1B:DualPipeV",
@@ -124,6 +47,25 @@ def ranks() -> list[tuple[int, str]]:
         "rank_tree.refusals",
         "rank_tree.opt",
         "rank_tree.compiled",
+        "rank_training.autocast:mlp:1F1B:ZBV",
+        "rank_training.autocast_on_one_rank",
+        "rank_training.token_means",
+        "rank_training.loss_inside",
+        "rank_training.recomputing:resnet:1F1B:DualPipeV",
+        "rank_training.raises",
+        "rank_training.bad_loss",
+        "rank_training.plans:4",
+        "rank_plans.clusters",
+        "rank_training.clipping",
+        f"rank_training.checkpoints:{folder / 'saved'}",
+        "rank_sizes.shorter:1F1B:ZBV",
+        "rank_sizes.axes",
+        "rank_sizes.scaler",
+        "rank_sizes.named:ZBV",
+        f"rank_meta.meta:{shards_of_gpt2(folder / 'gpt2')}:{folder / 'meta'}",
+        # ALBERT's layers share their weights: torch's separate pass for them fails there.
+        "rank_matrix.sample:albert",
+        limit=500.0,
     )
 
 
@@ -147,6 +89,66 @@ def test_models_that_no_graph_holds_cut_between_their_modules(ranks):
 def test_compiled_stages(ranks):
     pytest.importorskip("onnxruntime")
     assert_passed(ranks, "compiled ok")
+
+
+def test_autocast(ranks):
+    assert_passed(ranks, "autocast mlp ok", "on_one_rank ok")
+
+
+def test_means_over_tokens(ranks):
+    assert_passed(ranks, "token_means ok", "loss_inside ok")
+
+
+def test_recomputation(ranks):
+    assert_passed(ranks, "recomputing resnet ok")
+
+
+def test_an_exception_in_one_stage_reaches_every_rank(ranks):
+    assert_passed(ranks, "raises DualPipeV ok", "bad_loss ok")
+
+
+def test_plans_of_a_grid_run(ranks):
+    assert_passed(ranks, "plans ok")
+
+
+def test_every_plan_for_a_cluster_runs(ranks):
+    assert_passed(ranks, "kinds of plans ran, replicas [1, 2]")
+
+
+def test_clipping_and_checkpoints(ranks):
+    assert_passed(ranks, "clipping ok", "checkpoints ok")
+
+
+def test_batches_of_any_size_and_place_and_a_scaler(ranks):
+    assert_passed(
+        ranks, "shorter 1F1B ok", "shorter ZBV ok", "shorter ok", "axes ok", "scaler ok", "named ok"
+    )
+
+
+def test_each_rank_loads_its_own_from_shards(ranks):
+    assert_passed(ranks, "meta ok")
+
+
+def test_an_architecture_of_the_matrix(ranks):
+    rows = checked_rows(ranks)
+    assert {(r["schedule"], r["checkpoint"], r["autocast"]) for r in rows} == {
+        (s, c, c) for s in ("1F1B", "ZeroBubble") for c in (False, True)
+    }
+
+
+@pytest.mark.full
+def test_autocast_in_every_schedule():
+    assert_passed(launch("autocast:mlp", "autocast:gpt2", worker=TRAINING), "autocast mlp ok", "gpt2 ok")
+
+
+@pytest.mark.full
+def test_recomputation_in_every_schedule():
+    assert_passed(launch("recomputing:resnet", worker=TRAINING), "recomputing resnet ok")
+
+
+@pytest.mark.full
+def test_every_plan_of_a_grid_runs():
+    assert_passed(launch("plans:1:2:3:4:6:8", worker=TRAINING), "plans ok")
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed import assert_passed, launch
+from rank_launch import assert_passed, launch
 from torch import nn
 from torch.nn import functional as F
 

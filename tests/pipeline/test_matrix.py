@@ -6,11 +6,12 @@ import copy
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hf_zoo import NAMES, error, loss_of, make, plain_step
-from test_distributed import launch
+from rank_launch import launch
 
 from intarsia.pipeline import split
 
@@ -20,9 +21,8 @@ EXACT = {"output": 1e-5, "gradient": 1e-4, "loss": 1e-4, "weight": 1e-3}
 AUTOCAST = {"output": 2e-2, "gradient": 2e-2, "loss": 1e-2, "weight": 2e-2}
 
 
-def over_processes(names, kind, steps, limit):
-    """Every row of the matrix on two ranks; those beyond their bounds are an error."""
-    results = launch(kind, str(steps), *names, worker=WORKER, limit=limit, fork=True)
+def checked_rows(results: list[tuple[int, str]]) -> list[dict[str, Any]]:
+    """The rows of the matrix that the ranks printed; those beyond their bounds are an error."""
     rows = []
     for status, output in results:
         assert status == 0, output
@@ -74,14 +74,6 @@ def test_a_sample_in_one_process(name, way):
     in_process(name, [way])
 
 
-def test_a_sample_on_two_ranks():
-    # ALBERT's layers share their weights: torch's separate pass for them fails there.
-    rows = over_processes(["albert"], "sample", 2, 250)
-    assert {(r["schedule"], r["checkpoint"], r["autocast"]) for r in rows} == {
-        (s, c, c) for s in ("1F1B", "ZeroBubble") for c in (False, True)
-    }
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_every_way_in_one_process(name):
@@ -93,5 +85,5 @@ def test_every_way_in_one_process(name):
 @pytest.mark.parametrize("group", range(4))
 def test_every_way_on_two_ranks(group):
     """Four schedules, checkpointing and autocast on and off, 20 steps each; three architectures a spawn."""
-    rows = over_processes(NAMES[group::4], "all", 20, 1500)
+    rows = checked_rows(launch("20", *NAMES[group::4], worker=WORKER, limit=1500, fork=True))
     assert len(rows) == 2 * 3 * 16

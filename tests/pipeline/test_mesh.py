@@ -1,21 +1,102 @@
-"""Replicas of a pipeline on a mesh of (data, pipeline), on four processes, against the plain model."""
+"""Replicas of a pipeline on a mesh of (data, pipeline), and ranks that die: named by all, restarted."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from test_distributed import assert_passed, launch
+import torch
+from rank_launch import SOURCE, assert_passed, launch
+from restart_job import make
+from torch.nn import functional as F
+
+from intarsia.pipeline.distributed import liveness
+from intarsia.pipeline.distributed.saved import latest_checkpoint
 
 WORKER = Path(__file__).with_name("rank_mesh.py")
+JOB = Path(__file__).with_name("restart_job.py")
 
 
-def test_two_replicas_of_two_stages_train_as_the_plain_model(tmp_path):
-    cases = ["mesh_gradients", f"mesh_refusals:{tmp_path / 'saved'}", "mesh_trains:tied"]
-    words = ("mesh_gradients ok", "mesh_refusals ok", "mesh_trains tied ok")
-    assert_passed(launch(*cases, worker=WORKER, world=4, fork=True), *words)
+def assert_named(victim: int, ranks: list[tuple[int, str]]) -> None:
+    for rank, (status, output) in enumerate(ranks):
+        if rank == victim:
+            assert status == 9, output
+        else:
+            assert status == 0 and "dies ok after" in output, output
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[tuple[int, str]]:
+    """What four processes printed, two replicas of two stages; the second dies in the last case."""
+    saved = tmp_path_factory.mktemp("mesh") / "saved"
+    cases = ("mesh_gradients", f"mesh_refusals:{saved}", "mesh_trains:tied", "dies:1")
+    return launch(*cases, worker=WORKER, world=4, fork=True)
+
+
+def test_two_replicas_of_two_stages_train_as_the_plain_model(ranks):
+    for _, output in ranks:
+        for words in ("mesh_gradients ok", "mesh_refusals ok", "mesh_trains tied ok"):
+            assert words in output, output
 
 
 @pytest.mark.full
 def test_gpt2_on_a_mesh():
     assert_passed(launch("mesh_trains:gpt2", worker=WORKER, world=4, fork=True), "mesh_trains gpt2 ok")
+
+
+def test_the_rank_that_died_is_named_by_all_others(ranks):
+    assert_named(1, ranks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("victim", "world"), [(0, 2), (0, 3), (1, 3), (3, 4), (2, 4)])
+def test_whichever_rank_died(victim, world):
+    assert_named(victim, launch(f"dies:{victim}", worker=WORKER, world=world, fork=True))
+
+
+def test_a_restart_under_torchrun_goes_on_from_the_last_checkpoint(tmp_path):
+    steps = 7
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["--max-restarts=1", str(JOB), str(tmp_path), str(steps), "1"]
+    paths = [os.environ.get("PYTHONPATH"), str(SOURCE)]
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    words = subprocess.PIPE
+    job = subprocess.Popen(
+        command, env=env, stdout=words, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = job.communicate(timeout=250)
+    finally:
+        if job.poll() is None:  # its ranks with it
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode == 0, output
+    lives = [line.split() for line in (tmp_path / "losses").read_text().splitlines()]
+    assert [int(life) for life, _, _ in lives] == [0] * 3 + [1] * 5
+    assert [int(step) for _, step, _ in lives] == [0, 1, 2, 2, 3, 4, 5, 6]
+    model, options, batch = make()
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    want = {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch(step)), batch(step))
+        loss.backward()
+        optimizer.step()
+        want[step] = loss.item()
+    for _, step, loss in lives:
+        assert float(loss) == pytest.approx(want[int(step)], rel=1e-5)
+    assert lives[2][2] == lives[3][2]  # the step that was done again, to the last bit
+    assert latest_checkpoint(tmp_path / "saved").name == "6"
+    (tmp_path / "saved" / "6" / ".metadata").unlink()  # as if the job had died while saving
+    assert latest_checkpoint(tmp_path / "saved").name == "4"
+
+
+def test_torch_still_has_the_store():
+    assert callable(liveness.distributed_c10d._get_default_store)
