@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from tests import torch_overhead
+from tests.longest import LONGEST
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
@@ -27,6 +28,12 @@ torch_overhead.spare()
 
 WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
 OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order of `LONGEST`; needs `--no-loadscope-reorder` under pytest-xdist."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
 
 
 def pytest_collection_finish() -> None:
