@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as TF
@@ -15,8 +16,13 @@ from torch import nn
 
 import intarsia
 from intarsia.engines import OnnxRuntime
+from intarsia.engines.guards.planner import plan_guards
+from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
+from intarsia.network import Network, Tensor, net_guard
+from intarsia.network import functional as F
 
 NAN, INF = math.nan, math.inf
+ONES = np.ones(4, np.float32)
 G = torch.Generator().manual_seed(0)
 IMAGE = torch.randn(1, 2, 6, 6, generator=G)
 GRID = torch.rand(1, 4, 4, 2, generator=G) * 2 - 1
@@ -182,3 +188,24 @@ def test_the_largest_of_nothing_but_minus_infinity(engine: str) -> None:
     fast = intarsia.compile(model, (IMAGE,), engines=[engine], min_block_size=1)
     assert fast.plan.on_engines == 1
     assert fast(torch.full_like(IMAGE, -INF)).tolist() == model(torch.full_like(IMAGE, -INF)).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch runs this call")
+def test_a_norm_fused_with_its_residual_minds_squares_that_overflow() -> None:
+    model = Of(lambda a, b, x, y: b(a(x + y) + y), nn.LayerNorm(4), nn.LayerNorm(4)).eval()
+    engine, other = OnnxRuntime(), SEQUENCE.flip(0)
+    fast = intarsia.compile(
+        model, (SEQUENCE, other), engines=[engine], min_block_size=1, rewrite=["residual_norm"]
+    )
+    with torch.no_grad():
+        for value in (NAN, 1e20, 3e38):
+            call = (changed(SEQUENCE, value), other)
+            torch.testing.assert_close(fast(*call), model(*call), equal_nan=True)
+    net = Network("two")
+    with net_guard(net):
+        x, y = Tensor("x", torch.float32, (2, 3, 4)), Tensor("y", torch.float32, (2, 3, 4))
+        for _ in range(2):
+            x = F.ops("SkipLayerNormalization", x, y, ONES, ONES, outputs=4, domain="com.microsoft")[0]
+        x.mark_output("z")
+    # What a norm has made is bounded: the second one needs no look at it.
+    assert {guard.tensors for guard in plan_guards(net, OnnxRuntimeLimits()).all()} == {("x",), ("y",)}

@@ -44,7 +44,7 @@ class OnnxRuntimeLimits:
             kind == "Attention"
         ):  # torch's kernel leaves a row whose scores are NaN or -inf at 0, this one at NaN
             return Interval(-math.inf, 2.0**100) if index == 3 else FINITE
-        if kind in _NORMS and index == 0:
+        if (kind in _NORMS and index == 0) or (kind == "com.microsoft::SkipLayerNormalization" and index < 2):
             return _SQUARES_FIT
         if kind in _LEAVES_OUT or (kind == "Resize" and layer.attribute("mode", "nearest") != "nearest"):
             return FINITE if index == 0 else None

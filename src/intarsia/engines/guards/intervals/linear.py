@@ -182,6 +182,14 @@ def _layer_norm(layer: Layer, given: Given) -> Interval:
     return _normalized(_first(given), count(x, range(axis, x.ndim)), scale, bias)
 
 
+@ranges_of("com.microsoft::SkipLayerNormalization")
+def _skip_layer_norm(layer: Layer, given: Given) -> Sequence[Interval]:
+    x, (one, other, scale, bias) = layer.get_inputs(0)[0], given[:4]
+    assert x is not None and one is not None and other is not None
+    total, unknown = add(one, other), Interval(-INF, INF, True)
+    return [_normalized(total, count(x, [x.ndim - 1]), scale, bias), unknown, unknown, total]
+
+
 @ranges_of("InstanceNormalization", "GroupNormalization")
 def _instance_norm(layer: Layer, given: Given) -> Interval:
     x = layer.get_inputs(0)[0]
