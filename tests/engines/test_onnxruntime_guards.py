@@ -69,6 +69,12 @@ CALLS: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]] = {
         (IMAGE,),
         [NAN, INF],
     ),
+    "max_pool2d of an image without a batch": (Of(lambda x: TF.max_pool2d(x, 1)), (IMAGE[0],), [NAN, -INF]),
+    "max_pool2d behind a mask": (
+        Of(lambda x: TF.max_pool2d(x.masked_fill(x > 9, -INF), 1)),
+        (IMAGE,),
+        [NAN, INF, -INF],
+    ),
     "max_pool2d, places": (Of(lambda x: TF.max_pool2d(x, 2, return_indices=True)), (IMAGE,), [NAN, -INF]),
     "lstm": (Of(lambda m, x: m(x)[0], nn.LSTM(4, 5)), (SEQUENCE,), [NAN]),
     "gru": (Of(lambda m, x: m(x)[0], nn.GRU(4, 5)), (SEQUENCE,), [NAN]),

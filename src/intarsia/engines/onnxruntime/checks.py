@@ -54,6 +54,8 @@ def _number(nodes: _Nodes, guard: ValueGuard, dtype: ir.DataType | None) -> tupl
     if dtype != ir.DataType.FLOAT:
         x = nodes.add("Cast", x, to=TensorProto.FLOAT)
     open_below = guard.low == -math.inf and guard.high != math.inf  # minus infinity is allowed: it masks
+    if guard.high == math.inf and guard.low != -math.inf:  # infinity is allowed, minus infinity is not
+        x, open_below, guard = nodes.add("Neg", x), True, ValueGuard(x, -math.inf, -guard.low)
     if not open_below and (guard.total or guard.low == -math.inf or guard.high >= 2.0**50):
         return nodes.add("ReduceL1", x, keepdims=0), guard.high
     size = x if open_below else nodes.add("Abs", x)

@@ -110,6 +110,8 @@ def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
         return ov.less_equal(ov.abs(twice), most)
     if guard.low == -math.inf:
         return ov.less_equal(x, _scalar(ov, guard.high))
+    if guard.high == math.inf:
+        return ov.less_equal(ov.negative(x), _scalar(ov, -guard.low))
     middle, reach = (guard.high + guard.low) / 2, (guard.high - guard.low) / 2
     shifted = ov.subtract(x, _scalar(ov, middle)) if middle else x
     return ov.less_equal(ov.abs(shifted), _scalar(ov, reach))
