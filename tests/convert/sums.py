@@ -16,8 +16,8 @@ from torch import fx
 _STEP = 2.0**-20
 _ROUNDING = torch.finfo(torch.float32).eps  # no engine adds up in less, whatever the dtype of its answer
 ADDS_UP = {
-    "_native_batch_norm_legit", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "cdist", "corrcoef", "cov",
-    "dist", "einsum", "inner",
+    "__rmatmul__", "_native_batch_norm_legit", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "cdist",
+    "corrcoef", "cov", "dist", "einsum", "inner",
     "linalg.norm", "linalg.vector_norm", "logsumexp", "masked.cumsum", "matmul", "mean", "mm", "mv", "nansum",
     "native_batch_norm", "native_group_norm", "native_layer_norm", "nn.functional.adaptive_avg_pool1d",
     "nn.functional.adaptive_avg_pool3d", "nn.functional.batch_norm", "nn.functional.bilinear",
