@@ -28,6 +28,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "index_add": (lambda i: TABLE.index_add(0, i, TABLE[:2]), lambda i: torch.tensor([0, i])),
     "index_copy": (lambda i: TABLE.index_copy(0, i, TABLE[:2]), lambda i: torch.tensor([0, i])),
     "index": (lambda i: TABLE[i], lambda i: torch.tensor([0, i if i >= 0 else i - 4])),
+    "searchsorted": (
+        lambda i: torch.searchsorted(torch.ones(4), TABLE, sorter=i),
+        lambda i: torch.tensor([0, 1, 2, i]),
+    ),
     "nll_loss": (lambda i: TF.nll_loss(TABLE.T, i), lambda i: torch.tensor([0, i, 1])),
     "cross_entropy": (lambda i: TF.cross_entropy(TABLE.T, i), lambda i: torch.tensor([0, i, 1])),
     "one_hot": (lambda i: TF.one_hot(i, 4), lambda i: torch.tensor([0, i])),

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.demands import left_where, zero_unless
+from intarsia.convert.aten.demands import from_the_front, left_where, zero_unless
 from intarsia.convert.aten.sizes import END, arange, int64, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
@@ -59,7 +59,8 @@ def bucketize(
 
 
 def _sorted(line: Tensor, sorter: Tensor) -> Tensor:
-    return F.gather_elements(line, F.cast(sorter, D.INT64), line.ndim - 1)
+    axis = line.ndim - 1
+    return F.gather_elements(line, from_the_front(sorter, size(line, axis)), axis)
 
 
 def _unsorted(line: Tensor) -> Tensor | None:
