@@ -23,6 +23,7 @@ ADDS_UP = {
     "nn.functional.adaptive_avg_pool3d", "nn.functional.batch_norm", "nn.functional.bilinear",
     "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv3d",
     "nn.functional.conv_transpose1d", "nn.functional.conv_transpose2d", "nn.functional.conv_transpose3d",
+    "nn.functional.embedding_bag",
     "nn.functional.group_norm", "nn.functional.instance_norm", "nn.functional.interpolate",
     "nn.functional.layer_norm", "nn.functional.linear", "nn.functional.local_response_norm",
     "nn.functional.rms_norm", "nn.functional.scaled_dot_product_attention", "norm", "std", "std_mean",

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.demands import from_the_front, zero_unless
+from intarsia.convert.aten.demands import from_the_front, left_where, zero_unless
 from intarsia.convert.aten.expand import expanded
 from intarsia.convert.aten.precision import used
 from intarsia.convert.aten.scatter import neutral_element, reduced
@@ -97,7 +97,11 @@ def _bags(
     rows = F.cast(F.gather(weight, indices, 0), wide)
     if weights is not None:
         rows = F.mul(rows, F.unsqueeze(F.cast(weights, wide), [1]))
-    bag = F.add(_bag_of(indices, offsets), zero_unless(_unlike_offsets(offsets, size(indices, 0))))
+    unlike = _unlike_offsets(offsets, size(indices, 0))
+    if include_last:  # what comes behind the last one is in a bag or in none, as torch's modes differ
+        ends = F.equal(F.slice(F.cast(offsets, D.INT64), -1, END, axis=0), int64(size(indices, 0)))
+        unlike = F.logical_or(unlike, F.logical_not(ends))
+    bag = F.add(_bag_of(indices, offsets), zero_unless(unlike))
     count: Size = size(offsets, 0)
     if padding is not None:
         # What pads goes to a bag behind the last one.
@@ -136,6 +140,8 @@ def _reduced(rows: Tensor, bag: Tensor, count: Size, reduce: str) -> Tensor:
     made = reduced(base, places, rows, 0, "amax" if reduce == "amax" else "sum")
     if reduce == "sum":
         return made
+    if reduce == "amax":
+        made = left_where(made, F.isnan(made))  # torch keeps it only where it comes first
     ones = expanded(F.constant(1, rows.dtype), sizes(bag), bag.shape)
     none = expanded(F.constant(0, rows.dtype), [count + 1], (count + 1 if isinstance(count, int) else None,))
     held = F.unsqueeze(F.scatter_elements(none, bag, ones, 0, reduction="add"), [1])
