@@ -1,22 +1,26 @@
 """Takes work out of torch that changes no result and is a tenth of what the tests cost.
 
-Both functions stand on names private to torch. Where one is gone, the tests run as they would without.
+All of it stands on names private to torch. Where one is gone, the tests run as they would without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._export import utils
+from torch.utils import _traceback
 
 
 def spare() -> None:
     """Call once, before anything is exported."""
     _register_kernels_without_annotations()
     _make_operators_once()
+    _read_lines_once()
 
 
 def _register_kernels_without_annotations() -> None:
@@ -54,3 +58,23 @@ def _make_operators_once() -> None:
             made[0] = names
 
     utils._materialize_cpp_cia_ops = make_once
+
+
+def _read_lines_once() -> None:
+    """Each node of an exported graph is given the stack it was made in, a hundred frames deep under pytest."""
+    if not hasattr(_traceback, "_extract_symbolized_tb"):
+        return
+
+    @functools.lru_cache(maxsize=10_000)
+    def frame(filename: str, line: int, name: str) -> traceback.FrameSummary:
+        return traceback.FrameSummary(filename, line, name)
+
+    def summary(tb: Sequence[dict[str, Any]], skip: int) -> traceback.StackSummary:
+        stack = traceback.StackSummary()
+        for f in reversed(tb[skip:]):
+            # Lines of generated code may be others the next time.
+            make = traceback.FrameSummary if f["filename"].startswith("<") else frame
+            stack.append(make(f["filename"], f["line"], f["name"]))
+        return stack
+
+    _traceback._extract_symbolized_tb = summary

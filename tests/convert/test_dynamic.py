@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.convert.programs import lowered_program
 from torch.export import Dim
 
 from intarsia.convert import convert
+from intarsia.network import Network
 
 G = torch.Generator().manual_seed(0)
 W, V, B = torch.randn(6, 8, generator=G), torch.randn(8, 8, generator=G), torch.randn(8, generator=G)
@@ -84,12 +86,16 @@ IMAGES: dict[str, Rows] = {
 }
 
 
-def check(function: Rows, engine: str, shapes: list[tuple[int, ...]], open_dims: tuple[int, int]) -> None:
+@functools.lru_cache(maxsize=1)  # the engines of a program follow each other
+def network(function: Rows, shape: tuple[int, ...], open_dims: tuple[int, int]) -> Network:
     sizes = {open_dims[0]: Dim("batch", min=2, max=64), open_dims[1]: Dim("length", min=4, max=128)}
     if function is IMAGES["pixel shuffle"]:
         sizes[open_dims[1]] = 2 * Dim("half", min=2, max=64)
-    module = lowered_program(function, torch.randn(shapes[0], generator=G), dynamic=(sizes,))
-    program = drivers.build(engine, convert(module))
+    return convert(lowered_program(function, torch.randn(shape, generator=G), dynamic=(sizes,)))
+
+
+def check(function: Rows, engine: str, shapes: list[tuple[int, ...]], open_dims: tuple[int, int]) -> None:
+    program = drivers.build(engine, network(function, shapes[0], open_dims))
     for shape in shapes[1:]:
         x = torch.randn(shape, generator=G)
         (result,) = program(x)

@@ -165,24 +165,20 @@ def test_every_rule_is_compared() -> None:
     assert sorted(MAKERS) == OPS
 
 
-@pytest.mark.parametrize("kind", ["as made up", "changed", "symbolic", "forgotten"])
 @pytest.mark.parametrize("op_type", OPS)
-def test_rules_agree_with_onnx(op_type: str, kind: str) -> None:
+def test_rules_agree_with_onnx(op_type: str) -> None:
+    """Each layer in all four ways: hypothesis takes longer to make a layer up than we to compare it."""
     few = MAKERS[op_type].__name__ in ("unary", "reduce", "binary")
 
     @settings(max_examples=5 if few else 30, suppress_health_check=list(HealthCheck), database=None)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         case = MAKERS[op_type](data.draw)
-        if kind == "changed":
-            case = changed(data.draw, case)
-        elif kind == "symbolic":
-            compare_weaker(op_type, case, symbolic(data.draw, case))
-            case = symbolic(data.draw, case)
-        elif kind == "forgotten":
-            compare_weaker(op_type, case, symbolic(data.draw, case, forget=True))
-            return
         compare(op_type, case)
+        compare(op_type, changed(data.draw, case))
+        compare_weaker(op_type, case, symbolic(data.draw, case))
+        compare(op_type, symbolic(data.draw, case))
+        compare_weaker(op_type, case, symbolic(data.draw, case, forget=True))
 
     run()
 
