@@ -61,7 +61,7 @@ def _make_operators_once() -> None:
 
 
 def _read_lines_once() -> None:
-    """Each node of an exported graph is given the stack it was made in, a hundred frames deep under pytest."""
+    """Each node of an exported graph is given the stack it was made in, under pytest a hundred frames."""
     if not hasattr(_traceback, "_extract_symbolized_tb"):
         return
 
