@@ -79,7 +79,7 @@ def test_one_model_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     out = tmp_path / "lstm.json"
     monkeypatch.setenv("INTARSIA_MEASURE", "1")
     wish = bench_peers.Wish(
-        "lstm", full=False, rounds=3, budget_s=1.0, race_s=1.0, inductor=False, tolerance=0.05
+        "lstm", full=False, rounds=3, budget_s=0.2, race_s=0.5, inductor=False, tolerance=0.05
     )
     bench_peers.measure(wish, out)
     found = json.loads(out.read_text())

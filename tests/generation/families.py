@@ -52,7 +52,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 def tiny(family: str) -> Any:
     """A model of the family, in evaluation, that generates until it is told to stop."""
     torch.manual_seed(0)
-    model = FAMILIES[family]().eval()
+    return endless(FAMILIES[family]())
+
+
+def smallest() -> Any:
+    """A Llama of one layer."""
+    torch.manual_seed(0)
+    return endless(hf.LlamaForCausalLM(hf.LlamaConfig(**{**_SIZES, "num_hidden_layers": 1})))
+
+
+def endless(model: Any) -> Any:
+    """The model in evaluation, generating until it is told to stop."""
+    model.eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.generation.families import tiny
+from tests.generation.families import smallest, tiny
 from transformers import DynamicCache, TextStreamer
 
 import intarsia
@@ -197,7 +197,7 @@ def test_streaming_return_dict_and_signature(llama: Generation) -> None:
 
 
 def test_weights_that_change_are_the_models() -> None:
-    model = tiny("llama")
+    model = smallest()
     call = {"input_ids": padded()["input_ids"][1:], "max_new_tokens": 5, "do_sample": False}
     made = intarsia.compile_generation(model, max_length=16, engines="onnxruntime")
     assert "1 rows, token: on onnxruntime" in str(made)

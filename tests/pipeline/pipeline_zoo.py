@@ -95,14 +95,14 @@ def gpt2() -> Made:
     return model, (_tokens(),), {"attention_mask": mask, "use_cache": False}
 
 
-def _rotary(kind: str) -> Callable[[], Made]:
+def rotary(kind: str, layers: int = 3) -> Callable[[], Made]:
     def make() -> Made:
         import transformers
 
         config = getattr(transformers, f"{kind}Config")(
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=3,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=8,
@@ -132,9 +132,9 @@ ZOO: dict[str, Callable[[], Made]] = {
     "resnet": resnet,
     "unet": unet,
     "gpt2": gpt2,
-    "llama": _rotary("Llama"),
-    "mistral": _rotary("Mistral"),
-    "qwen2": _rotary("Qwen2"),
+    "llama": rotary("Llama"),
+    "mistral": rotary("Mistral"),
+    "qwen2": rotary("Qwen2"),
     "t5": t5,
 }
 

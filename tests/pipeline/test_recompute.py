@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -44,14 +45,21 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("chunks", [None, 2])
-def test_same_gradients_and_less_kept(name, chunks):
+@functools.cache
+def cut(name):
+    """A model and its stages that compute again, a copy and its stages that do not, and a call."""
     model, args, kwargs = make(name)
     calm(model).train()
     plain = copy.deepcopy(model)
     parts = split(model, args, kwargs, stages=2, by="memory", checkpoint=NAMES[name])
-    whole = split(plain, args, kwargs, stages=2, by="memory")
+    return model, parts, plain, split(plain, args, kwargs, stages=2, by="memory"), args, kwargs
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_same_gradients_and_less_kept(name, chunks):
+    model, parts, plain, whole, args, kwargs = cut(name)
+    model.zero_grad(), plain.zero_grad()
     if chunks is not None:
         parts, whole = (p.gpipe(chunks=chunks, checkpoint="never") for p in (parts, whole))
     if chunks is None:

@@ -232,7 +232,7 @@ def test_the_first_block_of_the_document_runs_as_typed():
     text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
     block = text.split("```python\n")[1].split("```")[0]
     lines = [line for line in block.splitlines() if "torchrun" not in line]  # needs several processes
-    config = transformers.GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=64, n_positions=16)
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=16)
     known = {"model": transformers.GPT2LMHeadModel(config), "ids": torch.randint(0, 64, (16, 12))}
     exec("\n".join(lines), known)
     assert len(known["stages"]) == 4 and len(known["fast"]) == 2
