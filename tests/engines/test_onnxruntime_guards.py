@@ -215,3 +215,36 @@ def test_a_norm_fused_with_its_residual_minds_squares_that_overflow() -> None:
         x.mark_output("z")
     # What a norm has made is bounded: the second one needs no look at it.
     assert {guard.tensors for guard in plan_guards(net, OnnxRuntimeLimits()).all()} == {("x",), ("y",)}
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(2, 3, 2, 2).transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch runs this call")
+def test_attention_on_rows_minds_what_attention_minds() -> None:
+    model = Of(
+        lambda q, k, v: (
+            TF.scaled_dot_product_attention(*map(heads, (q, k, v))).transpose(1, 2).reshape(2, 3, 4)
+        )
+    )
+    rows = (SEQUENCE, SEQUENCE.flip(0), SEQUENCE.flip(1))
+    fast = intarsia.compile(
+        model, rows, engines=["onnxruntime"], min_block_size=1, rewrite=["multi_head_attention"]
+    )
+    for value in EDGES:
+        for place in range(3):
+            call = [changed(x, value) if i == place else x for i, x in enumerate(rows)]
+            torch.testing.assert_close(fast(*call), model(*call), equal_nan=True)
+    net = Network("bounded")
+    with net_guard(net):
+        normed = F.layer_norm(Tensor("x", torch.float32, (2, 3, 4)), ONES, ONES)
+        made = F.opaque(
+            "com.microsoft",
+            "MultiHeadAttention",
+            *[normed] * 3,
+            makes=[(torch.float32, (2, 3, 4))],
+            num_heads=2,
+        )[0]
+        F.layer_norm(made, ONES, ONES).mark_output("y")
+    assert [guard.tensors for guard in plan_guards(net, OnnxRuntimeLimits()).all()] == [("x",)]

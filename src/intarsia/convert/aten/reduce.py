@@ -45,7 +45,13 @@ def _sum(ctx: ConversionContext, given: Tensor) -> Layer:
 
 
 def _product(ctx: ConversionContext) -> Layer:
-    return product_of_integers if ctx.dtype in LONG else F.reduce_prod
+    return product_of_integers if ctx.dtype in LONG else _product_of_floats
+
+
+def _product_of_floats(x: Tensor, axes: list[int] | None = None, *, keepdims: bool = True) -> Tensor:
+    """In another order than eager's it may overflow on the way, and be infinite or, by a zero, NaN."""
+    made = F.reduce_prod(x, axes, keepdims=keepdims)
+    return left_where(made, F.logical_or(F.isinf(made), F.isnan(made)))
 
 
 def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:

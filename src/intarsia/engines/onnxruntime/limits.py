@@ -21,6 +21,8 @@ _LOWER_HALF = Interval(-(2.0**31), 2.0**31 - 1)
 # Of what overflows when it is squared they make 0, torch NaN.
 _NORMS = frozenset({"GroupNormalization", "InstanceNormalization", "LayerNormalization"})
 _SQUARES_FIT = Interval(-(2.0**50), 2.0**50)
+# Kinds of attention, and which of their inputs is the mask that is added.
+_MASK = {"Attention": 3, "com.microsoft::MultiHeadAttention": 5}
 _SMALL = Interval(-(2.0**16), 2.0**16)
 
 
@@ -40,10 +42,8 @@ class OnnxRuntimeLimits:
             return _NUMBERS
         if kind == "GridSample":  # places are kept in 32 bits, and rounded: neighbours must not be far apart
             return _SMALL
-        if (
-            kind == "Attention"
-        ):  # torch's kernel leaves a row whose scores are NaN or -inf at 0, this one at NaN
-            return Interval(-math.inf, 2.0**100) if index == 3 else FINITE
+        if kind in _MASK:  # torch's kernel leaves a row whose scores are NaN or -inf at 0, this one at NaN
+            return Interval(-math.inf, 2.0**100) if index == _MASK[kind] else FINITE
         if (kind in _NORMS and index == 0) or (kind == "com.microsoft::SkipLayerNormalization" and index < 2):
             return _SQUARES_FIT
         if kind in _LEAVES_OUT or (kind == "Resize" and layer.attribute("mode", "nearest") != "nearest"):

@@ -232,6 +232,16 @@ def _attention(layer: Layer, given: Given) -> Interval:
     return Interval(-INF, INF, True) if broken else hull(value, ZERO)
 
 
+@ranges_of("com.microsoft::MultiHeadAttention")
+def _multi_head_attention(layer: Layer, given: Given) -> Interval:
+    query, key, value, bias, _, mask = [*given, *[None] * 6][:6]
+    if query is None or key is None or value is None:  # packed in one
+        return Interval(-INF, INF, True)
+    if bias is not None:
+        query, key, value = add(query, bias), add(key, bias), add(value, bias)
+    return _attention(layer, [query, key, value, mask])  # type: ignore[return-value]
+
+
 @ranges_of("Resize")
 def _resize(layer: Layer, given: Given) -> Interval:
     x = _first(given)
