@@ -18,7 +18,8 @@ _ROUNDING = torch.finfo(torch.float32).eps  # no engine adds up in less, whateve
 ADDS_UP = {
     "__rmatmul__", "_native_batch_norm_legit", "addbmm", "addmm", "addmv", "baddbmm", "bmm", "cdist",
     "corrcoef", "cov", "dist", "einsum", "inner",
-    "linalg.norm", "linalg.vector_norm", "logsumexp", "masked.cumsum", "matmul", "mean", "mm", "mv", "nansum",
+    "linalg.norm", "linalg.vector_norm", "logsumexp", "masked.cumsum", "masked.mean", "masked.sum", "matmul",
+    "mean", "mm", "mv", "nansum",
     "native_batch_norm", "native_group_norm", "native_layer_norm", "nn.functional.adaptive_avg_pool1d",
     "nn.functional.adaptive_avg_pool3d", "nn.functional.batch_norm", "nn.functional.bilinear",
     "nn.functional.conv1d", "nn.functional.conv2d", "nn.functional.conv3d",

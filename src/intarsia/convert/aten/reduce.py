@@ -51,7 +51,8 @@ def _product(ctx: ConversionContext) -> Layer:
 def _product_of_floats(x: Tensor, axes: list[int] | None = None, *, keepdims: bool = True) -> Tensor:
     """In another order than eager's it may overflow on the way, and be infinite or, by a zero, NaN."""
     made = F.reduce_prod(x, axes, keepdims=keepdims)
-    return left_where(made, F.logical_or(F.isinf(made), F.isnan(made)))
+    finite = F.equal(F.reduce_sum(F.mul(x, 0.0), axes, keepdims=keepdims), 0.0)  # of all factors
+    return left_where(made, F.logical_and(finite, F.logical_or(F.isinf(made), F.isnan(made))))
 
 
 def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:
@@ -294,7 +295,8 @@ def _vector_norm(ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim
         return reduced(ctx, counts, dim, keepdim, F.reduce_sum, 0)
     if self.ndim == 0:
         return F.cast(x, ctx.dtype)
-    if p == 1:
+    # Of one element each the norm is its size: torch takes no power, which might overflow.
+    if p == 1 or all(self.shape[axis] == 1 for axis in axes_of(dim, self.ndim)):
         return reduced(ctx, x, dim, keepdim, F.reduce_sum, 0)
     if p == 2:
         return reduced(ctx, x, dim, keepdim, F.reduce_l2, 0)
