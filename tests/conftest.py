@@ -42,6 +42,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_teardown() -> None:
+    torch_overhead.forget_operators()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Skip what the machine cannot have: OpenVINO (said by INTARSIA_WITHOUT_OPENVINO=1), a newer torch."""

@@ -23,6 +23,14 @@ def spare() -> None:
     _read_lines_once()
 
 
+def forget_operators() -> None:
+    """Call between tests: each mode that export enters goes through all operators that were ever called."""
+    if hasattr(torch._ops, "reset_cached_ops"):
+        for operator in torch._ops.get_cached_ops():
+            operator._dispatch_cache.clear()
+        torch._ops.reset_cached_ops()
+
+
 def _register_kernels_without_annotations() -> None:
     """`py_impl`, called 5,700 times by each `run_decompositions`, mostly evaluates its own annotations."""
     original = torch._ops.OperatorBase.py_impl
