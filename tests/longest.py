@@ -16,7 +16,6 @@ LONGEST = (
     "tests/test_promises.py",
     "tests/convert/test_fourier.py",
     "tests/lower/test_masks.py",
-    "tests/partition/test_goldens.py",
     "tests/load/test_memory.py",
     "tests/pipeline/test_compiled_stages.py",
     "tests/archive/test_new_process.py",
