@@ -188,18 +188,18 @@ def _not_a_number() -> Iterator[str]:
 def _edges(tallies: dict[Key, Tally]) -> Iterator[str]:
     if not tallies:
         return
-    samples = max(tally.limit for tally in tallies.values())
-    taken = "one sample" if samples == 1 else f"{samples} samples"
-    yield f"Calls of every operator at its edges, {taken} of each,"
-    yield f"the special values put into each of its inputs in turn ({_commits(tallies)})."
+    yield "Calls of every operator at its edges, at most as many of its samples as told, spread evenly over"
+    yield f"those OpInfo has, the special values put into each input in turn ({_commits(tallies)})."
     yield "*Left* is refused, or given to PyTorch by a guard."
     yield ""
-    yield "| dtype | engine | calls | equal | left | wrong |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| dtype | engine | samples | calls | equal | left | wrong |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     counts = summed(tallies)
     for dtype, engine in itertools.product(DTYPES, drivers.ENGINES):
         if (count := counts.get((dtype, engine))) is not None:
-            cells = (count.total(), count[RUNS], count[REFUSED], count[WRONG])
+            samples = min(tally.limit for key, tally in tallies.items() if key[1:] == (dtype, engine))
+            taken = "all" if samples >= ALL else samples
+            cells = (taken, count.total(), count[RUNS], count[REFUSED], count[WRONG])
             yield f"| {dtype} | {TITLES[engine]} | {' | '.join(map(str, cells))} |"
     yield ""
 

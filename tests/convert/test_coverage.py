@@ -20,7 +20,7 @@ def test_the_page_says_how_much_was_tried() -> None:
     assert "Of float16 at most 4 samples of every operator are taken" in text
     assert "float32 at commit abc1234; float16 at commit def5678" in text
     assert "Wrong answers: 1.\n- relu is wrong" in text
-    assert "| int64 | OpenVINO | 8 | 7 | 1 | 0 |" in text
+    assert "| int64 | OpenVINO | all | 8 | 7 | 1 | 0 |" in text
 
 
 def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
