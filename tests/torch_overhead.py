@@ -26,7 +26,7 @@ def spare() -> None:
 def forget_operators() -> None:
     """Call between tests: each mode that export enters goes through all operators that were ever called."""
     if hasattr(torch._ops, "reset_cached_ops"):
-        for operator in torch._ops.get_cached_ops():
+        for operator in list(torch._ops.get_cached_ops()):  # threads of a test may add to them
             operator._dispatch_cache.clear()
         torch._ops.reset_cached_ops()
 
