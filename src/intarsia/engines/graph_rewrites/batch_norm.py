@@ -53,11 +53,14 @@ def _fold(module: fx.GraphModule, convolution: fx.Node, norm: fx.Node) -> bool:
     factor = factor if scale is None else factor * scale.float()
     moved = -mean.float() * factor if bias is None else (bias.float() - mean.float()) * factor
     moved = moved if shift is None else moved + shift.float()
-    folded = weight.float() * factor.reshape(-1, *[1] * (weight.dim() - 1))
+    folded = (weight.float() * factor.reshape(-1, *[1] * (weight.dim() - 1))).to(weight.dtype)
+    moved = moved.to(weight.dtype)
+    if not (folded.isfinite().all() and moved.isfinite().all()):  # as they are not when multiplied one by one
+        return False
     with module.graph.inserting_before(convolution):
         operands = [
-            attach(module, f"_folded_{convolution.name}_weight", folded.to(weight.dtype)),
-            attach(module, f"_folded_{convolution.name}_bias", moved.to(weight.dtype)),
+            attach(module, f"_folded_{convolution.name}_weight", folded),
+            attach(module, f"_folded_{convolution.name}_bias", moved),
         ]
     convolution.args = (given["input"], *operands, *[given[name] for name in _REST])
     convolution.kwargs = {}

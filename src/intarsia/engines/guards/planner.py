@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from intarsia.engines.guards.divisors import divides_by_floats, may_be_denormal
+from intarsia.engines.guards.factors import merged_out_of_range
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.engines.guards.limits import Limits
@@ -34,7 +35,11 @@ _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND
 
 def plan_guards(net: Network, limits: Limits, *, floats: bool = True) -> Guards:
     """The guards a network needs; EngineError if no guard would help. Without `floats`, of integers alone."""
-    return _Planner(net, limits, floats).run()
+    planner = _Planner(net, limits, floats)
+    reason = merged_out_of_range(planner.layers) if floats else None
+    if reason is not None:
+        raise EngineError(f"{reason}; {limits.engine} merges them")
+    return planner.run()
 
 
 class _Planner:

@@ -9,7 +9,7 @@ import numpy as np
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
 from intarsia.network.types import MICROSOFT
-from intarsia.rewrite.fusions.fusion import Fusion, given, is_float, weight
+from intarsia.rewrite.fusions.fusion import Fusion, given, is_float, scaled_to, weight
 from intarsia.rewrite.pattern import refuse
 from intarsia.rewrite.rule import rule
 
@@ -41,13 +41,22 @@ def conv_batch_norm(
     """A batch norm of known statistics is a scale and a shift of the convolution's weight and bias."""
     if not is_float(w):
         return refuse(f"scaling a weight of {w.dtype.name} would round it")
-    old, s, h, m, v = (np.asarray(t.constant, np.float64) for t in (w, scale, shift, mean, var))
+    assert w.constant is not None
+    s, h, m, v = (np.asarray(t.constant, np.float64) for t in (scale, shift, mean, var))
     factor = s / np.sqrt(v + float(norm.attribute("epsilon", 1e-5)))
     bias = np.zeros_like(m) if b is None or b.constant is None else np.asarray(b.constant, np.float64)
-    kind = w.constant.dtype  # type: ignore[union-attr]
-    new = F.constant((old * factor.reshape(-1, *[1] * (old.ndim - 1))).astype(kind))
-    moved = F.constant(((bias - m) * factor + h).astype(kind))
-    return F.op("Conv", x, new, moved, **{name: conv.attribute(name) for name in conv.node.attributes})
+    new = scaled_to(w.constant, factor.reshape(-1, *[1] * (w.constant.ndim - 1)))
+    with np.errstate(over="ignore"):
+        moved = ((bias - m) * factor + h).astype(w.constant.dtype)
+    if new is None or not np.isfinite(moved).all():
+        return refuse(f"scaled by the norm, its weight or bias leaves {w.dtype.name}")
+    return F.op(
+        "Conv",
+        x,
+        F.constant(new),
+        F.constant(moved),
+        **{name: conv.attribute(name) for name in conv.node.attributes},
+    )
 
 
 def _conv_written(rng: np.random.Generator, large: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,7 @@ from intarsia.network import functional as F
 from intarsia.rewrite.pattern import PatternRewriter
 
 ENGINES = ("onnxruntime", "openvino")
+Array = np.ndarray[Any, Any]
 Make = Callable[[np.random.Generator, bool], None]
 
 
@@ -58,6 +60,14 @@ def scalar(tensor: Tensor | None) -> float | None:
     """The number a constant of one element holds."""
     array = None if tensor is None else tensor.constant
     return None if array is None or array.size != 1 else float(np.asarray(array, np.float64).ravel()[0])
+
+
+def scaled_to(array: Array, factor: float | Array) -> Array | None:
+    """A constant times a factor; None where that overflows or vanishes, as multiplying later might not."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        made: Array = (array * factor).astype(array.dtype)
+    vanishes = not made.any() and array.any() and np.any(factor)
+    return made if np.isfinite(made).all() and not vanishes else None
 
 
 def integers(tensor: Tensor | None) -> list[int] | None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.rewrite.fusions.fusion import Fusion, given, is_float, scalar, weight
+from intarsia.rewrite.fusions.fusion import Fusion, given, is_float, scalar, scaled_to, weight
 from intarsia.rewrite.pattern import refuse
 from intarsia.rewrite.rule import rule
 
@@ -58,15 +58,14 @@ def scale_into_weight(
             return refuse("it divides by zero")
         number = 1 / number
     assert w.constant is not None
-    scaled = F.constant((w.constant * number).astype(w.constant.dtype))
+    scaled = scaled_to(w.constant, number)
+    bias = None if b is None or b.constant is None else scaled_to(b.constant, number)
+    if scaled is None or (b is not None and bias is None):
+        return refuse(f"scaled by {number:g}, its weight or bias leaves {w.dtype.name}")
     if gemm is None:
-        return F.matmul(x, scaled)
-    bias = (
-        None
-        if b is None or b.constant is None
-        else F.constant((b.constant * number).astype(w.constant.dtype))
-    )
-    return F.gemm(x, scaled, bias, trans_b=bool(gemm.attribute("transB", 0)))
+        return F.matmul(x, F.constant(scaled))
+    trans_b = bool(gemm.attribute("transB", 0))
+    return F.gemm(x, F.constant(scaled), None if bias is None else F.constant(bias), trans_b=trans_b)
 
 
 def _scaled(rng: np.random.Generator, large: bool) -> None:
