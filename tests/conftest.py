@@ -10,7 +10,6 @@ from collections.abc import Generator
 import pytest
 import torch
 from hypothesis import settings
-from tests import torch_overhead
 from tests.longest import LONGEST
 
 settings.register_profile("same", derandomize=True, deadline=None)
@@ -24,7 +23,6 @@ os.environ.setdefault("INTARSIA_CACHE_GB", "0")
 
 # A worker holds millions of objects of torch and sympy; to look through them all was a tenth of the time.
 gc.set_threshold(100_000, 20, 100)
-torch_overhead.spare()
 
 WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
 OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
@@ -40,10 +38,6 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the collector need not look through it again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_runtest_teardown() -> None:
-    torch_overhead.forget_operators()
 
 
 @pytest.hookimpl(wrapper=True)
