@@ -89,3 +89,9 @@ def test_a_batch_norm_that_overflows_halves_is_not_folded() -> None:
         given = (made, g, b, m, v, False, 0.1, 1e-5, True)
         graph.output((graph.call_function(torch.ops.aten.batch_norm.default, given),))
         assert fold_batch_norms(torch.fx.GraphModule(root, graph)) == count
+
+
+def test_a_weight_of_zeros_merges_with_anything() -> None:
+    model = Of(lambda m, x: m(x) * 0.5 * 0.25, filled(nn.Linear(4, 4, bias=False), 0.0)).eval()
+    fast = intarsia.compile(model, (torch.ones(ROWS),), engines=["onnxruntime"], min_block_size=1)
+    assert fast.plan.engines == ("onnxruntime",)

@@ -1,4 +1,4 @@
-"""The order in which files are begun."""
+"""The files that are begun first."""
 
 from __future__ import annotations
 
