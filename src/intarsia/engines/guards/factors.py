@@ -30,7 +30,7 @@ class _Chain:
     after: float = 1.0
 
     def size(self) -> float:
-        """The largest magnitude of all of it as one constant; 1 where a weight of zeros takes all of it in."""
+        """The largest magnitude of all of it as one constant; 1 where a weight of zeros takes it in."""
         weight = 1.0 if self.weight is None else _finite(_largest(self.weight))
         return 1.0 if weight is None else self.before * self.after * weight
 
