@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.conftest import OLD_EXPORT
 from tests.convert.harness import RUNS, WRONG
 from tests.convert.lowered import judge_samples
 from tests.convert.samples import OPINFO_MISSING, cases, op_infos
@@ -48,6 +49,8 @@ def test_the_names_are_of_this_torch() -> None:
 @pytest.mark.parametrize("name", TAKEN_APART)
 def test_taken_apart(name: str) -> None:
     verdicts = judge_samples(name, "float32", 1)
+    if name == "quantile" and OLD_EXPORT:
+        pytest.skip("this torch's export takes no sample of it")
     assert verdicts["onnxruntime"] == [(RUNS, "")]
     assert [v for v in verdicts["openvino"] if v[0] == WRONG] == []
 

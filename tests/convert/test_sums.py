@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.conftest import OLD_EXPORT
 from tests.convert.samples import op_infos
 from tests.convert.sums import ADDS_UP, in_any_order
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -70,4 +71,5 @@ def test_products_are_terms() -> None:
 
 
 def test_what_adds_up_is_an_op() -> None:
-    assert {info.name for info in op_infos().values()} >= ADDS_UP
+    unknown = ADDS_UP - {info.name for info in op_infos().values()}
+    assert unknown <= ({"native_group_norm"} if OLD_EXPORT else set())  # of newer torch

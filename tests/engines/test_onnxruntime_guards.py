@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,8 +146,11 @@ def test_one_warning_names_the_input_and_its_values() -> None:
         fast(changed(IMAGE, NAN))
 
 
-def test_a_pool_is_one_layer_and_one_guard_of_the_input() -> None:
+def test_a_pool_is_one_layer_and_one_guard_of_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NaN never comes: nothing in the network waits for it."""
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))  # which fusions pay is remembered from earlier runs
     net = network_of(torch.ops.aten.max_pool2d.default, IMAGE, [2, 2])
     assert [layer.kind for layer in net.get_layers()] == ["MaxPool"]
     net_of = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3))
