@@ -5,10 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval
+from intarsia.engines.guards.limits import KEEPS_VALUES
 from intarsia.network import Layer, Tensor
 
 _SMALLEST_NORMAL = 2.0**-126
-_KEEPS_VALUES = frozenset({"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 # The root of the smallest denormal is normal.
 _ROOTS = frozenset({"ReduceL2", "Sqrt"})
 _HAS_DENORMALS = frozenset({ir.DataType.FLOAT, ir.DataType.BFLOAT16})  # as float32, float16's are normal
@@ -29,7 +29,7 @@ def may_be_denormal(divisor: Tensor, found: Interval) -> bool:
 
 def _is_a_root_or_cast(tensor: Tensor) -> bool:
     parent = tensor.get_parent()
-    while parent is not None and parent.kind in _KEEPS_VALUES:
+    while parent is not None and parent.kind in KEEPS_VALUES:
         source = parent.get_inputs(0)[0]
         parent = None if source is None else source.get_parent()
     if parent is None or parent.kind != "Cast":

@@ -13,10 +13,10 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.guards.intervals.rules import torch_constant
+from intarsia.engines.guards.limits import KEEPS_VALUES
 from intarsia.network import Layer, Tensor, dtypes
 
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-_HANDED_ON = frozenset({"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _SUMS = frozenset({"Add", "Sub"})
 _LIMITS = torch.finfo(torch.float32)
 
@@ -51,12 +51,13 @@ def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
         elif (factor := _factor(layer, inputs, live[0])) is not None:
             following = _Chain(chain.before, chain.weight, chain.after * factor)
             changed = True
-        elif layer.kind in _HANDED_ON or layer.kind in _SUMS:
+        elif layer.kind in KEEPS_VALUES | _SUMS:
             following, changed = chain, False
         else:
             continue
         if changed and chain != _Chain() and not _LIMITS.tiny <= following.size() <= _LIMITS.max:
-            return f"{layer.kind} {layer.name} by a constant, merged with those before it, leaves float32"
+            merged = f"makes a factor of up to {following.size():g}, which float32 does not hold"
+            return f"{layer.kind} {layer.name} by a constant, merged with those before it, {merged}"
         chains[layer.get_outputs(0)[0].value] = following
     return None
 

@@ -14,7 +14,7 @@ from intarsia.engines.guards.divisors import divides_by_floats, may_be_denormal
 from intarsia.engines.guards.factors import merged_out_of_range
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
-from intarsia.engines.guards.limits import Limits
+from intarsia.engines.guards.limits import KEEPS_VALUES, Limits
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
@@ -26,9 +26,7 @@ CALM = 2.0**36
 # Beyond this the next layer might overflow.
 HIGH = 2.0**120
 HIGHISH = 2.0**80
-_HANDED_ON = frozenset(
-    {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
-)
+_HANDED_ON = KEEPS_VALUES | {"Cast"}
 # Kernels that read or write wherever an index points.
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 
