@@ -19,6 +19,7 @@ import intarsia
 from intarsia.engines import OnnxRuntime
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits
+from intarsia.errors import GuardError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 
@@ -252,3 +253,12 @@ def test_attention_on_rows_minds_what_attention_minds() -> None:
         )[0]
         F.layer_norm(made, ONES, ONES).mark_output("y")
     assert [guard.tensors for guard in plan_guards(net, OnnxRuntimeLimits()).all()] == [("x",)]
+
+
+def test_what_a_bound_session_refuses_is_left_for_that_call_alone() -> None:
+    """Sessions with bfloat16 run bound, where a refused index is an error of no type of its own."""
+    x = torch.arange(40.0).flip(0).to(torch.bfloat16)
+    program = OnnxRuntime().build(network_of(torch.ops.aten.argsort.default, x))
+    with pytest.raises(GuardError, match="Gather"):
+        program(torch.zeros_like(x))
+    assert torch.equal(program(x)[0], torch.arange(40).flip(0))

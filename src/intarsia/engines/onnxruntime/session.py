@@ -202,7 +202,9 @@ class BoundSession(Session):
             binding.bind_output(OUTPUT, "cpu")
         try:
             self._run_bound(binding)
-        except self._refusal as error:
+        except (RuntimeError, *self._refusal) as error:
+            if isinstance(error, RuntimeError) and not _names_a_value(error):
+                raise
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
         made = binding.get_outputs() if self._some_unknown or self._made else []
         if self._made:
@@ -220,6 +222,12 @@ class BoundSession(Session):
 
     def _run_bound(self, binding: Any) -> None:
         self._session.run_with_iobinding(binding)
+
+
+def _names_a_value(error: RuntimeError) -> bool:
+    """Whether a layer refused what it was given; a bound run has no type of error for it."""
+    told = str(error)
+    return "Non-zero status code returned while running" in told and "allocate" not in told
 
 
 def _element_type(dtype: torch.dtype) -> Any:
