@@ -77,24 +77,20 @@ def eager(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Generate:
 
 
 def torch_compile(model: Any, ids: torch.Tensor, told: argparse.Namespace) -> Generate:
-    # On a GPU with CUDA graphs, as transformers itself compiles for a static cache.
-    fast = torch.compile(
-        model.forward, dynamic=None, mode="default" if told.device == "cpu" else "reduce-overhead"
-    )
     # Of one length, lest the cache be made, and the model compiled, anew.
-    static = {"cache_implementation": "static", "max_cache_len": room(told), "disable_compile": True}
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()  # results of the step before may be overwritten
-        return fast(*args, **kwargs)
+    static = {"cache_implementation": "static", "max_cache_len": room(told)}
+    fast = torch.compile(model.forward, dynamic=None) if told.device == "cpu" else None
 
     def run(tokens: int) -> torch.Tensor:
-        model.forward = forward
+        if fast is not None:  # on a GPU transformers compiles for such a cache itself, with CUDA graphs
+            model.forward = fast
         try:
-            made: torch.Tensor = model.generate(ids, max_new_tokens=tokens, do_sample=False, **static)
+            made: torch.Tensor = model.generate(
+                ids, max_new_tokens=tokens, do_sample=False, disable_compile=fast is not None, **static
+            )
             return made
         finally:
-            del model.forward
+            model.__dict__.pop("forward", None)
 
     for _ in range(2):
         run(told.tokens + 1), run(1)

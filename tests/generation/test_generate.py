@@ -14,6 +14,7 @@ from transformers import DynamicCache, TextStreamer
 import intarsia
 from intarsia.errors import InputError
 from intarsia.generation import Generation
+from intarsia.generation.anatomy import Anatomy
 
 ROOM = 40
 
@@ -144,6 +145,18 @@ def test_a_conversation_continues_on_its_cache(llama: Generation) -> None:
 
 def test_the_cache_may_change_hands_at_any_token(llama: Generation) -> None:
     _change_hands(llama)
+
+
+def test_the_memory_of_all_layers_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: stacked, and longer than the tokens so that rows are aligned."""
+    monkeypatch.setattr(Anatomy, "stacked", property(lambda anatomy: True))
+    monkeypatch.setattr(Anatomy, "room", lambda anatomy, tokens: tokens + 8)
+    with intarsia.compile_generation(tiny("llama"), max_length=ROOM, batch=2, engines="pytorch") as made:
+        _change_hands(made)
+        for call in (padded(), {"input_ids": padded()["input_ids"][1:], "num_beams": 2}):
+            ours, own, runs = both(made, **call, max_new_tokens=31, do_sample=False)
+            assert torch.equal(ours, own)
+            assert runs == {"prompt": 1, "token": 30, "own": 0}
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
 )
 
 from intarsia.errors import InputError
+from intarsia.generation.attention import ALIGNED
 from intarsia.generation.source import Source, source_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # names that transformers gives masks of layers
@@ -47,6 +48,18 @@ class Anatomy:
     @property
     def slides(self) -> bool:
         return any(window is not None for _, window in self.windows)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the memory of all layers is one tensor: for a GPU, which takes many small copies slowly.
+
+        On a CPU each layer has its own, which an engine reads where it stands.
+        """
+        return self.device.type == "cuda" and len({sizes for layer in self.heads for sizes in layer}) == 1
+
+    def room(self, tokens: int) -> int:
+        """How many places the memory of a layer has, to hold so many tokens."""
+        return tokens if self.device.type == "cpu" else -(-tokens // ALIGNED) * ALIGNED
 
     def named(self, argument: str) -> str:
         """What forward calls an argument of the decoder."""

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from intarsia.generation.masks import hidden
 
 TOKEN, PROMPT = "intarsia_token", "intarsia_prompt"
+ALIGNED = 8  # elements of 16 bits: a row that begins elsewhere is read by slower kernels of a GPU
 _UNKNOWN = ("softcap", "s_aux", "head_mask")  # what `sdpa` of transformers does with these
 
 
@@ -58,10 +59,12 @@ def token_attention(
         scores = scores + position_bias.reshape(-1, groups, heads // groups, scores.shape[-1])
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
-    shares = torch.softmax(scores, -1).to(query.dtype)
     room = past_keys.shape[2]
+    if isinstance(key, Joined) and query.is_cuda:
+        scores = nn.functional.pad(scores, (0, ALIGNED - 1), value=torch.finfo(torch.float32).min)
+    shares = torch.softmax(scores, -1).to(query.dtype)
     if isinstance(key, Joined):
-        mixed = shares[..., :room] @ past_values + shares[..., room:] * value.new
+        mixed = shares[..., :room] @ past_values + shares[..., room : room + 1] * value.new
     else:
         mixed = shares @ past_values
     return mixed.reshape(rows, heads, 1, -1).transpose(1, 2), None

@@ -14,9 +14,9 @@ from transformers.cache_utils import EncoderDecoderCache
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.call import Call, arguments, understood
 from intarsia.generation.encoder import EncoderForward
-from intarsia.generation.masks import attention_mask, source_mask
+from intarsia.generation.masks import attention_mask, source_mask, token_mask
 from intarsia.generation.replaced import ReplacedForward
-from intarsia.generation.storage import StoredLayer, stored
+from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
@@ -40,7 +40,10 @@ class _Memory:
     tokens: list[StoredLayer]
     states: list[StoredLayer]
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self, stacked: bool) -> list[torch.Tensor]:
+        """What a program takes of it: the memory of tokens as one tensor, or of each layer."""
+        if stacked:
+            return [stack_of(self.tokens), *_Memory(self.states, []).tensors(stacked=False)]
         layers = [*self.tokens, *self.states]
         return [store for layer in layers for store in (layer.key_store, layer.value_store)]
 
@@ -62,6 +65,7 @@ class GeneratingForward(ReplacedForward):
     ) -> None:
         super().__init__(type(model).__name__, model)
         self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
+        self.room = anatomy.room(max_length)
         self.encoder = encoder
         self.runs = {"prompt": 0, "token": 0, "own": 0}
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
@@ -111,7 +115,7 @@ class GeneratingForward(ReplacedForward):
         memory = self._memory(call, rows)
         if isinstance(memory, str):
             return memory
-        is_prompt = new > 1 if self.anatomy.source is None else not memory.states[0].keys.shape[-2]
+        is_prompt = new > 1 if self.anatomy.source is None else not memory.states[0].length
         if is_prompt and past:
             return f"its cache has {past} tokens, and none of the encoder's states"
         if new > 1 and not is_prompt:
@@ -129,28 +133,28 @@ class GeneratingForward(ReplacedForward):
             seen = None if seen is None else torch.cat([seen, seen], 1)
         feed = [ids.contiguous(), positions.contiguous()]
         if program is not programs.prompt:
-            feed += self._masks(seen, rows, past, ids.shape[1], None if is_prompt else self.max_length)
+            feed += self._masks(seen, rows, past, ids.shape[1], None if is_prompt else self.room)
         if self.anatomy.source is not None:
             read = self._source(call, memory, is_prompt)
             if isinstance(read, str):
                 return read
             feed += read
         if not is_prompt:
-            feed += memory.tensors()
+            feed += memory.tensors(self.anatomy.stacked)
         results = program(*feed)
         self.runs["prompt" if is_prompt else "token"] += 1
         return self._finish(call, memory, results)
 
     def _memory(self, call: Call, rows: int) -> _Memory | str:
         source, (like, like_states) = self.anatomy.source, self._like[rows]
-        wanted = [(call.cache, self.max_length, like)]
+        wanted = [(call.cache, self.room, like)]
         if source is not None:
             if type(call.cache) is not EncoderDecoderCache:
                 return (
                     f"the cache is a {type(call.cache).__name__}, and compiled for is an EncoderDecoderCache"
                 )
             wanted = [
-                (call.cache.self_attention_cache, self.max_length, like),
+                (call.cache.self_attention_cache, self.room, like),
                 (call.cache.cross_attention_cache, source.states, like_states),
             ]
         found: list[list[StoredLayer]] = []
@@ -167,6 +171,9 @@ class GeneratingForward(ReplacedForward):
         self, seen: torch.Tensor | None, rows: int, past: int, new: int, room: int | None
     ) -> list[torch.Tensor]:
         if seen is None:
+            if room is not None and self.anatomy.mask_dtype == torch.bool:
+                place = (rows, past, room)
+                return [token_mask(*place, window, self.anatomy.device) for _, window in self.anatomy.windows]
             seen = torch.ones(rows, past + new, dtype=torch.bool, device=self.anatomy.device)
         return [
             attention_mask(seen, past=past, room=room, window=window, dtype=self.anatomy.mask_dtype)
@@ -177,7 +184,7 @@ class GeneratingForward(ReplacedForward):
         """What a program takes of an encoder: for a prompt the states, and which of them are no padding."""
         source, states = self.anatomy.source, call.encoded[0]
         assert source is not None
-        count = int(states.shape[1] if is_prompt else memory.states[0].keys.shape[-2])
+        count = int(states.shape[1] if is_prompt else memory.states[0].length)
         if count > source.states or (source.fixed and count != source.states):
             return f"the encoder has {count} states, and compiled for are {source.states} (max_source)"
         feed = [states.contiguous()] if is_prompt else []
@@ -200,8 +207,11 @@ class GeneratingForward(ReplacedForward):
         if not self.anatomy.keeps:
             logits = logits[:, :new]
             logits = logits[:, -call.kept :] if call.kept else logits
-        for layer, keys, values in zip(memory.tokens, slices[:end:2], slices[1:end:2], strict=True):
-            layer.append(keys[:, :, :new], values[:, :, :new])
+        if len(slices) == 1:
+            append_to(memory.tokens, slices[0])
+        else:
+            for layer, keys, values in zip(memory.tokens, slices[:end:2], slices[1:end:2], strict=True):
+                layer.append(keys[:, :, :new], values[:, :, :new])
         if slices[end:]:  # a prompt after an encoder
             for layer, keys, values in zip(memory.states, slices[end::2], slices[end + 1 :: 2], strict=True):
                 layer.append(keys, values)

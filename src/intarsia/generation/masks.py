@@ -37,6 +37,18 @@ def attention_mask(
     return _as(attends, dtype)
 
 
+def token_mask(rows: int, past: int, room: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """`attention_mask` of one token that has seen all before it, by fewer steps.
+
+    >>> token_mask(1, past=3, room=5, window=2, device=torch.device("cpu")).int().tolist()
+    [[[[0, 0, 1, 0, 0, 1]]]]
+    """
+    attends = torch.zeros(rows, 1, 1, room + 1, dtype=torch.bool, device=device)
+    attends[..., 0 if window is None else max(0, past + 1 - window) : past] = True
+    attends[..., room:] = True
+    return attends
+
+
 def source_mask(seen: torch.Tensor, *, room: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Which of an encoder's states are attended to, of shape (rows, 1, 1, states or room).
 

@@ -92,6 +92,7 @@ def compiled_token(
     options: Mapping[str, Any],
 ) -> Compiled | PartlyCompiled:
     """A token of so many rows, after those in the cache."""
+    room = anatomy.room(max_length)
     more: list[torch.Tensor] = []
     crossed: list[torch.Tensor] = []
     if (source := anatomy.source) is not None:
@@ -102,14 +103,15 @@ def compiled_token(
             more.append(source_mask(seen, room=source.states, dtype=anatomy.mask_dtype))
 
     def feed(ids: torch.Tensor, memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        masks = _masks(anatomy, ids, past=ids.shape[1] - 1, room=max_length)
+        masks = _masks(anatomy, ids, past=ids.shape[1] - 1, room=room)
+        memory = [torch.stack(list(memory))] if anatomy.stacked else memory
         last, position = ids[:, -1:].contiguous(), _positions(ids)[:, -1:].contiguous()
         return (last, position, *masks, *more, *memory, *crossed)
 
-    calls = [feed(one, _after(model, anatomy, one[:, :-1], max_length)) for one in examples]
+    calls = [feed(one, _after(model, anatomy, one[:, :-1], room)) for one in examples]
     if not calls:
         ids = _usual(anatomy, rows, max_length)
-        calls = [feed(ids, _noise(anatomy.empty(rows, max_length), ids.shape[1] - 1))]
+        calls = [feed(ids, _noise(anatomy.empty(rows, room), ids.shape[1] - 1))]
     return compile(_token_step(model, anatomy, calls[0]), calls[0], examples=calls[1:], **options)
 
 
@@ -123,14 +125,14 @@ def _positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape).contiguous()
 
 
-def _after(model: nn.Module, anatomy: Anatomy, ids: torch.Tensor, max_length: int) -> list[torch.Tensor]:
+def _after(model: nn.Module, anatomy: Anatomy, ids: torch.Tensor, room: int) -> list[torch.Tensor]:
     """The memory of every layer after the model itself has read these tokens."""
     masks = _masks(anatomy, ids, past=0, room=None) if anatomy.slides else []
     with torch.no_grad():
         _, *known = PromptStep(model, anatomy)(ids, _positions(ids), *masks)
-    memory = [tensor for pair in anatomy.empty(ids.shape[0], max_length) for tensor in pair]
-    for room, filled in zip(memory, known, strict=True):
-        room[:, :, : ids.shape[1]] = filled
+    memory = [tensor for pair in anatomy.empty(ids.shape[0], room) for tensor in pair]
+    for store, filled in zip(memory, known, strict=True):
+        store[:, :, : ids.shape[1]] = filled
     return memory
 
 

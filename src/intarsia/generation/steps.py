@@ -53,7 +53,8 @@ class PromptStep(nn.Module):
 
 
 class TokenStep(nn.Module):
-    """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone.
+    """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone:
+    both as a tensor for the keys and one for the values of each layer, or, stacked, as one of all.
 
     With an encoder, a mask of its states follows the other masks unless their number is fixed, and the keys
     and values of the states follow the memory. With `in_place`, attention reads the memory where it stands
@@ -75,6 +76,8 @@ class TokenStep(nn.Module):
             given = (torch.zeros(input_ids.shape[0], source.states, 1, **told),)
             if not source.fixed:
                 given, others = (*given, others[0]), others[1:]
+        if self.anatomy.stacked:
+            others = (*others[0].unbind(), *others[1:])
         end = 2 * len(self.anatomy.heads)
         kept = zip(others[:end:2], others[1:end:2], strict=True)
         start = None if self.anatomy.positioned else position_ids[0, 0]
@@ -85,7 +88,8 @@ class TokenStep(nn.Module):
             cache = EncoderDecoderCache(cache, Cache(layers=[_filled(*pair) for pair in crossed]))
         with attending(self.model, TOKEN) if self.in_place else nullcontext():
             logits = _logits(self, input_ids, position_ids, masks, cache, given)
-        return logits, *(tensor for layer in layers for tensor in (layer.new_keys, layer.new_values))
+        slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
+        return (logits, torch.stack(slices)) if self.anatomy.stacked else (logits, *slices)
 
 
 class _PastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types

@@ -12,18 +12,49 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     """A layer of a `DynamicCache` whose keys and values are the filled part of longer memory.
 
     To transformers it is a `DynamicLayer`: `keys` and `values` hold the tokens so far, and may be cropped,
-    reordered or replaced. They are views of `key_store` and `value_store`, to which a token is appended
-    without a copy of the others; what was replaced from outside is copied back in by `settle`. A layer with
-    a sliding window keeps all tokens, since the mask hides them.
+    reordered or replaced. They are views of `key_store` and `value_store`, made when they are asked for, to
+    which a token is appended without a copy of the others; what was replaced from outside is copied back in
+    by `settle`. A layer with a sliding window keeps all tokens, since the mask hides them.
     """
 
     def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor, is_sliding: bool = False) -> None:
+        self._shown: list[Any] | None = None
+        self._replaced = False
+        self._length = 0
         super().__init__()
         self.key_store, self.value_store = key_store, value_store
+        self.stack: torch.Tensor | None = None  # the memory of all layers, if this one's is a part of it
         self.is_sliding = is_sliding
         self.dtype, self.device = key_store.dtype, key_store.device
         self.is_initialized = True
-        self._show(0)
+        self.show(0)
+
+    @property
+    def keys(self) -> Any:
+        """The keys so far; None after `reset`."""
+        return self._views()[0]
+
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        self._replace(0, keys)
+
+    @property
+    def values(self) -> Any:
+        """The values so far; None after `reset`."""
+        return self._views()[1]
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._replace(1, values)
+
+    @property
+    def length(self) -> int:
+        """How many tokens the memory holds, after `settle`."""
+        return self._length
+
+    def get_seq_length(self) -> int:
+        """How many tokens there are, those put in from outside included."""
+        return int(super().get_seq_length()) if self._replaced else self._length
 
     @property
     def room(self) -> int:
@@ -32,43 +63,63 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def settle(self) -> None:
         """Copy keys and values that were put in from outside (a reordering, say) into the memory."""
+        if not self._replaced:
+            return
         if self.keys is None:  # after `reset`
             self.is_initialized = True
-            self._show(0)
+            self.show(0)
+            return
         if _is_start_of(self.keys, self.key_store) and _is_start_of(self.values, self.value_store):
+            self.show(self.keys.shape[-2])
             return
         keys, values, length = self.keys, self.values, self.keys.shape[-2]
         if not _fits(keys, self.key_store) or not _fits(values, self.value_store):
-            self.key_store, self.value_store = _longer(keys, self.room), _longer(values, self.room)
+            self.move(_longer(keys, self.room), _longer(values, self.room))
         else:
             self.key_store[:, :, :length].copy_(keys)
             self.value_store[:, :, :length].copy_(values)
-        self._show(length)
+        self.show(length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write further tokens behind the others; the memory grows where it is too short."""
-        start = self.keys.shape[-2]
-        end = start + keys.shape[-2]
+        start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
-            self.key_store = _longer(self.keys, 2 * end)
-            self.value_store = _longer(self.values, 2 * end)
+            self.move(_longer(self.keys, 2 * end), _longer(self.values, 2 * end))
         self.key_store[:, :, start:end].copy_(keys)
         self.value_store[:, :, start:end].copy_(values)
-        self._show(end)
+        self.show(end)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens, give all: what the model's own forward asks of a layer."""
         if self.keys is None and key_states.shape[0] != self.key_store.shape[0]:
-            self.key_store = _longer(key_states[:, :, :0], self.room)
-            self.value_store = _longer(value_states[:, :, :0], self.room)
+            self.show(0)
+            self.move(_longer(key_states[:, :, :0], self.room), _longer(value_states[:, :, :0], self.room))
         self.settle()
         self.append(key_states, value_states)
         return self.keys, self.values
 
-    def _show(self, length: int) -> None:
-        self.keys, self.values = self.key_store[:, :, :length], self.value_store[:, :, :length]
+    def move(self, keys: torch.Tensor, values: torch.Tensor, stack: torch.Tensor | None = None) -> None:
+        """Take other memory, part of a stack or not."""
+        self.key_store, self.value_store, self.stack = keys, values, stack
+        self.show(self._length)
+
+    def show(self, length: int) -> None:
+        """Let the first so many places be the tokens so far."""
+        self._length, self._shown, self._replaced = length, None, False
+
+    def _views(self) -> list[Any]:
+        if self._shown is None:
+            stores = (self.key_store, self.value_store)
+            self._shown = [store[:, :, : self._length] for store in stores]
+        return self._shown
+
+    def _replace(self, place: int, value: Any) -> None:
+        if "key_store" not in self.__dict__:  # transformers' own __init__ sets both to None
+            return
+        self._views()[place] = value
+        self._replaced = True
 
 
 def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]]) -> list[StoredLayer] | str:
@@ -92,17 +143,36 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
             layer = told
         layer.settle()
         if layer.key_store.shape[0] != keys.shape[0]:
-            if layer.keys.shape[-2]:
+            if layer.length:
                 return f"the cache has {layer.key_store.shape[0]} rows, and the call {keys.shape[0]}"
             layer = StoredLayer(
                 _longer(keys[:, :, :0], room), _longer(values[:, :, :0], room), layer.is_sliding
             )
         made.append(layer)
-    lengths = {layer.keys.shape[-2] for layer in made}
+    lengths = {layer.length for layer in made}
     if len(lengths) != 1:
         return f"the layers of the cache hold different numbers of tokens, {sorted(lengths)}"
     cache.layers = [*made, *layers[len(like) :]]
     return made
+
+
+def stack_of(layers: list[StoredLayer]) -> torch.Tensor:
+    """The memory of all layers as one tensor, keys and values in turn; they are moved there if need be."""
+    stack = layers[0].stack
+    if stack is None or any(layer.stack is not stack for layer in layers):
+        stack = torch.stack([store for layer in layers for store in (layer.key_store, layer.value_store)])
+        for place, layer in enumerate(layers):
+            layer.move(stack[2 * place], stack[2 * place + 1], stack)
+    return stack
+
+
+def append_to(layers: list[StoredLayer], slices: torch.Tensor) -> None:
+    """Write a further token of every layer behind the others, by one copy; the slices are stacked alike."""
+    stack, start = stack_of(layers), layers[0].length
+    end = start + slices.shape[-2]
+    stack[..., start:end, :].copy_(slices)
+    for layer in layers:
+        layer.show(end)
 
 
 def _stored_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, room: int) -> StoredLayer | str:
