@@ -202,8 +202,8 @@ class BoundSession(Session):
             binding.bind_output(OUTPUT, "cpu")
         try:
             self._run_bound(binding)
-        except (RuntimeError, *self._refusal) as error:
-            if isinstance(error, RuntimeError) and not _names_a_value(error):
+        except Exception as error:
+            if not isinstance(error, self._refusal) and not _names_a_value(error):
                 raise
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
         made = binding.get_outputs() if self._some_unknown or self._made else []
@@ -224,10 +224,14 @@ class BoundSession(Session):
         self._session.run_with_iobinding(binding)
 
 
-def _names_a_value(error: RuntimeError) -> bool:
+def _names_a_value(error: Exception) -> bool:
     """Whether a layer refused what it was given; a bound run has no type of error for it."""
     told = str(error)
-    return "Non-zero status code returned while running" in told and "allocate" not in told
+    return (
+        isinstance(error, RuntimeError)
+        and "Non-zero status code returned while running" in told
+        and "allocate" not in told
+    )
 
 
 def _element_type(dtype: torch.dtype) -> Any:
