@@ -25,9 +25,9 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# Types are checked beside the tests: mypy runs on one core.
-test: lint
-	$(MAKE) --no-print-directory --jobs 2 types pytest
+# Style and types are checked beside the tests: each runs on one core, and the tests wait for processes at times.
+test: install
+	$(MAKE) --no-print-directory --jobs 3 lint types pytest
 
 # Three workers on two cores, since many tests wait for processes of their own; a thread each, or pools would spin.
 # Bytecode is written even where the environment forbids it: each of a hundred processes would compile every file.
