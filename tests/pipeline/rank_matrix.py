@@ -86,11 +86,6 @@ def rows(names: Sequence[str], sample: bool, steps: int) -> None:
     for name in names:
         begin = time.perf_counter()
         model, call, _ = make(name)
-        if name == "opt":
-            # LayerDrop reads a random number in training mode, which no graph can hold; along its modules the
-            # decoder stays whole, which leaves two stages (rank_tree.py runs them). Without dropout both
-            # modes are the same.
-            model.eval()
         start = copy.deepcopy(model.state_dict())
         cut = {n: split(model, (), call, stages=n, by="memory") for n in ((2,) if sample else (2, 4))}
         for autocast in (False, True):

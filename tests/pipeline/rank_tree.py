@@ -61,11 +61,20 @@ def decides(*only):
 
 
 def opt():
-    """OPT in training, with padding masks, a tied head and autocast, gives the plain model's gradients."""
-    model, call, target = hf_zoo.make("opt")
-    assert model.training
-    parts = split(model, (), call, stages=2, by="memory")
-    assert parts.report.way == "modules" and parts.tied, parts.report
+    """OPT in training, with padding masks, a tied head and autocast, gives the plain model's gradients.
+
+    By its graph, and by its modules where a number that is drawn decides (this one hardly ever).
+    """
+    for layerdrop, way in ((0.0, "graph"), (1e-30, "modules")):
+        model, call, target = hf_zoo.make("opt")
+        model.model.decoder.layerdrop = layerdrop
+        parts = split(model, (), call, stages=2, by="memory")
+        assert model.training and parts.report.way == way and parts.tied, parts.report
+        check_opt(model, parts, call, target)
+    print("opt ok", flush=True)
+
+
+def check_opt(model, parts, call, target):
     pipe = parts.distributed(
         "1F1B", 4, loss_fn=hf_zoo.loss_of, loss_weight=hf_zoo.weight_of, check_loss=False
     )
@@ -86,7 +95,6 @@ def opt():
             assert hf_zoo.error(parameter.grad, wanted[name].grad, least) <= bound, name
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
         torch.testing.assert_close(pipe.clip_grad_norm_(1e-3), norm, rtol=bound, atol=0.0)
-    print("opt ok", flush=True)
 
 
 class Normed(nn.Module):

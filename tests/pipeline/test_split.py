@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -233,6 +234,26 @@ def test_too_many_stages():
         split(nn.Linear(2, 2), (torch.randn(2, 2),), stages=0)
     with pytest.raises(PartitionError, match="by='size'"):
         split(nn.Linear(2, 2), (torch.randn(2, 2),), by="size")
+
+
+class Later(nn.Module):
+    """A size is needed where only a tensor made after it, which passes by, still has it."""
+
+    def forward(self, x, y):
+        size = x.shape[0]
+        mask = y > 0
+        flat = torch.sin((y * 2).flatten())
+        return torch.where(mask, torch.cos(flat.reshape(size, 4)), torch.zeros(()))
+
+
+def test_a_size_is_read_off_a_tensor_that_was_made_later():
+    model, x, y = Later(), torch.randn(3, 2), torch.randn(3, 4)
+    line = trace(model, (x, y)).line
+    for a, b in itertools.combinations(line.allowed, 2):
+        parts = split(model, (x, y), cuts=[a, b], by="memory")
+        for n in (3, 5):
+            given = torch.randn(n, 2), torch.randn(n, 4)
+            assert torch.equal(parts(*given), model(*given)), (a, b)
 
 
 def test_few_bytes_do_not_cost_the_balance():

@@ -135,8 +135,7 @@ def test_stages_and_cuts_that_disagree():
 IDS = torch.randint(0, 64, (4, 12))
 
 
-def test_opt_in_training_decides_by_chance_which_layers_run():
-    """Export cannot follow the dice; a model with a long signature is cut between its modules."""
+def opt(**changes):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.OPTConfig(
@@ -146,13 +145,41 @@ def test_opt_in_training_decides_by_chance_which_layers_run():
         ffn_dim=32,
         vocab_size=64,
         word_embed_proj_dim=16,
-        dropout=0.0,
+        **changes,
     )
-    model = transformers.OPTForCausalLM(config)
+    return transformers.OPTForCausalLM(config)
+
+
+def test_opt_in_training_draws_a_number_that_decides_nothing():
+    """LayerDrop of zero: the graph is the same whatever is drawn; later draws (dropout) are the model's."""
+    model = opt(dropout=0.1)
+    parts = split(model, (IDS,), {"use_cache": False}, stages=3, by="memory")
+    assert parts.report.way == "graph" and len(parts) == 3
+    assert list(parts.state_dict()) == list(model.state_dict())
+    answers, gradients = [], []
+    for call in (model, parts):
+        model.zero_grad()
+        torch.manual_seed(1)
+        answers.append(call(IDS, use_cache=False))
+        answers[-1].logits.square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert type(answers[0]) is type(answers[1]) and torch.equal(answers[0].logits, answers[1].logits)
+    for want, got in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_opt_that_skips_layers_is_cut_around_its_decoder():
+    """What is drawn decides, so that no graph holds it; a long signature is cut between modules."""
+    model = opt(dropout=0.0, layerdrop=0.5)
     parts = split(model, (IDS,), {"use_cache": False}, stages=2, by="memory")
     assert parts.report.way == "modules" and "Eq(u0, 1)" in parts.report.reason
-    want, got = model(IDS, use_cache=False), parts(IDS, use_cache=False)
-    assert type(got) is type(want) and torch.equal(got.logits, want.logits)
+    answers = []
+    for seed in range(8):
+        for call in (model, parts):
+            torch.manual_seed(seed)
+            answers.append(call(IDS, use_cache=False).logits)
+        assert torch.equal(*answers[-2:])
+    assert len({float(a.detach().sum()) for a in answers}) > 1  # layers were skipped by chance
 
 
 class Skips(nn.Module):
@@ -176,6 +203,28 @@ def test_layers_skipped_by_chance_are_not_frozen(draw):
     with pytest.raises(CaptureError, match=r"nor by its modules .*random numbers.*, which tracing would"):
         split(Skips(draw), (torch.randn(2, 3),), stages=2, by="memory")
     assert split(Skips(lambda: torch.rand([]) - 1), (torch.randn(2, 3),), stages=2, by="memory")
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.uniform])
+def test_numbers_drawn_in_python_are_not_frozen_into_a_graph(draw):
+    model = Skips(draw)
+    model.first, model.blocks = nn.Linear(3, 3), nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+    with pytest.raises(CaptureError, match=r"by its graph \(it draws random numbers in Python"):
+        split(model, (torch.randn(2, 3),), stages=2, by="memory")
+
+
+def test_a_number_that_is_computed_with_is_not_frozen():
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            drawn = torch.rand([])
+            return self.b(self.a(x) + drawn) if drawn < 2 else x
+
+    with pytest.raises(CaptureError, match=r"by its graph \(GuardOnData.*tracing would freeze"):
+        split(Shifts(), (torch.randn(2, 3),), stages=2, by="memory")
 
 
 class Answers(nn.Module):

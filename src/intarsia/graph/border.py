@@ -80,10 +80,33 @@ class _Walk:
                 self._compute(node)
             else:
                 self._free(node)
+        self._add_late_sources()
         return [
             Border(tuple(reversed(i)), tuple(reversed(o)), tuple(reversed(n)), s)
             for i, o, n, s in zip(self.inputs, self.outputs, self.local, self.sizes, strict=True)
         ]
+
+    def _add_late_sources(self) -> None:
+        """Let a tensor cross for a size alone where it stands behind the size in the graph.
+
+        The walk had passed it when the size asked for it.
+        """
+        touched: list[list[fx.Node]] = []
+        for segment, sizes in enumerate(self.sizes):
+            known = {*self.inputs[segment], *self.local[segment]}
+            for source in dict.fromkeys(tensor for tensor, _ in sizes.values()):
+                if source in known:
+                    continue
+                home = self.home[producer(source)]
+                lists = [self.inputs[segment], self.outputs[home], self.local[home]]
+                for held in lists:
+                    if source not in held:
+                        held.append(source)
+                touched += lists
+        if touched:
+            place = {node: i for i, node in enumerate(self.graph.nodes)}
+            for held in touched:
+                held.sort(key=place.__getitem__, reverse=True)
 
     def _need(self, node: fx.Node, segment: int) -> None:
         self.needs.setdefault(node, {})[segment] = None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from intarsia.errors import CaptureError
@@ -26,13 +27,42 @@ def trace_without_chance(trace: Callable[[], fx.Graph]) -> fx.Graph:
     """
     found: list[fx.Graph] = []
     for end in _ENDS:
-        with _Dice(end) as dice, torch.random.fork_rng(), _no_other_dice():
+        with _Dice(end) as dice, torch.random.fork_rng(), no_other_dice():
             found.append(trace())
         if not dice.thrown:
             break
     if len({str(graph) for graph in found}) > 1:
         raise CaptureError("which modules run is decided by random numbers, which tracing would freeze")
     return found[0]
+
+
+def export_without_chance(export: Callable[[], ExportedProgram]) -> ExportedProgram:
+    """What `export` gives; with single random numbers known at both ends where it fails otherwise.
+
+    Export cannot follow a comparison with a random number. Where both ends give the same program, in which
+    nothing is computed from them, the number decides nothing (LayerDrop with a probability of zero). It is
+    drawn all the same, so that later draws are those of the model.
+    """
+    try:
+        with no_other_dice():
+            return export()
+    except CaptureError:
+        raise
+    except Exception as error:
+        found: list[ExportedProgram] = []
+        for end in _ENDS:
+            try:
+                with _KnownDice(end) as dice, torch.random.fork_rng(), no_other_dice():
+                    found.append(export())
+            except CaptureError:
+                raise
+            except Exception:  # something else is in the way too
+                raise error from None
+            if not dice.thrown:
+                return found[0]
+        if not _nothing_depends(*found):
+            raise error
+        return found[0]
 
 
 class _Dice(TorchFunctionMode):
@@ -56,8 +86,52 @@ class _Dice(TorchFunctionMode):
         return drawn
 
 
+class _KnownDice(TorchFunctionMode):
+    """A single random number is drawn, and `value` is given in its place; export then knows it."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value, self.thrown = value, False
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        drawn = func(*args, **(kwargs or {}))
+        if func in _DRAWS and isinstance(drawn, torch.Tensor) and not drawn.ndim:
+            self.thrown = True
+            return torch.tensor(self.value, dtype=drawn.dtype)
+        return drawn
+
+
+def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:
+    """Whether two programs are the same, and compute nothing from the constants in which they differ."""
+    if str(one.graph) != str(other.graph):
+        return False
+    differing = {
+        name
+        for name, constant in one.constants.items()
+        if isinstance(constant, torch.Tensor) and not torch.equal(constant, other.constants[name])
+    }
+    specs = one.graph_signature.input_specs
+    holders = [node for node in one.graph.nodes if node.op == "placeholder"]
+    dice = [n for n, spec in zip(holders, specs, strict=True) if spec.target in differing]
+    # A change in place that nothing else sees goes with the rest.
+    private = set(dice)
+    for node in one.graph.nodes:
+        if node.all_input_nodes and private.issuperset(node.all_input_nodes):
+            private.add(node)
+    for node in reversed(one.graph.nodes):
+        if node.op == "call_function" and not node.users and (node in private or not node.is_impure()):
+            one.graph.erase_node(node)
+    return not any(node.users for node in dice)
+
+
 @contextmanager
-def _no_other_dice() -> Iterator[None]:
+def no_other_dice() -> Iterator[None]:
     """Refuse what draws random numbers of Python or NumPy, and put their state back."""
     numpy = sys.modules.get("numpy")
     before = random.getstate()

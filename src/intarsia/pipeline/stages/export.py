@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
 from intarsia.pipeline.stages.batch import Axes
+from intarsia.pipeline.stages.chance import export_without_chance
 
 # Guards that hold device and dtype of the example: the signature's own check takes their place.
 _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
@@ -29,7 +30,9 @@ def export_model(
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
-            program = export(model, args, kwargs, dynamic_shapes=dynamic)
+            program = export_without_chance(partial(export, model, args, kwargs, dynamic_shapes=dynamic))
+        except CaptureError:
+            raise
         except Exception as error:
             reason = error
             continue

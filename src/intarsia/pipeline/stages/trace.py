@@ -104,6 +104,8 @@ def trace(
                 continue
             inputs.append(node)
             entries.append(tensor_spec(node.name, node.meta["val"]))
+        elif spec.kind is InputKind.CONSTANT_TENSOR and not node.users:
+            continue
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             assert spec.target is not None
             states[node] = _state(program, names, spec.target, bool(spec.persistent), known)
