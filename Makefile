@@ -38,11 +38,12 @@ pytest: install
 test-full: install
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Samples of every operator on every engine, and its edges; stopped and started again, it goes on where it was.
+# All samples of every operator on every engine, and its edges, in an hour; stopped and started again, it goes on where it was.
+coverage: DTYPES := float32 float16 bfloat16 int32 int64 bool
 coverage: install
 	$(BIN)/python -m tests.convert.edges --samples 4 --keep .edges.json
-	$(BIN)/python -m tests.convert.coverage --all float32 --all int64 --all bool --limit 4 --core 0 \
-		--jobs 2 --keep .coverage.json --edges .edges.json > docs/coverage.md
+	$(BIN)/python -m tests.convert.coverage $(DTYPES:%=--all %) --core 0 --jobs 2 \
+		--keep .coverage.json --edges .edges.json > docs/coverage.md
 
 # Random models against eager PyTorch; stopped and started again, it goes on where it was.
 fuzz: install
