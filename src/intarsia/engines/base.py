@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -105,6 +105,10 @@ class NetworkEngine(Engine):
     @abc.abstractmethod
     def probe(self, net: Network) -> str | None:
         """Why this engine refuses the layers of a small network; None if it takes them."""
+
+    def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
+        """What `probe` says of each; an engine may find it out faster for many at once."""
+        return [self.probe(net) for net in nets]
 
     @abc.abstractmethod
     def build(self, net: Network) -> Program:

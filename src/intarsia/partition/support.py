@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from intarsia.convert.registry import registry
 from intarsia.engines import Engine, GraphEngine, NetworkEngine
 from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.graph.nodes import is_compute, is_control_flow
+from intarsia.network import Network
 from intarsia.partition.table import PYTORCH, SupportTable
 
 # What an engine said of a signature; it depends on nothing else but the converters' version.
-_answers: dict[tuple[str, int, Signature], str | None] = {}
+_Question = tuple[str, int, Signature]
+_answers: dict[_Question, str | None] = {}
 
 
 def support_table(
@@ -32,9 +34,14 @@ def support_table(
     refusals: dict[fx.Node, dict[str, str]] = {}
     lost: dict[str, str] = {}
     nodes = [node for node in module.graph.nodes if is_compute(node)]
+    of_networks = [engine for engine in askable if isinstance(engine, NetworkEngine)]
+    described = [node for node in nodes if of_networks and not is_control_flow(node)]
+    signatures = {node: signature_of(node, constants) for node in described}
+    for engine in of_networks:
+        _ask_together(engine, signatures, constants, limit_s, lost)
     for node in nodes:
         asked = [engine for engine in askable if engine.name not in lost]
-        reasons = refusals_of(node, constants, asked, limit_s, lost)
+        reasons = _refusals_of(node, signatures.get(node), constants, asked, limit_s, lost)
         if reasons:
             refusals[node] = reasons
     for node in nodes if lost else ():
@@ -48,32 +55,57 @@ def refused_table(module: fx.GraphModule, engines: Sequence[str], reason: str) -
     return SupportTable(tuple(engines), {n: refused for n in module.graph.nodes if is_compute(n)})
 
 
-def refusals_of(
+def _refusals_of(
     node: fx.Node,
+    signature: Signature | None,
     constants: dict[fx.Node, Any],
     engines: Sequence[Engine],
-    limit_s: float | None = None,
-    lost: dict[str, str] | None = None,
+    limit_s: float | None,
+    lost: dict[str, str],
 ) -> dict[str, str]:
     """The engines that do not take a node, each with its reason; who does not come back goes into `lost`."""
     if is_control_flow(node):
         return {engine.name: "control flow runs in PyTorch, its bodies on engines" for engine in engines}
-    signature: Signature | None = None
     reasons: dict[str, str] = {}
     for engine in engines:
         try:
-            if isinstance(engine, NetworkEngine):
-                signature = signature or signature_of(node, constants)
+            if isinstance(engine, NetworkEngine) and signature is not None:
                 reason = _ask(engine, node, constants, signature, limit_s)
             else:
                 reason = _ask_graph_engine(engine, node, limit_s)
         except OutOfTime as error:
-            reason = str(error)
-            if lost is not None:
-                lost[engine.name] = reason
+            reason = lost[engine.name] = str(error)
         if reason is not None:
             reasons[engine.name] = reason
     return reasons
+
+
+def _ask_together(
+    engine: NetworkEngine,
+    signatures: Mapping[fx.Node, Signature],
+    constants: dict[fx.Node, Any],
+    limit_s: float | None,
+    lost: dict[str, str],
+) -> None:
+    """Ask an engine about all nodes that it was not asked about before; who does not come back is `lost`."""
+    tried: dict[_Question, Network] = {}
+    for node, signature in signatures.items():
+        key = (engine.key(), registry.version, signature)
+        if key in _answers or key in tried or _foreign_device(node, engine) is not None:
+            continue
+        made = dry_convert(node, constants, signature)
+        if isinstance(made, str):
+            _answers[key] = made
+        else:
+            tried[key] = made
+    try:
+        said = within(limit_s, f"{engine.name}.probe", lambda: engine.probe_all(list(tried.values())))
+    except OutOfTime as error:
+        lost[engine.name] = str(error)
+    except Exception:  # asked about one by one, it is told which node it failed for
+        return
+    else:
+        _answers.update(zip(tried, said, strict=True))
 
 
 def _ask(

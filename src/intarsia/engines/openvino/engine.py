@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -55,12 +55,12 @@ class OpenVINO(NetworkEngine):
         return None
 
     def probe(self, net: Network) -> str | None:
-        from intarsia.engines.openvino.model import refusal
+        return self.probe_all([net])[0]
 
-        try:
-            return refusal(net, self.precision, self.guards)
-        except Exception as error:
-            return f"OpenVINO refuses it: {last_line(error)}"
+    def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
+        from intarsia.engines.openvino.probe import refusals
+
+        return refusals(nets, self.precision, self.guards)
 
     def build(self, net: Network) -> Program:
         try:

@@ -12,24 +12,9 @@ from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
-from intarsia.engines.openvino.snippets import settings
 from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import to_proto, weights_as_inputs
-
-
-def refusal(net: Network, precision: str, guards: bool) -> str | None:
-    """What of a small network OpenVINO's CPU plugin does not take; None if it takes all."""
-    model, _ = read(net)
-    if guards:
-        plan_guards(net, OpenVINOLimits(net), floats=False)
-    if any(op.get_type_name() == "FrameworkNode" for op in model.get_ops()):
-        return "OpenVINO's ONNX reader does not know it"
-    supported = core().query_model(model, "CPU", {"INFERENCE_PRECISION_HINT": precision, **settings(model)})
-    for operation in model.get_ops():
-        if operation.get_friendly_name() not in supported:
-            return f"OpenVINO's CPU plugin does not take {operation.get_type_name()}"
-    return None
 
 
 def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, object, Checks | None]:
