@@ -10,8 +10,8 @@ runs in a process of its own, which `--limit` ends, so its memory is its own: we
 where it needs the model. With `--results` what was measured is kept, and a run that was stopped goes on with
 the peers that are missing.
 
-onnxruntime-genai and OpenVINO GenAI run models that builders made, in `--built`; a peer that is not installed,
-or whose model cannot be built, is a line with the reason. Both may stand beside this package:
+onnxruntime-genai and OpenVINO GenAI run models that builders made, in `--built`; a peer that is not
+installed, or whose model cannot be built, is a line with the reason. Both may stand beside this package:
 
     pip install --no-deps onnxruntime-genai openvino-genai openvino-tokenizers
 
