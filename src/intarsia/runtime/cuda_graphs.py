@@ -141,6 +141,7 @@ class CudaGraphs:
         self._seen_once: dict[Any, None] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # where the last launch went
+        self._recording: torch.cuda.Stream | None = None  # where graphs are recorded, and nothing else runs
         self._lock = threading.Lock()
         self.notes: list[str] = []
 
@@ -224,7 +225,13 @@ class CudaGraphs:
             graph = torch.cuda.CUDAGraph()
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            # Products keep working memory for each stream. On one where none ran yet it is taken from the
+            # graph's own memory; another's could be given back while the graph still writes to it, as
+            # torch.compile does for all streams whenever it records a graph.
+            if self._recording is None:
+                self._recording = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            told: dict[str, Any] = {"pool": self._pool, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, stream=self._recording, **told):
                 results = self._run(static)
             torch.cuda.set_rng_state(state, device)
             if not self._random:
