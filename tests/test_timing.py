@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from intarsia import timing
 from intarsia.timing import race
 
 
@@ -53,3 +54,15 @@ def test_a_round_that_does_not_fit_does_not_begin() -> None:
 
 def test_nobody_races() -> None:
     assert race({}) == {}
+
+
+def test_warming_up_does_not_make_rounds_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four peers of 0.2 s: a round takes less than a second, so three are run on a spent budget."""
+    clock = [0.0]
+    monkeypatch.setattr(timing, "_now", lambda: clock[0])
+
+    def call() -> None:
+        clock[0] += 0.2
+
+    took = race(dict.fromkeys("abcd", call), least=1, budget_s=0.0, warmup=1)
+    assert [one.rounds for one in took.values()] == [3] * 4

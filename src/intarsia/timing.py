@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 _TELLS_S = 0.25  # a round this long is no hiccup of the machine: it tells by itself who is far behind
-_ROUNDS, _CHEAP_S = 3, 0.5  # rounds that show a spread are run on a spent budget, too, if they take so little
+_ROUNDS, _CHEAP_S = 3, 1.0  # rounds that show a spread are run on a spent budget, too, if they take so little
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def race(
     """Time peers in turn, round by round, so that noise of the machine meets all alike.
 
     A round that `budget_s` has no more time for does not begin, but for the first `least` ones, and the first
-    three where a round takes less than half a second: one hiccup of the machine must not decide.
+    three where a round takes less than a second: one hiccup of the machine must not decide.
     Fast calls are repeated within a round until they take about 2 ms, so that the clock does not show.
     With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
     Who takes `drop` times as long as the quickest, by quickest rounds and in most rounds, leaves the race,
@@ -52,24 +54,20 @@ def race(
     calls, repeats = dict(peers), dict.fromkeys(peers, 0)
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     behind = dict.fromkeys(peers, 0)  # in how many rounds
+    for name in peers:  # ahead of the rounds, so that those tell what a further one takes
+        with _leaving(name, calls, seconds, failed):
+            repeats[name] = _repeats(calls[name], warmup)
     for number in range(rounds):
         lap = _now()
         names = list(calls)
         first = number % max(1, len(names))  # who comes first, after a pause, takes turns too
         for name in (*names[first:], *names[:first]):
-            try:
-                if not repeats[name]:
-                    repeats[name] = _repeats(calls[name], warmup)
+            with _leaving(name, calls, seconds, failed):
                 time.sleep(pause_s)
                 start = _now()
                 for _ in range(repeats[name]):
                     calls[name]()
                 seconds[name].append((_now() - start) / repeats[name])
-            except Exception as error:
-                if failed is None:
-                    raise
-                failed[name] = error
-                del calls[name], seconds[name]
         now_quickest = min((seconds[name][-1] for name in calls), default=0.0)
         quickest = min((min(seconds[name]) for name in calls), default=0.0)
         for name in list(calls):
@@ -85,6 +83,20 @@ def race(
         name: Timing(statistics.median(took), min(took), len(took), tuple(took))
         for name, took in seconds.items()
     }
+
+
+@contextmanager
+def _leaving(
+    name: str, calls: dict[str, Any], seconds: dict[str, Any], failed: dict[str, Exception] | None
+) -> Iterator[None]:
+    """A peer that raises leaves the race, where failures are collected."""
+    try:
+        yield
+    except Exception as error:
+        if failed is None:
+            raise
+        failed[name] = error
+        del calls[name], seconds[name]
 
 
 def _repeats(call: Callable[[], object], warmup: int) -> int:

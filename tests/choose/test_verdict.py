@@ -21,6 +21,9 @@ from intarsia.choose.verdict import Entry, is_faster, winner
         # Two as simple as each other: the faster one, be it by a hair, and be it behind the mix by a hair.
         ([("a", 1, 0, (1.05, 1, 1)), ("b", 1, 0, (1, 0.99, 1)), ("mix", 2, 0, (1.01, 0.98, 0.98))], "b"),
         ([("only", 3, 0, (5.0,))], "only"),
+        # One round shows no spread: by 1.2 times it may be noise, by 1.4 hardly.
+        ([("a", 1, 0, (1.2,)), ("a, no patterns", 1, 1, (1.0,))], "a"),
+        ([("a", 1, 0, (1.4,)), ("a, no patterns", 1, 1, (1.0,))], "a, no patterns"),
     ],
 )
 def test_table(rows: list[tuple[str, int, int, tuple[float, ...]]], expected: str) -> None:

@@ -31,6 +31,7 @@ _RESERVE = 0.3  # the part of the budget that is kept for building mixes and for
 _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # how many are built
 _CLOSE = 1.3  # who is further behind after the first race does not run in the last
+_SPREAD_ROUNDS, _QUICK_S = 3, 4.0  # the last race has so many rounds at least, if they take so little
 _FAR = 1.6  # who is so far behind in any round of a race leaves it at once
 _AGAIN = 2.0  # without a budget given, measuring may take so many times what the first plan took
 
@@ -98,8 +99,15 @@ class Search:
         if took > min(let_go, default=math.inf) and self._fits_a_race(finalists):
             self._race(finalists, final=True, rounds=20, share=0.2)
 
+    def _is_quick(self, names: Sequence[str]) -> bool:
+        """Whether three rounds, which show a spread, take so little that a budget need not tell."""
+        lead = min(trial.median for trial in self.trials.values())
+        took = [self.trials[name].median if name in self.trials else lead for name in names]
+        return _SPREAD_ROUNDS * sum(took) < _QUICK_S
+
     def _fits_a_race(self, names: Sequence[str]) -> bool:
-        return 3 * sum(self.trials[name].median for name in names) < self.progress.left_s
+        took = _SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
+        return took < self.progress.left_s or self._is_quick(names)
 
     def _limit(self) -> None:
         """Set the budget, once the first plan stands: now it is known what compiling takes."""
@@ -277,7 +285,8 @@ class Search:
             calls,
             self.measured.objective,
             rounds=rounds,
-            least=1,  # a call may take longer than the whole budget
+            # One call may take longer than the whole budget.
+            least=_SPREAD_ROUNDS if final and self._is_quick(names) else 1,
             budget_s=budget,
             drop=_FAR,
             failed=failed,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHOWS_SPREAD = 3  # rounds
-_CLEARLY = 1.1
 _BY_FAR = 1.3
 
 
@@ -61,8 +60,7 @@ def is_faster(one: Entry, other: Entry) -> bool:
     """
     rounds = list(zip(one.seconds, other.seconds, strict=False))
     won = sum(ours < theirs for ours, theirs in rounds)
-    # One or two rounds show no spread; then a difference has to be one that noise rarely makes.
-    least = 1.0 if len(rounds) >= _SHOWS_SPREAD else _CLEARLY
     if one.median * _BY_FAR < other.median:
         return 2 * won > len(rounds)
-    return one.median * least < other.median and 4 * won >= 3 * len(rounds)
+    # One or two rounds show no spread: a difference then has to be one that noise rarely makes.
+    return len(rounds) >= _SHOWS_SPREAD and one.median < other.median and 4 * won >= 3 * len(rounds)
