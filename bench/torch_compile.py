@@ -1,6 +1,7 @@
 """The zoo through `torch.compile(backend="intarsia")`, against `intarsia.compile` of the same models.
 
     python bench/torch_compile.py [--full] [--only bert] [--table speed|sizes] [--partition dependency]
+                                  [--results FILE.json] [--slice 200]
 
 The first table has latency, in interleaved rounds in one process, and the ratio, which should be at most 1.05
 for models of the size they are known by. Where plans are measured, two searches may end in two plans: the
@@ -8,12 +9,19 @@ last column tells, and `--partition dependency` gives both sides one plan.
 
 The second has four lengths (for images: batches) after one compile with `dynamic=True`: the graphs made,
 how often they were compiled, the share of nodes on engines, and the largest difference from eager.
+
+With `--results` each row is kept as soon as it is there, and a later run goes on with those that are missing;
+`--slice` begins no further model after so many seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +111,36 @@ def sizes(name: str, full: bool, options: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+COLUMNS = {
+    "speed": ("model", "eager ms", "compile ms", "torch.compile ms", "ratio", "of the best", "graphs", "on"),
+    "sizes": ("model", "graphs", "compiled", "on engines", "error", "left to PyTorch"),
+}
+RUNS: dict[str, Callable[[str, bool, dict[str, Any]], tuple[str, ...]]] = {"speed": speed, "sizes": sizes}
+
+
+def measured(kind: str, name: str, asked: argparse.Namespace) -> list[str]:
+    options = {} if asked.partition is None else {"partition": asked.partition}
+    try:
+        with torch.no_grad():
+            return list(RUNS[kind](name, asked.full, options))
+    except Exception as error:  # the others are measured all the same
+        return [name, f"{type(error).__name__}: {str(error).splitlines()[0]}"]
+
+
+def printed(kind: str, rows: list[list[str]]) -> None:
+    title = f"torch.compile(backend='intarsia'): {kind}, {torch.get_num_threads()} threads"
+    table = Table(title=title)
+    for column in COLUMNS[kind]:
+        table.add_column(column, justify="left" if column in ("model", "left to PyTorch") else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    if kind == "speed":
+        ratios = [float(row[4]) for row in rows if len(row) > 4]
+        within = sum(ratio <= 1.05 for ratio in ratios)
+        console.print(f"{within} of {len(rows)} models take at most 1.05 times as long", highlight=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -110,36 +148,29 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="models of the size they are known by")
     parser.add_argument("--only", nargs="*", default=None, help="architectures of the zoo")
     parser.add_argument("--partition", default=None, help="a strategy for both sides, such as dependency")
-    parser.add_argument("--table", choices=["speed", "sizes"], default=None)
+    parser.add_argument("--table", choices=list(RUNS), default=None)
+    parser.add_argument("--results", help="a JSON file that keeps every row, and is gone on with")
+    parser.add_argument("--slice", type=float, help="begin no further model after so many seconds")
     asked = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    columns = {
-        "speed": (
-            "model",
-            "eager ms",
-            "compile ms",
-            "torch.compile ms",
-            "ratio",
-            "of the best",
-            "graphs",
-            "on",
-        ),
-        "sizes": ("model", "graphs", "compiled", "on engines", "error", "left to PyTorch"),
-    }
-    for kind, run in (("speed", speed), ("sizes", sizes)):
-        if asked.table not in (None, kind):
-            continue
-        table = Table(title=f"torch.compile(backend='intarsia'): {kind}, {torch.get_num_threads()} threads")
-        for column in columns[kind]:
-            table.add_column(
-                column, justify="right" if column not in ("model", "left to PyTorch") else "left"
-            )
-        for name in asked.only or zoo.names():
-            with torch.no_grad():
-                row = run(name, asked.full, {} if asked.partition is None else {"partition": asked.partition})
-            console.print(*row)
-            table.add_row(*row)
-        console.print(table)
+    began = time.monotonic()
+    kept = Path(asked.results) if asked.results else None
+    known: dict[str, list[str]] = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    for kind in RUNS if asked.table is None else (asked.table,):
+        keys = {
+            name: f"{kind} {name} {'full' if asked.full else 'small'} {asked.partition}"
+            for name in asked.only or zoo.names()
+        }
+        for name, key in keys.items():
+            is_over = asked.slice is not None and time.monotonic() - began > asked.slice
+            if key in known or is_over:
+                continue
+            known[key] = measured(kind, name, asked)
+            console.print(*known[key])
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps(known, indent=1))
+        printed(kind, [known[key] for key in keys.values() if key in known])
 
 
 if __name__ == "__main__":

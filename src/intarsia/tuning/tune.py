@@ -28,7 +28,7 @@ def tune(
     rounds: int = 5,
     **options: Any,
 ) -> Tuned:
-    """Speed up a program that you did not write: `intarsia.tuning(pipe, lambda: pipe(prompt))`.
+    """Speed up a program that you did not write: `intarsia.tune(pipe, lambda: pipe(prompt))`.
 
     `target` is any object that holds modules: a pipeline, a service, a model. `call` runs your own code, a
     few times. Modules that take at least `least_share` of its time are compiled, the outermost first, for the
