@@ -30,7 +30,7 @@ def shorter(*schedules):
         parts = split(model, (ids,), stages=SCHEDULES[schedule], by="memory")
         for loss_fn in (nn.CrossEntropyLoss(), own):
             pipe = parts.distributed(schedule, 4, loss_fn=loss_fn)
-            for count in (7, 5, 8, 6):
+            for count in (7, 5, 8, 3, 4, 1):  # two samples or more were captured
                 model.zero_grad()
                 plain = copy.deepcopy(model)
                 want = loss_fn(plain(ids[:count]), labels[:count])
@@ -49,6 +49,8 @@ def shorter(*schedules):
     pipe = split(norm, (torch.randn(8, 4),), stages=2, by="memory").distributed("1F1B", 4, loss_fn=loss_of)
     with pytest.raises(InputError, match=r"holds 7 samples.* updates 1\.\w+, which copies"):
         pipe.step(torch.randn(7, 4), target=torch.arange(7))
+    with pytest.raises(InputError, match=r"holds 4 samples.*divide into 2 or more.* updates 1\.\w+"):
+        pipe.step(torch.randn(4, 4), target=torch.arange(4))
     print("shorter ok", flush=True)
 
 

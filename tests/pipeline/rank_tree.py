@@ -11,6 +11,7 @@ import torch.distributed as dist
 from pipeline_zoo import make
 from rank_training import check_gradients, gradients
 from rank_worker import loss_of, run_cases
+from test_compiled_stages import Decides
 from test_tree import Deep, Moody
 from torch import nn
 
@@ -159,11 +160,27 @@ def compiled():
         out = pipe.infer(batch)
         if pipe.is_last:
             torch.testing.assert_close(out, model(batch), rtol=1e-4, atol=1e-5)
+    refuses(fast, pipe, x)
+    # The same of a model that no graph holds; its middle stays with PyTorch.
+    tree, x = Decides().eval(), torch.randn(4, 6)
+    fast = split(tree, (x,), cuts=["last"], by="memory").compile((x,), engines=["onnxruntime"])
+    assert fast.report.way == "modules"
+    pipe = fast.distributed("1F1B", 2)
+    for batch in (x, -x, torch.randn(7, 6), torch.randn(3, 6)):
+        out = pipe.infer(batch)
+        if pipe.is_last:
+            size = -(-len(batch) // 2)
+            want = torch.cat([tree(part) for part in batch.split(size)])
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    refuses(fast, pipe, x)
+    print("compiled ok", flush=True)
+
+
+def refuses(fast, pipe, x):
     with pytest.raises(PartitionError, match="leave out loss_fn and call infer"):
         fast.distributed("1F1B", 2, loss_fn=loss_of)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(PartitionError, match="without autocast"):
         pipe.infer(x)
-    print("compiled ok", flush=True)
 
 
 class Opaque:

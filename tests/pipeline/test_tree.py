@@ -81,6 +81,63 @@ def test_pipelined_in_one_process():
     torch.testing.assert_close(*got)
 
 
+class TiedTree(nn.Module):
+    """A tied head, and a block that is called in both halves, in a model that no graph holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(16, 6)
+        self.block = nn.Sequential(Moody(6), nn.LayerNorm(6))
+        self.middle = Moody(6)
+        self.head = nn.Linear(6, 16, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        return self.head(self.block(self.middle(self.block(self.tokens(ids)))))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_tied_weights_on_two_devices(checkpoint):
+    # For torch "cpu" and "cpu:0" are two devices, so that the weight is copied here as between others.
+    torch.manual_seed(0)
+    model, ids = TiedTree(), torch.randint(0, 16, (4, 3))
+    whole = copy.deepcopy(model)
+    parts = split(model, (ids,), cuts=["middle"], by="memory")
+    assert parts.report.way == "modules" and {t.stages for t in parts.tied} == {(0, 1)}
+    pipe = parts.gpipe(chunks=1, checkpoint=checkpoint, devices=[torch.device("cpu"), torch.device("cpu:0")])
+    names = [name for name, _ in whole.named_parameters()]
+    assert len(pipe.borrowed) == 7 and [name for name, _ in pipe.named_parameters()] == names
+    assert list(pipe.state_dict()) == list(whole.state_dict()) == list(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pipe, whole)]
+    for _ in range(3):
+        got, want = pipe(ids), whole(ids)
+        torch.testing.assert_close(got, want)
+        for weight in pipe.borrowed:
+            copied = weight.places[0][0].__dict__[weight.places[0][1]]
+            assert copied is not weight.owner and torch.equal(copied, weight.owner)
+        for optimizer, answer in zip(optimizers, (got, want), strict=True):
+            optimizer.zero_grad()
+            answer.square().mean().backward()
+        for (name, p), (_, q) in zip(pipe.named_parameters(), whole.named_parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.equal(p.grad, q.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(model(ids), whole(ids))  # the model's own modules are as they were
+    assert model.head.weight is model.tokens.weight and "weight" in model.head._parameters
+    again = parts.gpipe(chunks=1, devices=["cpu", "cpu"])  # what was borrowed is given back
+    assert not again.borrowed and again.tied
+    assert all(p is q for p, q in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_a_buffer_on_two_devices_is_refused():
+    model, ids = TiedTree(), torch.randint(0, 16, (4, 3))
+    model.block[1] = nn.BatchNorm1d(3)
+    parts = split(model, (ids,), cuts=["middle"], by="memory")
+    with pytest.raises(PartitionError, match=r"stages 0 and 1 both hold the buffer block\.1\.running_mean"):
+        parts.gpipe(chunks=1, devices=["cpu", "cpu:0"])
+
+
 def test_neither_way_is_possible():
     class Whole(nn.Module):
         def forward(self, x):

@@ -80,6 +80,7 @@ def agree(
 ) -> AgreedBatch:
     """Let every rank of every replica know this batch's lengths and weights, or that some rank refused it."""
     names, count, world = sorted(terms.signature.example), terms.n_microbatches, terms.world
+    least = terms.signature.least
     tensors: list[Tensor] = []
     targets: list[Any] = []
     weights: list[float] = []
@@ -91,7 +92,7 @@ def agree(
             given = terms.signature.flatten(args, kwargs)
             tensors, lengths, samples = divide(terms.signature, given, count, terms.device)
         if world.rank == terms.last and loss is not None:
-            targets, aimed = divide_target(target, count, terms.target_axis, terms.device)
+            targets, aimed = divide_target(target, count, terms.target_axis, terms.device, least)
             weights = _weights(terms, loss, targets, aimed)
     except Exception as error:
         refusal = error
@@ -114,7 +115,7 @@ def agree(
         _check_samples(terms, first.samples, last, loss)
         totals.append(last.weight if last.weight != _UNKNOWN else float(first.samples))
     first = told[world.mine[terms.first]]
-    sizes = part_sizes(first.samples, count)
+    sizes = part_sizes(first.samples, count, least)
     agreed = dict(zip(names, first.lengths, strict=True))
     return AgreedBatch(tensors, targets, weights or [float(n) for n in sizes], sum(totals), agreed, sizes)
 
@@ -128,7 +129,7 @@ def _weights(terms: Terms, loss: MicrobatchLoss, targets: Sequence[Any], aimed: 
         )
     if aimed == _UNKNOWN:
         return loss.weigh(targets, [1] * len(targets)) if callable(loss.weight) else []
-    return loss.weigh(targets, part_sizes(aimed, len(targets)))
+    return loss.weigh(targets, part_sizes(aimed, len(targets), terms.signature.least))
 
 
 def _check_ranks(me: int, told: Mapping[int, _Told]) -> None:
@@ -149,14 +150,16 @@ def _check_ranks(me: int, told: Mapping[int, _Told]) -> None:
 def _check_samples(terms: Terms, samples: int, last: _Told, loss: MicrobatchLoss | None) -> None:
     if last.aimed not in (_UNKNOWN, samples):
         raise InputError(f"the batch holds {samples} samples, and the target {last.aimed}")
-    if not samples % terms.n_microbatches:
+    least = terms.signature.least
+    if len(set(part_sizes(samples, terms.n_microbatches, least))) == 1 and not 0 < samples < least:
         return
     weighed = loss is not None and last.aimed == _UNKNOWN and last.weight != _UNKNOWN
     reason = terms.whole or ("loss_weight cannot tell them apart without a target" if weighed else "")
     if reason:
         raise InputError(
-            f"the batch holds {samples} samples, which n_microbatches={terms.n_microbatches} does not divide,"
-            f" and {reason}; drop or pad the rest of the last batch"
+            f"the batch holds {samples} samples, which n_microbatches={terms.n_microbatches} does not divide"
+            f"{f' into {least} or more' if least > 1 else ''}, and {reason}; drop or pad the rest of the last"
+            " batch"
         )
 
 

@@ -14,13 +14,15 @@ from intarsia.pipeline.distributed.loss import NO_TARGET
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 
 
-def part_sizes(samples: int, count: int) -> list[int]:
+def part_sizes(samples: int, count: int, least: int = 0) -> list[int]:
     """How many samples each micro-batch has: equal parts, of which the last may be shorter, or empty.
 
-    >>> part_sizes(7, 4), part_sizes(5, 4)
-    ([2, 2, 2, 1], [2, 2, 1, 0])
+    A part takes `least` samples or more while there are any.
+
+    >>> part_sizes(7, 4), part_sizes(5, 4), part_sizes(3, 4, least=2)
+    ([2, 2, 2, 1], [2, 2, 1, 0], [2, 1, 0, 0])
     """
-    size = -(-samples // count)
+    size = max(-(-samples // count), least)
     return [min(size, max(0, samples - i * size)) for i in range(count)]
 
 
@@ -30,7 +32,8 @@ def divide(
     """The tensors of a batch, ready to be cut in equal parts, the lengths of one part, and the samples.
 
     The batch is brought to the front. If it does not divide, its last sample is repeated; what the stages
-    give for these is cut off again, before the loss.
+    give for these is cut off again, before the loss. So it is where there are fewer samples for each
+    micro-batch than the capture holds for.
     """
     parts, ready, samples = [], [], 0
     for spec, tensor in zip(signature.tensors, tensors, strict=True):
@@ -40,11 +43,11 @@ def divide(
             ready.append(tensor.to(device).unsqueeze(0).expand(count, *tensor.shape).contiguous())
             continue
         samples = tensor.shape[axis]
-        size = -(-samples // count)
-        parts.append(tensor.narrow(axis, 0, size))
+        size = max(-(-samples // count), signature.least if samples else 0)
         front = tensor.movedim(axis, 0)
         if size * count > samples:
             front = torch.cat([front, front[-1:].expand(size * count - samples, *front.shape[1:])])
+        parts.append(front[:size].movedim(0, axis))
         ready.append(front.to(device).contiguous())
     return ready, signature.lengths(parts), samples
 
@@ -59,7 +62,9 @@ def first_part(signature: CallSignature, ready: Sequence[Tensor], count: int) ->
     return found
 
 
-def divide_target(target: Any, count: int, axis: int, device: torch.device) -> tuple[list[Any], int]:
+def divide_target(
+    target: Any, count: int, axis: int, device: torch.device, least: int = 0
+) -> tuple[list[Any], int]:
     """A target cut as the batch is and on its device, and its samples (-1 without a target)."""
     if target is None:
         return [NO_TARGET] * count, -1
@@ -75,7 +80,7 @@ def divide_target(target: Any, count: int, axis: int, device: torch.device) -> t
                 f" along axis {axis}"
             )
     samples = leaves[0].shape[axis] if leaves else -1
-    columns = [leaf.to(device).split(part_sizes(samples, count), axis) for leaf in leaves]
+    columns = [leaf.to(device).split(part_sizes(samples, count, least), axis) for leaf in leaves]
     return [pytree.tree_unflatten([c[i] for c in columns], spec) for i in range(count)], samples
 
 

@@ -64,14 +64,10 @@ def refuse_shared_statistics(stages: StageSequence, ranks: Sequence[int]) -> Non
 
 
 def refuse_compiled(stages: StageSequence, trains: bool) -> None:
-    """Refuse compiled stages where they cannot run over processes."""
+    """Refuse compiled stages where gradients are wanted."""
     for i, stage in enumerate(stages):
         if isinstance(stage, CompiledStage) and trains:
             raise PartitionError(f"stage {i} is compiled, for inference: leave out loss_fn and call infer")
-        if isinstance(stage, CompiledStage) and stage.form is None:
-            raise PartitionError(
-                f"stage {i} is compiled and was cut along the module tree; such stages run in one process"
-            )
 
 
 def refuse_mean_inside(stages: StageSequence) -> None:

@@ -41,6 +41,7 @@ from intarsia.pipeline.distributed.precision import (
     as_found,
     borders_under_autocast,
     current_precision,
+    refuse_autocast,
     uncached_autocast,
 )
 from intarsia.pipeline.distributed.rank_stages import RankStages
@@ -55,7 +56,6 @@ from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.tied import TiedGradients
-from intarsia.pipeline.stages.tree_stage import TreeStage
 from intarsia.pipeline.stages.weights import Weights
 
 
@@ -290,13 +290,14 @@ class DistributedPipeline(RankStages):
             return self._built[key]
         self._built.clear()  # the buffers of another length are not kept
         parts: Mapping[int, nn.Module] = self.parts
-        if any(isinstance(stage, TreeStage) for stage in self._stages):
+        refuse_autocast(self._stages, self.device)
+        if any(getattr(stage, "form", None) is None for stage in self._stages):  # cut along the module tree
             try:
                 forms = self._find_forms(kind, batch)
                 borders = _tree_borders(forms, self.signature, batch.lengths)
             except Exception as error:  # other replicas know nothing of it: all raise at the step's end
                 return self._borders, RefusedRun(None, Failure(error, "finding what crosses the borders"))
-            parts = {i: FlatStage(part, forms[i], forms[i + 1]) for i, part in parts.items()}  # type: ignore[arg-type]
+            parts = {i: FlatStage(part, forms[i], forms[i + 1]) for i, part in parts.items()}
         else:
             borders = borders_under_autocast(self._stages, self._borders, batch.lengths, self.device)
         plan = RunPlan(

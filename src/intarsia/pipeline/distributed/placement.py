@@ -78,7 +78,7 @@ def default_device() -> torch.device:
 
 def check_agreement(stages: StageSequence, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Refuse ranks that cut the model in different places."""
-    text = "\n".join(str(s.form.nodes) if isinstance(s, Stage) else str(s) for s in stages)
+    text = "\n".join(map(_cut, stages))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     mine = torch.tensor([digest], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -89,6 +89,14 @@ def check_agreement(stages: StageSequence, group: dist.ProcessGroup | None, devi
             f"rank {others[0]} cut the model elsewhere than rank {dist.get_rank(group)}: measured times"
             " differ between processes; split(..., agree=True) takes rank 0's cuts on every rank"
         )
+
+
+def _cut(stage: nn.Module) -> str:
+    """What is the same on ranks that cut alike; engines may be chosen otherwise on each."""
+    form = getattr(stage, "form", None)
+    if form is not None:
+        return str(form.nodes)
+    return f"{stage.input_names} {stage.output_names}" if isinstance(stage, CompiledStage) else str(stage)
 
 
 def connect(stage_ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -35,6 +35,14 @@ def uncached_autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
+def refuse_autocast(stages: Sequence[nn.Module], device: torch.device) -> None:
+    """Refuse autocast around compiled stages."""
+    if current_precision(device) is not None and any(isinstance(s, CompiledStage) for s in stages):
+        raise PartitionError(
+            "compiled stages compute in the precision they were compiled in; call without autocast"
+        )
+
+
 def borders_under_autocast(
     stages: Sequence[nn.Module], borders: Borders, lengths: Mapping[str, int], device: torch.device
 ) -> Borders:
@@ -44,10 +52,6 @@ def borders_under_autocast(
     """
     if current_precision(device) is None:
         return borders
-    if any(isinstance(stage, CompiledStage) for stage in stages):
-        raise PartitionError(
-            "compiled stages compute in the precision they were compiled in; call without autocast"
-        )
     found: Borders = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), uncached_autocast(device):
         values = [_fake(spec, lengths, device) for spec in borders[0][0]]

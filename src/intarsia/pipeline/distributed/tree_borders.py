@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import PartitionError, PipelineError
 from intarsia.pipeline.distributed.precision import uncached_autocast
 from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.signature import Fixed, TensorSpec
 from intarsia.pipeline.stages.tree_stage import TreeStage
 from intarsia.pipeline.stages.trial import trial
@@ -85,7 +86,7 @@ class FlatStage(nn.Module):
 
     reuses_weights = True  # perhaps: see TreeStage
 
-    def __init__(self, stage: TreeStage, takes: BorderForm, gives: BorderForm) -> None:
+    def __init__(self, stage: nn.Module, takes: BorderForm, gives: BorderForm) -> None:
         super().__init__()
         self.stage, self.takes, self.gives = stage, takes, gives
         self.training = stage.training
@@ -115,7 +116,7 @@ def find_forms(
         if owner == world.rank:
             try:
                 stage = parts[i]
-                assert isinstance(stage, TreeStage)
+                assert isinstance(stage, TreeStage | CompiledStage)
                 before = None if i else border_form(values, stage.input_names)
                 with trial(stage), torch.no_grad(), uncached_autocast(device):
                     values = stage(*values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -198,13 +198,16 @@ class GPipe(nn.Module):
         """
         return plain_state_dict(self.state_dict())
 
-    def forward(self, input: Any) -> Any:
-        """Run a mini-batch through the pipeline: a tensor, or a tree of tensors, numbers and None."""
+    def forward(self, input: Any, sizes: Sequence[int] | None = None) -> Any:
+        """Run a mini-batch through the pipeline: a tensor, or a tree of tensors, numbers and None.
+
+        `sizes` gives the samples of each micro-batch, in place of `chunks` equal ones.
+        """
         microbatch.check_tree(input, "the input")
         if not self.devices:  # an empty module is the identity
             return input
         microbatch.check_sizes(input)
-        batches = microbatch.scatter(input, self.chunks)
+        batches = microbatch.scatter(input, self.chunks, sizes)
         count = len(batches)
         for module in self.modules():
             if isinstance(module, DeferredBatchNorm):

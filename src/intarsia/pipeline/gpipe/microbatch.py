@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -143,14 +143,16 @@ def check_sizes(input: Any) -> None:
         raise ValueError(f"the tensors of one mini-batch must share their batch size, got {sizes}")
 
 
-def scatter(input: Any, chunks: int) -> list[Batch]:
+def scatter(input: Any, chunks: int, sizes: Sequence[int] | None = None) -> list[Batch]:
     """Cut a mini-batch into at most `chunks` micro-batches along the first dimension of every tensor.
 
-    The last micro-batch may be smaller, and there may be fewer than asked for. Constants and tensors
-    without dimensions go to every micro-batch as they are.
+    The last micro-batch may be smaller, and there may be fewer than asked for; `sizes` gives the samples of
+    each instead. Constants and tensors without dimensions go to every micro-batch as they are.
 
     >>> [len(batch.tensor) for batch in scatter(torch.zeros(5), chunks=3)]
     [2, 2, 1]
+    >>> [len(batch.tensor) for batch in scatter(torch.zeros(5), chunks=3, sizes=[3, 2])]
+    [3, 2]
     """
     whole = Batch(input)
     if len(whole) == 0:
@@ -159,12 +161,15 @@ def scatter(input: Any, chunks: int) -> list[Batch]:
         if chunks != 1 and all(x.dim() == 0 for x in whole):
             raise ValueError(f"tensors without a batch dimension cannot be cut into {chunks} chunks")
         return [whole]
-    cut = [None if x.dim() == 0 else x.chunk(chunks) for x in whole]
-    sizes = {x.size(0): len(pieces) for x, pieces in zip(whole, cut, strict=True) if pieces is not None}
-    counts = set(sizes.values())
-    uneven = len(sizes) > 1 and any(size % count for size, count in sizes.items())
+    cut = [
+        None if x.dim() == 0 else x.chunk(chunks) if sizes is None else torch.split(x, list(sizes))
+        for x in whole
+    ]
+    found = {x.size(0): len(pieces) for x, pieces in zip(whole, cut, strict=True) if pieces is not None}
+    counts = set(found.values())
+    uneven = len(found) > 1 and any(size % count for size, count in found.items())
     if len(counts) > 1 or uneven:
-        raise ValueError(f"batch sizes {sorted(sizes)} cannot be cut into {chunks} chunks alike")
+        raise ValueError(f"batch sizes {sorted(found)} cannot be cut into {chunks} chunks alike")
     batches = []
     for i in range(counts.pop()):
         batch = whole.copy()

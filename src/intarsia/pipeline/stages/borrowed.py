@@ -11,8 +11,11 @@ from torch import nn
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.tied import Tied
+from intarsia.pipeline.stages.tree_stage import TreeStage
+from intarsia.pipeline.stages.twins import Twins
 
 _LENT = "borrowed parameters"  # where a stage remembers what was taken out of it
+_TWINS = "twins"  # and the modules that stand for the model's own
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ def place_stages(
     """Move every stage to its device; of a weight that would be on several, the first stage keeps it."""
     for stage in stages:
         _give_back(stage)
+    _refuse_shared_buffers(stages, devices)
     spread = [tie for tie in tied if len({devices[s] for s in tie.stages}) > 1]
     taken = []
     for tie in spread:
@@ -48,7 +52,7 @@ def place_stages(
         owner = dict(stages[first].named_parameters(remove_duplicate=False))[tie.name]
         for i in others:
             if devices[i] != devices[first]:
-                taken.append((owner, _take_out(stages[i], owner, tie, i), devices[i]))
+                taken.append((owner, _take_out(stages[i], owner), devices[i]))
     for stage, device in zip(stages, devices, strict=True):
         if isinstance(stage, Stage):
             stage.to_device(device)
@@ -58,15 +62,10 @@ def place_stages(
     return borrowed
 
 
-def _take_out(
-    stage: nn.Module, parameter: nn.Parameter, tie: Tied, number: int
-) -> tuple[tuple[nn.Module, str], ...]:
+def _take_out(stage: nn.Module, parameter: nn.Parameter) -> tuple[tuple[nn.Module, str], ...]:
     """Unregister a parameter of a stage, under all its names."""
-    if not isinstance(stage, Stage):
-        raise PartitionError(
-            f"{tie}, on different devices of one process; in stages cut along the module tree, whose modules"
-            f" are the model's own, stage {number} cannot hold a copy: give these stages one device"
-        )
+    if isinstance(stage, TreeStage):
+        stage.__dict__.setdefault(_TWINS, Twins()).put_in(stage, parameter)
     places = [(m, name) for m in stage.modules() for name, p in m._parameters.items() if p is parameter]
     for holder, name in places:
         del holder._parameters[name]
@@ -79,3 +78,18 @@ def _give_back(stage: nn.Module) -> None:
     for holder, name, parameter in stage.__dict__.pop(_LENT, ()):
         del holder.__dict__[name]
         holder.register_parameter(name, parameter)
+    stage.__dict__.pop(_TWINS, Twins()).take_out()
+
+
+def _refuse_shared_buffers(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Refuse a buffer of the model's own modules that would have to be on two devices."""
+    homes: dict[int, int] = {}
+    for i, stage in enumerate(stages):
+        for name, buffer in stage.named_buffers() if isinstance(stage, TreeStage) else ():
+            first = homes.setdefault(id(buffer), i)
+            if devices[first] != devices[i]:
+                raise PartitionError(
+                    f"stages {first} and {i} both hold the buffer {name}, on {devices[first]} and"
+                    f" {devices[i]}; in stages cut along the module tree it is the model's own: give these"
+                    " stages one device, or cut elsewhere with cuts=..."
+                )

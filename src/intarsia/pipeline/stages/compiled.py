@@ -13,18 +13,26 @@ from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage, StageForm
+from intarsia.pipeline.stages.tree_stage import TreeStage
 
 
 class CompiledStage(nn.Module):
     """A stage run by engines; its values keep their order, and always come as a tuple."""
 
-    def __init__(self, program: nn.Module, form: StageForm | None) -> None:
+    def __init__(self, program: nn.Module, stage: nn.Module) -> None:
         super().__init__()
         self.program = program
         self.training = False
-        object.__setattr__(self, "form", form)
+        object.__setattr__(self, "form", stage.form if isinstance(stage, Stage) else None)
+        if isinstance(stage, TreeStage):
+            self.input_names, self.output_names = stage.input_names, stage.output_names
+            self.answer = stage.answer
 
     form: StageForm | None  # what the stage takes and gives, where it was cut out of a graph
+    # The same where it was cut along the module tree: see TreeStage.
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
+    answer: tuple[Any, ...] | None = None
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """The next border's values."""
@@ -51,7 +59,7 @@ def compile_stages(
         form = stage.form if isinstance(stage, Stage) else None
         shapes = _grown_sizes(values, more[i]) if form is None else _open_sizes(form, stages.signature)
         made = compile_module(stage, tuple(values), dynamic_shapes=shapes, **options)
-        parts.append(CompiledStage(made, form))
+        parts.append(CompiledStage(made, stage))
         values = following
     return parts
 

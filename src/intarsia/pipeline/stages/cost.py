@@ -130,11 +130,14 @@ def _least(a: Cost, b: Cost) -> Cost:
 
 
 def measure_node(target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
-    """Time one node alone, forward and backward, on copies of its inputs."""
+    """Time one node alone, forward and backward, on copies of its inputs.
+
+    The gradient of a weight is added to that of the micro-batches before, which counts too.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     grown = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.is_floating_point()]
     weights = {i for i in grown if isinstance(leaves[i], torch.nn.Parameter)}
-    forward, inputs, whole = [], [], []
+    forward, inputs, whole, added = [], [], [], []
     for _ in range(repeats + 1):
         # Copies, so that a node that works in place finds the same values each time.
         fresh = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -153,8 +156,10 @@ def measure_node(target: Callable[..., Any], args: Any, kwargs: Any, repeats: in
             grads = [torch.ones_like(r) for r in roots]
             inputs.append(_time_grad(roots, [fresh[i] for i in wanted if i not in weights], grads))
             whole.append(_time_grad(roots, [fresh[i] for i in wanted], grads))
+            added.append(_time_adding([fresh[i] for i in wanted if i in weights]))
     through = min(inputs[1:], default=0.0)
-    return Cost(min(forward[1:]), through, max(0.0, min(whole[1:], default=0.0) - through))
+    of_weights = max(0.0, min(whole[1:], default=0.0) - through) + min(added[1:], default=0.0)
+    return Cost(min(forward[1:]), through, of_weights)
 
 
 def _time_grad(roots: list[torch.Tensor], leaves: list[torch.Tensor], grads: list[torch.Tensor]) -> float:
@@ -163,6 +168,14 @@ def _time_grad(roots: list[torch.Tensor], leaves: list[torch.Tensor], grads: lis
     begin = _now(leaves)
     torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
     return _now(leaves) - begin
+
+
+def _time_adding(weights: list[torch.Tensor]) -> float:
+    sums = [torch.zeros_like(weight) for weight in weights]
+    begin = _now(weights)
+    for total, weight in zip(sums, weights, strict=True):
+        total.add_(weight.detach())
+    return _now(weights) - begin
 
 
 def _now(values: Sequence[Any]) -> float:

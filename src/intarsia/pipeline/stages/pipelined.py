@@ -13,6 +13,7 @@ from intarsia.pipeline.gpipe.gpipe import GPipe
 from intarsia.pipeline.stages.borrowed import place_stages
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
+from intarsia.pipeline.stages.stage import Stage
 
 
 class Pipelined(StageSequence):
@@ -48,17 +49,24 @@ class Pipelined(StageSequence):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer, computed micro-batch by micro-batch."""
-        tensors = self.signature.flatten(args, kwargs)
-        self._check_lengths(tensors)
+        tensors: Sequence[torch.Tensor] = self.signature.flatten(args, kwargs)
         axes = [self.signature.axis(s) for s in self.signature.tensors]
-        size = next((t.shape[axis] for t, axis in zip(tensors, axes, strict=True) if axis is not None), 1)
+        samples = next((t.shape[axis] for t, axis in zip(tensors, axes, strict=True) if axis is not None), 1)
+        missing = self.signature.least - samples
+        if samples and missing > 0 and self._may_fill:
+            tensors = [_filled(t, axis, missing) for t, axis in zip(tensors, axes, strict=True)]
+        size = samples + max(0, missing) if self._may_fill and samples else samples
+        sizes = part_sizes(size, self.chunks, self.signature.least)
+        self._check_lengths(tensors, sizes)
         given = [
             t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)
             for t, a in zip(tensors, axes, strict=True)
         ]
         for weight in self.borrowed:
             weight.refresh()
-        made = self.engine(tuple(given))
+        made = self.engine(tuple(given), sizes or None)
+        if size > samples:
+            made = tuple(m.narrow(0, 0, samples) for m in made)
         specs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
         return self.signature.unflatten(
             [m.movedim(0, self.signature.axis(s) or 0) for m, s in zip(made, specs, strict=True)]
@@ -71,22 +79,47 @@ class Pipelined(StageSequence):
             self.engine.train(mode)
         return self
 
-    def _parts(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    @property
+    def _may_fill(self) -> bool:
+        """Whether copies of a sample may fill up a batch that is too short; statistics would count them."""
+        writes = any(isinstance(s, Stage) and s.form.states.keys() & s.form.written for s in self)
+        outputs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
+        return not writes and all(map(self.signature.splits, outputs))
+
+    def _check_lengths(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
         axes = [self.signature.axis(s) for s in self.signature.tensors]
         columns = [
-            t.chunk(self.chunks, axis) if axis is not None else (t,)
+            torch.split(t, list(sizes), axis) if axis is not None and sizes else (t,) * max(1, len(sizes))
             for t, axis in zip(tensors, axes, strict=True)
         ]
-        count = max(map(len, columns))
-        return [[c[min(i, len(c) - 1)] for c in columns] for i in range(count)]
-
-    def _check_lengths(self, tensors: Sequence[torch.Tensor]) -> None:
-        parts = self._parts(tensors)
-        for i, part in enumerate(parts):
+        for i, part in enumerate(zip(*columns, strict=True)):
             try:
                 self.signature.lengths(part)
             except InputError as error:
-                raise InputError(f"micro-batch {i} of {len(parts)}: {error}") from error
+                raise InputError(f"micro-batch {i} of {max(1, len(sizes))}: {error}") from error
+
+
+def part_sizes(samples: int, chunks: int, least: int) -> list[int]:
+    """The samples of each micro-batch: as `torch.chunk` cuts, or evenly where its last part is too short.
+
+    >>> part_sizes(5, 2, 2), part_sizes(5, 4, 2), part_sizes(7, 3, 2), part_sizes(5, 4, 0)
+    ([3, 2], [3, 2], [3, 2, 2], [2, 2, 1])
+    """
+    if not samples:
+        return []
+    size = -(-samples // chunks)
+    sizes = [min(size, samples - start) for start in range(0, samples, size)]
+    if sizes[-1] >= least or len(sizes) == 1:
+        return sizes
+    count = max(1, min(chunks, samples // least))
+    return [samples // count + (i < samples % count) for i in range(count)]
+
+
+def _filled(tensor: torch.Tensor, axis: int | None, missing: int) -> torch.Tensor:
+    if axis is None:
+        return tensor
+    last = tensor.narrow(axis, tensor.shape[axis] - 1, 1)
+    return torch.cat([tensor, *[last] * missing], axis)
 
 
 class _Spread(nn.Module):

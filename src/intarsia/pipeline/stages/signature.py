@@ -134,6 +134,11 @@ class CallSignature:
             return 0 if 0 in found else None  # a number may stand elsewhere by chance
         return found[0] if len(found) == 1 else None
 
+    @property
+    def least(self) -> int:
+        """The fewest samples the capture holds for: of a length of one export makes a case of its own."""
+        return self.ranges.get(self.batch, (0, 0))[0] if isinstance(self.batch, str) else 0
+
     def check_divisible(self) -> None:
         """Raise `PartitionError` where a batch cannot be computed in parts."""
         if self.mixes:
