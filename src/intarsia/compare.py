@@ -12,6 +12,7 @@ ROUNDINGS = 4  # an element may always be off by so many of its own roundings
 MARGIN = 16  # and by so many times what rounding was seen to do to it and to values like it
 SAMPLES = (1, 8)  # runs to see that in; more than one only where one would condemn
 _UNKNOWN = 64  # without such runs: values like it are taken to carry so many roundings each
+_SPECIAL = "has NaN or infinity where PyTorch has not, or the reverse"
 _GAP = 10  # octaves without a value between values that are not alike
 
 
@@ -61,19 +62,22 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int
         return _unequal(answer, truth, rounding, index)
     a, b = answer.detach().double(), truth.detach().double()
     finite = torch.isfinite(b)
-    if not bool((torch.isfinite(a) == finite).all()) or not _same_specials(a[~finite], b[~finite]):
-        return "has NaN or infinity where PyTorch has not, or the reverse"
-    a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
+    if not torch.equal(torch.isfinite(a), finite):
+        return _SPECIAL
+    if not bool(finite.all()):
+        if not _same_specials(a[~finite], b[~finite]):
+            return _SPECIAL
+        a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
     limits = torch.finfo(truth.dtype)
-    error = (a - b).abs()
-    allowed = ROUNDINGS * limits.eps * b.abs() + limits.tiny
+    error, size = (a - b).abs_(), b.abs()
+    allowed = (size * (ROUNDINGS * limits.eps)).add_(limits.tiny)
     if bool((error <= allowed).all()):
         return None
     groups = _alike(b)
     for samples in SAMPLES if rounding is not None else (0,):
         noise = rounding.spread(samples)[index] if rounding is not None else None
-        seen = _UNKNOWN / MARGIN * limits.eps * b.abs() if noise is None else noise
-        excess = error - (allowed + MARGIN * torch.maximum(seen, _typical(seen, groups)))
+        seen = size * (_UNKNOWN / MARGIN * limits.eps) if noise is None else noise
+        excess = error - torch.maximum(seen, _typical(seen, groups)).mul_(MARGIN).add_(allowed)
         if bool((excess <= 0).all()):
             return None
     place = int(excess.argmax())
@@ -97,20 +101,30 @@ def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(torch.nan_to_num(a, nan=7.5), torch.nan_to_num(b, nan=7.5))
 
 
-def _alike(values: torch.Tensor) -> torch.Tensor:
-    """A number for each element; equal for elements whose magnitudes have no wide gap between them."""
-    exponents = torch.frexp(values)[1].to(torch.int64)
-    nonzero = values != 0
-    if not bool(nonzero.any()):
-        return torch.zeros_like(exponents)
-    used = torch.unique(exponents[nonzero])
+def _alike(values: torch.Tensor) -> torch.Tensor | None:
+    """A number for each element; equal for elements whose magnitudes have no wide gap between them.
+
+    None where all of them are alike. Logits are millions: exponents are counted, not sorted.
+    """
+    exponents = torch.frexp(values)[1]
+    least = exponents.min()
+    exponents -= least
+    counts = torch.bincount(exponents.flatten())
+    is_zero = values == 0
+    if bool(is_zero.any()):  # said to have the exponent 0
+        counts[-int(least)] -= is_zero.sum()
+    used = counts.nonzero().flatten()
     starts = torch.cat([used.new_zeros(1), (used.diff() > _GAP).long().cumsum(0)])
-    # A zero goes with the smallest values there are.
-    return torch.where(nonzero, starts[torch.searchsorted(used, exponents).clamp(max=len(used) - 1)], 0)
+    if not bool(starts[-1]):
+        return None
+    table = torch.zeros_like(counts).scatter_(0, used, starts)
+    return table[exponents].masked_fill_(is_zero, 0)  # a zero goes with the smallest values there are
 
 
-def _typical(noise: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def _typical(noise: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
     """The root mean square of the noise over values that are alike: one element may be lucky, all are not."""
+    if groups is None:
+        return noise.square().mean().sqrt()
     flat = groups.flatten()
     squares = torch.bincount(flat, noise.flatten().square())
     return (squares / torch.bincount(flat).clamp(min=1)).sqrt()[groups]
