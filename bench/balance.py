@@ -7,8 +7,9 @@ possible one, the mean and the worst over the rounds, and the median time to fin
 
 Then models are cut by `split` into two stages, one thread each, and a step of 8 micro-batches is set against
 the plain step on one thread: the ideal one takes (m + n - 1) / (n * m) of its time. `by time` compares the
-clock, and needs two free cores. `of the cores` compares it with what the machine gives at all: the plain step
-while a second thread does one of its own, which shares memory and Python's lock with it. `by work` compares
+clock, the median over rounds in which both run, and needs two free cores. `beside` is how much more CPU time
+the plain step takes while a second process does the same on the other core: cores share memory and power,
+and no pipeline is faster than that. `of the cores` is the share of what the ideal is then. `by work` compares
 what the threads did (CPU time of the plain step, of the slowest stage and of the caller): it tells balance
 and overhead on a busy machine too, but not waiting.
 """
@@ -16,14 +17,15 @@ and overhead on a busy machine too, but not waiting.
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
+import multiprocessing
 import os
 import random
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -142,60 +144,94 @@ def models() -> dict[str, tuple[nn.Module, Tensor]]:
     }
 
 
-def training_shares(
-    model: nn.Module, x: Tensor, recompute: bool, steps: int, stages: int = 2, chunks: int = 8
-) -> list[str]:
+class Neighbour:
+    """A process that does training steps of its own on the other core, while it is asked to."""
+
+    def __init__(self, name: str, recompute: bool, chunks: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.wanted, self.works = context.Event(), context.Event()
+        arguments = (name, recompute, chunks, self.wanted, self.works)
+        self.process = context.Process(target=_work_beside, args=arguments, daemon=True)
+        self.process.start()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """As long as this lasts, once it has begun."""
+        self.works.clear()
+        self.wanted.set()
+        self.works.wait()
+        try:
+            yield
+        finally:
+            self.wanted.clear()
+
+    def end(self) -> None:
+        """Stop the process."""
+        self.process.kill()
+        self.process.join()
+
+
+def _work_beside(name: str, recompute: bool, chunks: int, wanted: Any, works: Any) -> None:
+    torch.set_num_threads(1)
+    model, x = models()[name]
+    plain_step(model, x, recompute, chunks)
+    while wanted.wait():
+        works.set()
+        model.zero_grad()
+        plain_step(model, x, recompute, chunks)
+
+
+def plain_step(model: nn.Module, x: Tensor, recompute: bool, chunks: int) -> None:
+    """A step over the same micro-batches, by one thread."""
+    rows = [checkpoint(model, p, use_reentrant=False) if recompute else model(p) for p in x.chunk(chunks)]
+    torch.cat(rows).square().mean().backward()
+
+
+def training_shares(name: str, recompute: bool, steps: int, stages: int = 2, chunks: int = 8) -> list[str]:
     """The cells of a row: milliseconds plain and piped, the balance, and the shares of the ideal."""
+    model, x = models()[name]
     parts = split(model, (x[: len(x) // chunks],), stages=stages)
     pipe = parts.gpipe(chunks, checkpoint="always" if recompute else "never", concurrent_backward=True)
-
-    def plain_step(model: nn.Module = model) -> None:
-        rows = [checkpoint(model, p, use_reentrant=False) if recompute else model(p) for p in x.chunk(chunks)]
-        torch.cat(rows).square().mean().backward()
-
-    copies = [copy.deepcopy(model) for _ in range(stages)]
-    pools = [ThreadPoolExecutor(1) for _ in copies]
-
-    def plain_steps_at_once() -> None:
-        for job in [pool.submit(plain_step, twin) for pool, twin in zip(pools, copies, strict=True)]:
-            job.result()
+    neighbour = Neighbour(name, recompute, chunks)
 
     def stage_work() -> list[float]:
         threads = pipe.engine._threads
         return [threads.submit(j, time.thread_time).result() for j in range(stages)]
 
-    walls: dict[str, list[float]] = {"plain": [], "pipe": [], "at once": []}
-    work: dict[str, list[float]] = {"plain": [], "pipe": [], "balance": []}
+    def timed(run: Callable[[], None]) -> tuple[float, float]:
+        model.zero_grad()
+        clocks = time.perf_counter(), time.thread_time()
+        run()
+        return time.perf_counter() - clocks[0], time.thread_time() - clocks[1]
+
+    plain: list[tuple[float, float]] = []
+    piped: list[tuple[float, float]] = []
+    beside: list[tuple[float, float]] = []
+    each: list[list[float]] = []
     for i in range(steps + 1):
-        model.zero_grad()
-        clocks = time.perf_counter(), time.process_time()
-        plain_step()
-        plain = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
-        model.zero_grad()
-        begin, clocks = stage_work(), (time.perf_counter(), time.thread_time())
-        pipe(x).square().mean().backward()
-        piped = time.perf_counter() - clocks[0], time.thread_time() - clocks[1]
-        each = [b - a for a, b in zip(begin, stage_work(), strict=True)]
-        for twin in copies:
-            twin.zero_grad()
-        start = time.perf_counter()
-        plain_steps_at_once()
-        if i:
-            walls["at once"].append(time.perf_counter() - start)
-            walls["plain"].append(plain[0])
-            walls["pipe"].append(piped[0])
-            work["plain"].append(plain[1])
-            work["pipe"].append(max(each) * (chunks + stages - 1) / chunks + piped[1])
-            work["balance"].append(statistics.mean(each) / max(each))
+        plain.append(timed(lambda: plain_step(model, x, recompute, chunks)))
+        begin = stage_work()
+        piped.append(timed(lambda: pipe(x).square().mean().backward()))
+        each.append([b - a for a, b in zip(begin, stage_work(), strict=True)])
+        with neighbour.working():
+            beside.append(timed(lambda: plain_step(model, x, recompute, chunks)))
+        if not i:  # to warm up
+            for found in (plain, piped, beside, each):
+                found.clear()
+    neighbour.end()
     ideal = (chunks + stages - 1) / (stages * chunks)
+    slower = statistics.median(b[1] / a[1] for a, b in zip(plain, beside, strict=True))
+    share = statistics.median(ideal * a[0] / b[0] for a, b in zip(plain, piped, strict=True))
+    of_work = [max(e) * (chunks + stages - 1) / chunks + p[1] for e, p in zip(each, piped, strict=True)]
     return [
-        f"{min(walls['plain']) * 1e3:.1f}",
-        f"{min(walls['pipe']) * 1e3:.1f}",
+        f"{statistics.median(p[0] for p in plain) * 1e3:.1f}",
+        f"{statistics.median(p[0] for p in piped) * 1e3:.1f}",
         f"{parts.report.balance:.0%}",
-        f"{statistics.median(work['balance']):.0%}",
-        f"{ideal * min(walls['plain']) / min(walls['pipe']):.0%}",
-        f"{ideal * min(walls['at once']) / min(walls['pipe']):.0%}",
-        f"{ideal * statistics.median(work['plain']) / statistics.median(work['pipe']):.0%}",
+        f"{statistics.median(statistics.mean(e) / max(e) for e in each):.0%}",
+        f"{share:.0%}",
+        f"{slower:.2f}",
+        f"{share * slower:.0%}",
+        f"{ideal * statistics.median(p[1] for p in plain) / statistics.median(of_work):.0%}",
     ]
 
 
@@ -205,12 +241,11 @@ def training_table(steps: int) -> Table:
     table = Table(title="a training step on 2 CPU stages, 8 micro-batches: share of the ideal")
     for column in ("model", "recomputing", "plain ms", "pipe ms", "cut balance", "work balance"):
         table.add_column(column, justify="left" if column == "model" else "right")
-    table.add_column("by time", justify="right")
-    table.add_column("of the cores", justify="right")
-    table.add_column("by work", justify="right")
-    for name, (model, x) in models().items():
+    for column in ("by time", "beside", "of the cores", "by work"):
+        table.add_column(column, justify="right")
+    for name in models():
         for recompute in (False, True):
-            shares = training_shares(model, x, recompute, steps)
+            shares = training_shares(name, recompute, steps)
             table.add_row(name, "yes" if recompute else "no", *shares)
     return table
 

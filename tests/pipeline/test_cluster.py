@@ -185,6 +185,13 @@ def every_layout(space):
             yield Layout(name, ranks, per_rank, replicas, m, samples, recompute)
 
 
+def test_nobody_asks_the_first_stage_for_a_gradient_of_inputs():
+    line = LayerLine.measured([(1, [Cost(1.0, 2.0, 3.0)] * 4)], [0.0] * 4, [0.0] * 4)
+    table = StageTable.of(line, [2], 1)
+    assert table.seconds.T.tolist() == [[2.0, 0.0, 10.0], [2.0, 4.0, 6.0]]
+    assert table.work(False).tolist() == [12.0, 12.0]
+
+
 @settings(max_examples=30, deadline=None)
 @given(spaces())
 def test_the_search_never_leaves_the_best_out(space):

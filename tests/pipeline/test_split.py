@@ -219,6 +219,14 @@ def test_cuts_by_hand():
         split(model, args, cuts=["nothing"], by="memory")
 
 
+def test_nobody_asks_the_first_stage_for_a_gradient_of_inputs():
+    """All of its backward pass can wait in schedules that let weights wait, as torch's do."""
+    model, args, kwargs = make("mlp")
+    first, last = split(model, args, kwargs, stages=2).report.costs
+    assert first.backward_input == 0 < first.backward_weight == first.backward
+    assert last.backward_input > 0
+
+
 def test_report_reads_well():
     model, args, kwargs = make("gpt2")
     text = str(split(model, args, kwargs, stages=2, by="memory").report)

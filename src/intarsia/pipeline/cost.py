@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,16 @@ class Cost:
             self.saved + other.saved,
             self.weights + other.weights,
         )
+
+    def first(self) -> Cost:
+        """As the first stage of a pipeline: nobody asks it for a gradient of inputs.
+
+        A schedule that lets weights wait leaves all of its backward pass for later.
+
+        >>> Cost(1.0, 2.0, 1.0).first()
+        Cost(forward=1.0, backward_input=0.0, backward_weight=3.0, saved=0, weights=0)
+        """
+        return replace(self, backward_input=0.0, backward_weight=self.backward)
 
     @property
     def backward(self) -> float:

@@ -280,6 +280,7 @@ def _candidates(
         seen.add(tuple(cuts))
         bounds = [0, *cuts, len(captured.line.nodes)]
         sums = [total(costs[a:b]) for a, b in pairwise(bounds)]
+        sums[0] = sums[0].first()
         borders = [_border_bytes(captured, cut, lengths) for cut in cuts]
         links = [b / link[0] + link[1] for b in borders]
         for checkpoint in (False, True):

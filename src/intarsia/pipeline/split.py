@@ -246,6 +246,7 @@ def _report(
 ) -> SplitReport:
     bounds = [0, *places, len(captured.line.nodes)]
     sums = [total(costs[a:b]) for a, b in itertools.pairwise(bounds)]
+    sums[0] = sums[0].first()
     borders = [p.form.gives for p in parts[:-1]]
     lengths = captured.signature.example
     crossing = [

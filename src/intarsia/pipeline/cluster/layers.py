@@ -86,8 +86,11 @@ class StageTable:
     ) -> StageTable:
         """The stages between cuts."""
         starts = [0, *cuts]
+        seconds = np.add.reduceat(line.seconds(samples, speed), starts, axis=1)
+        # Nobody asks the first stage for a gradient of inputs: all of its backward pass is the weights'.
+        seconds[1:, 0] = 0.0, seconds[1:, 0].sum()
         return StageTable(
-            np.add.reduceat(line.seconds(samples, speed), starts, axis=1),
+            seconds,
             np.add.reduceat(line.saved * samples, starts),
             np.add.reduceat(line.weights, starts),
             line.crossing[np.array(cuts, int) - 1] * samples,
