@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+import intarsia
 from intarsia.convert import registry
+from intarsia.engines import PyTorch
+from intarsia.engines.graph_program import GraphProgram
 from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, epilogues, measured, split_products
+from intarsia.errors import EngineError
 from intarsia.lower.generalize import lower_model
 
 aten = torch.ops.aten
@@ -289,3 +293,38 @@ def test_slices_of_weights_are_views_of_them() -> None:
 
 def test_products_on_the_cpu_are_not_measured() -> None:
     assert split_products.measured_slices(128, 768, 3072, torch.float16, torch.device("cpu")) == 1
+
+
+def test_one_row_in_bfloat16_is_a_vector() -> None:
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 8, bias=False)).bfloat16()
+    module = lowered(model, torch.randn(1, 1, 32).bfloat16())
+    x = torch.randn(1, 1, 32).bfloat16()
+    expected = module(x)[0]
+    assert apply_rewrites(module, ["vector_products"]) == {"vector_products": 2}
+    assert targets(module).count(aten.mv.default) == 2 and aten.linear.default not in targets(module)
+    torch.testing.assert_close(module(x)[0], expected, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "bias", "dtype"),
+    [(2, False, torch.bfloat16), (1, True, torch.bfloat16), (1, False, torch.float32)],
+)
+def test_other_products_stay_as_they_are(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    model = nn.Linear(32, 64, bias=bias).to(dtype)
+    assert applied(model, torch.randn(rows, 32, dtype=dtype), "vector_products")[0] == 0
+
+
+def test_pytorch_takes_rewrites_by_name() -> None:
+    model, x = nn.Linear(32, 64, bias=False).bfloat16().eval(), torch.randn(1, 32).bfloat16()
+    fast = intarsia.compile(model, (x,), engines=PyTorch(rewrites=("vector_products",)))
+    (step,) = fast.inlay.steps
+    assert isinstance(step.program, GraphProgram) and aten.mv.default in targets(step.program.module)
+    torch.testing.assert_close(fast(x), model(x), rtol=2**-7, atol=2**-9)
+    with pytest.raises(EngineError, match="there is no rewrite 'nonsense'"):
+        intarsia.compile(model, (x,), engines=PyTorch(rewrites=("nonsense",)))
+
+
+def test_vectors_are_raced_where_there_are_some() -> None:
+    model, x = nn.Linear(32, 64, bias=False).bfloat16().eval(), torch.randn(1, 32).bfloat16()
+    fast = intarsia.compile(model, (x,), partition=intarsia.Measured(budget_s=2))
+    assert "pytorch, vector_products" in {trial.name for trial in fast.plan.findings.trials}

@@ -8,10 +8,12 @@ from dataclasses import replace
 from intarsia.choose.candidate import Candidate, Workshop
 from intarsia.choose.measured import Measured
 from intarsia.choose.variants import variants
-from intarsia.engines import Engine, Inductor
-from intarsia.engines.graph_rewrites import apply_rewrites, own_copy
+from intarsia.engines import Engine, Inductor, PyTorch
+from intarsia.engines.graph_rewrites import apply_rewrites, one_row_products, own_copy
 from intarsia.engines.inductor import GPU_REWRITES
 from intarsia.partition import PYTORCH
+
+_VECTORS = "vector_products"
 
 
 def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
@@ -38,11 +40,13 @@ def _in_pytorch(workshop: Workshop, pytorch: Engine) -> list[Candidate]:
     """The graph in PyTorch, and the model as it is, unless it writes to what measuring must not change."""
     if workshop.builder.options.require_full_compilation:
         return []
-    graph = Candidate(PYTORCH, (pytorch,))
+    graphs = [Candidate(PYTORCH, (pytorch,))]
+    if one_row_products(workshop.builder.module):
+        graphs.append(Candidate(f"{PYTORCH}, {_VECTORS}", (PyTorch(rewrites=(_VECTORS,)),), options=1))
     if workshop.builder.module.meta.get("writes"):
-        return [graph]
+        return graphs
     # Of two as fast, the graph: its weights are those that were compiled.
-    return [graph, Candidate("eager", (), options=1)]
+    return [*graphs, Candidate("eager", (), options=1)]
 
 
 def _graph_rewrites(engine: Engine, workshop: Workshop) -> list[str]:

@@ -117,8 +117,8 @@ def resolve_engines(
     for name in names:
         if names.count(name) > 1:
             raise EngineError(f"engine {name!r} is given twice")
-    usable = [engine for engine in usable if engine.name != "pytorch"]
-    return [*usable, PyTorch()], notes
+    pytorch = next((engine for engine in usable if engine.name == "pytorch"), PyTorch())
+    return [*(engine for engine in usable if engine is not pytorch), pytorch], notes
 
 
 def with_unasked_engines(usable: Sequence[Engine], device: str) -> list[Engine]:

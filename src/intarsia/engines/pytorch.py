@@ -9,24 +9,31 @@ from torch import fx
 
 from intarsia.engines.base import GraphEngine, Program
 from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy
 
 
 @dataclass(frozen=True)
 class PyTorch(GraphEngine):
-    """Runs a piece operator by operator.
+    """Runs a piece operator by operator, after the `rewrites` that are named (see `graph_rewrites`).
 
     >>> PyTorch().unavailable() is None
     True
     """
 
+    rewrites: tuple[str, ...] = ()
     name: ClassVar[str] = "pytorch"
     capturable: ClassVar[bool] = True
 
     def unavailable(self) -> str | None:
-        return None
+        unknown = [name for name in self.rewrites if name not in REWRITES]
+        return f"there is no rewrite {unknown[0]!r}; known are {', '.join(REWRITES)}" if unknown else None
 
     def runs_on(self, device: str) -> bool:
         return True
 
     def build(self, module: fx.GraphModule) -> Program:
-        return GraphProgram(module)
+        if not self.rewrites:
+            return GraphProgram(module)
+        copy = own_copy(module)
+        apply_rewrites(copy, self.rewrites)
+        return GraphProgram(copy)

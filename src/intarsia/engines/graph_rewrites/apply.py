@@ -14,6 +14,7 @@ from intarsia.engines.graph_rewrites.epilogues import activation_epilogues
 from intarsia.engines.graph_rewrites.merged_products import merge_products
 from intarsia.engines.graph_rewrites.patch_convolution import patch_convolutions_as_products
 from intarsia.engines.graph_rewrites.split_products import split_products
+from intarsia.engines.graph_rewrites.vector_products import vector_products
 
 Rewrite = Callable[[fx.GraphModule], int]
 
@@ -25,6 +26,7 @@ REWRITES: dict[str, Rewrite] = {
     "activation_epilogues": activation_epilogues,
     "flash_attention": flash_attention,
     "split_products": split_products,
+    "vector_products": vector_products,
 }
 
 
