@@ -12,6 +12,7 @@ from tests.generation.families import smallest, tiny
 from transformers import DynamicCache, TextStreamer
 
 import intarsia
+from intarsia.choose import search
 from intarsia.errors import InputError
 from intarsia.generation import Generation
 from intarsia.generation.anatomy import Anatomy
@@ -221,6 +222,21 @@ def test_weights_that_change_are_the_models() -> None:
     made.restore()
     assert "forward" not in vars(model)
     assert torch.equal(ours, model.generate(**call))
+
+
+def test_a_model_that_is_fastest_as_it_is_does_not_call_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager_wins(calls: Any, *_: Any, **__: Any) -> dict[str, tuple[float, ...]]:
+        return {name: ((1e-9 if name == "eager" else 9e-9),) * 4 for name in calls}
+
+    monkeypatch.setattr(search, "race_plans", eager_wins)
+    model = smallest()
+    call = {"input_ids": padded()["input_ids"][1:], "max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(**call)
+    options: dict[str, Any] = {"partition": intarsia.Measured(budget_s=60, candidates=())}
+    with intarsia.compile_generation(model, max_length=16, **options) as made:
+        assert made.forward.by_rows[1].token.plan.findings.chosen == "eager"
+        assert torch.equal(made.generate(**call), expected)
+        assert made.forward.runs == {"prompt": 1, "token": 4, "own": 0}
 
 
 def test_what_cannot_be_served_is_refused() -> None:

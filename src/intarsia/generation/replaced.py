@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from typing import Any
@@ -25,17 +26,21 @@ class ReplacedForward(PlacedForward, ABC):
         self.__signature__ = inspect.signature(self.own)  # `generate` asks what forward takes
         self.__name__ = "forward"
         self._told: set[str] = set()
+        self._here = threading.local()  # whether a program runs, which may be the module itself
 
     @abstractmethod
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the module returns; or, as a string, why its own forward has to be asked."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self._here, "answers", False):
+            return self.own(*args, **kwargs)
         told: str | None = None
         if self.enabled and not self.module.training and not torch.is_grad_enabled() and not _autocast():
             try:
                 if self._replaced():
                     raise StaleWeightsError(f"a weight of {self.path} was replaced")
+                self._here.answers = True
                 made = self.answer(args, kwargs)
                 if not isinstance(made, str):
                     return made
@@ -44,6 +49,8 @@ class ReplacedForward(PlacedForward, ABC):
                 self.enabled, told = False, str(error)
             except InputError as error:  # nothing was written yet
                 told = str(error)
+            finally:
+                self._here.answers = False
         self.runs["own"] += 1
         kind = re.sub(r"\d+", "", told or "")  # one warning of a kind, not one for each token
         if told is not None and kind not in self._told:
