@@ -106,8 +106,10 @@ class Search:
         return _SPREAD_ROUNDS * sum(took) < _QUICK_S
 
     def _fits_a_race(self, names: Sequence[str]) -> bool:
+        """Whether there is time for three more rounds, or they are needed to show a spread and take little."""
         took = _SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
-        return took < self.progress.left_s or self._is_quick(names)
+        shown = min(len(self.trials[name].seconds) for name in names) >= _SPREAD_ROUNDS
+        return took < self.progress.left_s or (not shown and self._is_quick(names))
 
     def _limit(self) -> None:
         """Set the budget, once the first plan stands: now it is known what compiling takes."""
