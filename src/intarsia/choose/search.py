@@ -81,14 +81,19 @@ class Search:
         self._race(list(self.built), final=False, rounds=5, share=0.15)
         leaders = self._close()
         self._drop(leaders)
-        lead = self.built[leaders[0]].candidate
         fresh = self._shortened(leaders[0]) + self._build_all(later)
-        fresh += self._build_all(variants_of(lead, self.workshop, self.measured))
+        fresh += self._build_all(self._variants(leaders))
         fresh += self._build_all(self._mixes())
         if len(leaders) + len(fresh) > 1 and (fresh or self._fits_a_race(leaders)):
             self._last_race([*leaders, *fresh])
         else:
             self.trials |= {name: replace(self.trials[name], final=True) for name in leaders}
+
+    def _variants(self, leaders: Sequence[str]) -> list[Candidate]:
+        """Other options of all that may still win, since they may turn the order round; then no patterns."""
+        plans = [self.built[name].candidate for name in leaders]
+        found = [other for plan in plans for other in variants_of(plan, self.workshop, self.measured)]
+        return sorted(found, key=lambda other: not other.rewritten)
 
     def _last_race(self, names: Sequence[str]) -> None:
         """The race that decides; once more where the machine was so busy that a plan let go seems faster."""
@@ -106,7 +111,7 @@ class Search:
         return _SPREAD_ROUNDS * sum(took) < _QUICK_S
 
     def _fits_a_race(self, names: Sequence[str]) -> bool:
-        """Whether there is time for three more rounds, or they are needed to show a spread and take little."""
+        """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
         took = _SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
         shown = min(len(self.trials[name].seconds) for name in names) >= _SPREAD_ROUNDS
         return took < self.progress.left_s or (not shown and self._is_quick(names))
