@@ -298,6 +298,13 @@ def test_wishes_that_cannot_be_met(wrong: dict[str, Any], message: str) -> None:
         Measured(**wrong)
 
 
+def test_options_of_an_engine_that_is_close_behind_may_win(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _timed(monkeypatch, {"openvino": 1.0, "onnxruntime": 1.2, "onnxruntime, spinning": 0.8})
+    assert _compile(model).plan.findings.chosen == "onnxruntime, spinning"
+
+
 def test_a_last_race_on_a_busy_machine_is_run_again(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +317,7 @@ def test_a_last_race_on_a_busy_machine_is_run_again(
 
     monkeypatch.setattr(search, "race_plans", raced)
     monkeypatch.setattr(search.Search, "_fits_a_race", lambda *_: True)
-    fast = _compile(model, Measured(budget_s=60, candidates=()))
+    fast = _compile(model, Measured(budget_s=60, candidates=[intarsia.OpenVINO(threads=1)]))
     assert [len(names) for names in races.log] == [4, len(races.log[1]), len(races.log[1])]
     found = json.loads(fast.plan.to_json())["measured"]
     times = {trial["name"]: trial["seconds"][0] for trial in found["trials"]}
