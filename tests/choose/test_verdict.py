@@ -31,6 +31,16 @@ def test_table(rows: list[tuple[str, int, int, tuple[float, ...]]], expected: st
     assert winner(entries).name == expected
 
 
+def test_the_usual_plan_stays_unless_another_wins_by_more_than_the_spread() -> None:
+    """Three rounds of BERT-base on a busy machine: one of them tells the opposite of the other two."""
+    usual = Entry("openvino", 1, (156.1, 201.2, 163.4))
+    other = Entry("onnxruntime", 1, (177.9, 154.6, 156.9))
+    assert winner([usual, other]).name == "onnxruntime"
+    assert winner([other, usual], usual="openvino").name == "openvino"
+    quick = Entry("onnxruntime", 1, (150.0, 154.6, 156.9))
+    assert winner([usual, quick], usual="openvino").name == "onnxruntime"
+
+
 times = st.floats(min_value=1e-6, max_value=10.0)
 
 

@@ -60,7 +60,7 @@ def _again(
 ) -> Compiled | None:
     """The plan that won an earlier search, built anew; None if it does not come out as it was measured."""
     final = [trial for trial in known.trials if trial.final] or list(known.trials)
-    if winner([trial.entry for trial in final]).name != known.chosen:
+    if winner([trial.entry for trial in final], usual=known.trials[0].name).name != known.chosen:
         return None  # damaged, or decided by other rules
     trial = known.trial(known.chosen)
     try:

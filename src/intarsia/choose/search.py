@@ -323,7 +323,9 @@ class Search:
     def _decide(self) -> str:
         decided = [trial for trial in self.trials.values() if trial.final]
         measured = [trial for trial in decided or self.trials.values() if trial.name in self.built]
-        return winner([trial.entry for trial in measured]).name if measured else next(iter(self.built))
+        if not measured:
+            return next(iter(self.built))
+        return winner([trial.entry for trial in measured], usual=next(iter(self.trials))).name
 
     def _leave_out(self, reason: str) -> None:
         self.left_out.append(reason)
