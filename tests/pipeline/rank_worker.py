@@ -133,8 +133,11 @@ def lengths():
     parts = split(model, (x,), stages=2, by="memory")
     pipe = parts.distributed("1F1B", n_microbatches=4, loss_fn=loss_of)
     pipe.step(x, target=target)
-    with pytest.raises(InputError, match="length of 1" if pipe.is_first else "rank 0 refused this batch"):
-        pipe.step(x[:4], target=target[:4])
+    with pytest.raises(InputError, match="9" if pipe.is_first else "rank 0 refused this batch"):
+        pipe.step(torch.cat([x, x[:, :1]], 1), target=target)
+    result = pipe.step(x[:4], target=target[:4])  # of one sample each
+    if pipe.is_last:
+        torch.testing.assert_close(result.output, model(x[:4]))
     with pytest.raises(InputError, match="the batch holds 8 samples, and the target 5"):
         pipe.step(x, target=target[:5])
     longer = torch.cat([x, x, x])
