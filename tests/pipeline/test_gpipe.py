@@ -253,27 +253,6 @@ def test_after_an_exception_stages_stop_as_soon_as_possible():
     assert counter == 2
 
 
-def test_the_exception_raised_is_that_of_the_earlier_tick():
-    """A stage that is far ahead of the next fails first by the clock."""
-
-    class Fails(nn.Module):
-        def __init__(self, at, seconds):
-            super().__init__()
-            self.at, self.seconds, self.seen = at, seconds, 0
-
-        def forward(self, x):
-            time.sleep(self.seconds)
-            self.seen += 1
-            if self.seen == self.at:
-                raise ValueError(f"micro-batch {self.at - 1}")
-            return x
-
-    layers = nn.Sequential(nn.Linear(1, 1), Fails(4, 0.0), Fails(2, 0.05))
-    with pytest.raises(ValueError, match="micro-batch 1"):
-        GPipe(layers, [2, 1], devices=["cpu"] * 2, chunks=6)(torch.rand(6, 1))
-    assert layers[1].seen == 4 and layers[2].seen == 2
-
-
 def test_an_exception_in_the_recomputation_reaches_the_caller():
     class Once(nn.Module):
         def forward(self, x):

@@ -43,13 +43,10 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class Progress:
-    """How far each stage is, and what may run next.
+    """How far each stage is, and what may run next."""
 
-    A stage is at most `ahead` micro-batches ahead of the next, so that outputs do not pile up.
-    """
-
-    def __init__(self, m: int, n: int, ahead: int = 1) -> None:
-        self.m, self.n, self.ahead = m, n, ahead
+    def __init__(self, m: int, n: int) -> None:
+        self.m, self.n = m, n
         self.submitted, self.done = [0] * n, [0] * n
         self.failures: list[TaskResult] = []
         self.stop = False
@@ -59,16 +56,16 @@ class Progress:
         self.done[result.task.stage] += 1
         if isinstance(result.result, BaseException):
             self.failures.append(result)
-            return False
-        return not self.stop and self._wanted(result.task.micro_batch, result.task.stage)
+        return not self.failures and not self.stop
 
     def possible(self) -> Iterator[tuple[int, int]]:
-        """The tasks that can start now; after a failure only those that may fail before it."""
+        """The tasks that can start now; none after a failure."""
         for j in range(self.n):
             i = self.submitted[j]
-            if self.stop or i == self.m or self.done[j] < i or not self._wanted(i, j):
+            if self.failures or self.stop or i == self.m or self.done[j] < i:
                 continue
-            crowded = j < self.n - 1 and self.done[j + 1] < i - self.ahead
+            # A stage is at most one micro-batch ahead of the next, so that outputs do not pile up.
+            crowded = j < self.n - 1 and i >= 2 and self.done[j + 1] < i - 1
             if crowded or (j > 0 and self.done[j - 1] <= i):
                 continue
             yield i, j
@@ -81,15 +78,7 @@ class Progress:
     @property
     def first_failure(self) -> TaskResult:
         """The failure that would have come first, had the stages kept step."""
-        return min(self.failures, key=lambda f: _tick(f.task.micro_batch, f.task.stage))
-
-    def _wanted(self, i: int, j: int) -> bool:
-        """Whether a task comes before everything that failed, had the stages kept step."""
-        return all(_tick(i, j) < _tick(f.task.micro_batch, f.task.stage) for f in self.failures)
-
-
-def _tick(i: int, j: int) -> tuple[int, int]:
-    return i + j, j
+        return min(self.failures, key=lambda f: (f.task.micro_batch + f.task.stage, f.task.stage))
 
 
 class Pipeline:
@@ -163,11 +152,7 @@ class Pipeline:
         if self._concurrent():
             self._backward_threads = BackwardThreads(self.threads)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
-        # On the CPU a worker goes on by itself. CUDA streams are a thread's own: there the caller does it.
-        alone = all(device.type != "cuda" for device in self.devices)
-        # Stages that keep step wait for the slower one in every tick. Where gradients are wanted, a stage's
-        # outputs are kept until the backward pass anyway.
-        progress = Progress(m, n, (m if self._state.grad else 2) if alone else 1)
+        progress = Progress(m, n)
         inbox: SimpleQueue[TaskResult | None] = SimpleQueue()
         lock = threading.Lock()
 
@@ -182,10 +167,11 @@ class Pipeline:
                         progress.submitted[j] += 1
                 except BaseException as error:
                     progress.failures.append(TaskResult(Task(m, n, _nothing), error))
-                    progress.stop = True
             if progress.over:
                 inbox.put(None)
 
+        # On the CPU a worker goes on by itself. CUDA streams are a thread's own: there the caller does it.
+        alone = all(device.type != "cuda" for device in self.devices)
         report = advance if alone else inbox.put
         with shared_cores(self.devices) as prepare, lend_workers(self.threads, report, prepare) as hand_out:
             try:
