@@ -1,7 +1,7 @@
 """Products of one row in bfloat16 as products of a matrix with a vector.
 
-On a CPU `linear` hands them to a kernel for matrices, which is bound by its arithmetic; the kernel for
-vectors sums in float32 just as well, and reads weights 1.3 to 1.6 times as fast.
+On a CPU `linear` hands them to a kernel for matrices; the one for vectors sums in float32 just as well, and
+may read weights faster. Which is faster is measured.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ _Asked = tuple[Any, object]  # a model, and what keeps its weights alive
 def refusals(nets: Sequence[Network], precision: str, guards: bool) -> list[str | None]:
     """What of each network the plugin does not take; None where it takes all.
 
-    A question costs 18 ms whatever it is about, so all networks are asked about as parts of one model that
-    have nothing to do with each other. What that leaves open is asked about by itself.
+    A question costs about the same whatever it is about, so all networks are asked about as parts of one
+    model that have nothing to do with each other. What that leaves open is asked about by itself.
     """
     asked = [_read(net, guards) for net in nets]
     taken = _taken_together([one[0] for one in asked if not isinstance(one, str)], precision)

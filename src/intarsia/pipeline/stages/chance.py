@@ -68,7 +68,7 @@ def export_without_chance(export: Callable[[], ExportedProgram]) -> ExportedProg
 
 
 class _Dice(TorchFunctionMode):
-    """Every uniform random number is `value`."""
+    """Every uniform random number is drawn, and becomes `value`."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -82,31 +82,21 @@ class _Dice(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         drawn = func(*args, **(kwargs or {}))
-        if func in _DRAWS and isinstance(drawn, torch.Tensor):
-            self.thrown = True
-            drawn.fill_(self.value)
-        return drawn
+        return self._settled(drawn) if func in _DRAWS and isinstance(drawn, torch.Tensor) else drawn
+
+    def _settled(self, drawn: torch.Tensor) -> torch.Tensor:
+        self.thrown = True
+        return drawn.fill_(self.value)
 
 
-class _KnownDice(TorchFunctionMode):
-    """A single random number is drawn, and `value` is given in its place; export then knows it."""
+class _KnownDice(_Dice):
+    """In place of a single random number `value` itself is given, which export then knows."""
 
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.value, self.thrown = value, False
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        drawn = func(*args, **(kwargs or {}))
-        if func in _DRAWS and isinstance(drawn, torch.Tensor) and not drawn.ndim:
-            self.thrown = True
-            return torch.tensor(self.value, dtype=drawn.dtype)
-        return drawn
+    def _settled(self, drawn: torch.Tensor) -> torch.Tensor:
+        if drawn.ndim:
+            return drawn
+        self.thrown = True
+        return torch.tensor(self.value, dtype=drawn.dtype)
 
 
 def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:

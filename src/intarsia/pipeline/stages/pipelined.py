@@ -56,7 +56,7 @@ class Pipelined(StageSequence):
         if samples and missing > 0 and self._may_fill:
             tensors = [_filled(t, axis, missing) for t, axis in zip(tensors, axes, strict=True)]
         size = samples + max(0, missing) if self._may_fill and samples else samples
-        sizes = part_sizes(size, self.chunks, self.signature.least)
+        sizes = chunk_sizes(size, self.chunks, self.signature.least)
         self._check_lengths(tensors, sizes)
         given = [
             t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)
@@ -99,10 +99,10 @@ class Pipelined(StageSequence):
                 raise InputError(f"micro-batch {i} of {max(1, len(sizes))}: {error}") from error
 
 
-def part_sizes(samples: int, chunks: int, least: int) -> list[int]:
+def chunk_sizes(samples: int, chunks: int, least: int) -> list[int]:
     """The samples of each micro-batch: as `torch.chunk` cuts, or evenly where its last part is too short.
 
-    >>> part_sizes(5, 2, 2), part_sizes(5, 4, 2), part_sizes(7, 3, 2), part_sizes(5, 4, 0)
+    >>> chunk_sizes(5, 2, 2), chunk_sizes(5, 4, 2), chunk_sizes(7, 3, 2), chunk_sizes(5, 4, 0)
     ([3, 2], [3, 2], [3, 2, 2], [2, 2, 1])
     """
     if not samples:
