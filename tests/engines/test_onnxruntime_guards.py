@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,15 +146,13 @@ def test_one_warning_names_the_input_and_its_values() -> None:
         fast(changed(IMAGE, NAN))
 
 
-def test_a_pool_is_one_layer_and_one_guard_of_the_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_is_one_layer_and_one_guard_of_the_input() -> None:
     """NaN never comes: nothing in the network waits for it."""
-    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))  # which fusions pay is remembered from earlier runs
     net = network_of(torch.ops.aten.max_pool2d.default, IMAGE, [2, 2])
     assert [layer.kind for layer in net.get_layers()] == ["MaxPool"]
     net_of = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(3, 3, 3))
-    fast = intarsia.compile(net_of.eval(), (IMAGE,), engines=["onnxruntime"], min_block_size=1)
+    # Which fusions pay is measured, and a fused convolution is not known to keep what is finite.
+    fast = intarsia.compile(net_of.eval(), (IMAGE,), engines=["onnxruntime"], min_block_size=1, rewrite=False)
     (step,) = fast.inlay.steps
     assert step.program.program.guards == [
         "input_1 must be finite, the sum of its magnitudes at most 6.872e+10"
