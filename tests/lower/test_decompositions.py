@@ -22,6 +22,7 @@ from intarsia.lower.decompositions import (
     torch_enabled_decompositions,
     unregister_decomposition,
 )
+from intarsia.lower.retrace import decomposed
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ class Model(nn.Module):
 
 def targets(has_converter: Any = lambda target: False) -> list[str]:
     program = export(Model(), (torch.randn(3, 3),), strict=False)
-    graph = program.run_decompositions(decomposition_table(has_converter)).graph
+    graph = decomposed(program, decomposition_table(has_converter)).graph
     return [str(n.target) for n in graph.nodes if n.op == "call_function"]
 
 

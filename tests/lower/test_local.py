@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.export import ExportedProgram
 import intarsia
 from intarsia.capture.export import capture
 from intarsia.convert import registry
-from intarsia.lower import Lowered, lower
+from intarsia.lower import Lowered, lower, lowering
 
 X = torch.linspace(-2, 2, 24).reshape(4, 6)
 Function = Callable[[nn.Module, torch.Tensor], object]
@@ -34,13 +35,13 @@ class Net(nn.Module):
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for every time a program is traced anew."""
     found: list[int] = []
-    original = ExportedProgram.run_decompositions
+    original = lowering.decomposed
 
-    def counted(self: ExportedProgram, *args: object, **kwargs: object) -> ExportedProgram:
+    def counted(program: ExportedProgram, table: dict[Any, Any]) -> ExportedProgram:
         found.append(1)
-        return original(self, *args, **kwargs)  # type: ignore[arg-type]
+        return original(program, table)
 
-    monkeypatch.setattr(ExportedProgram, "run_decompositions", counted)
+    monkeypatch.setattr(lowering, "decomposed", counted)
     return found
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import fx, nn
 
 from intarsia.graph.nodes import compute_nodes, op_name
+from intarsia.lower.decompositions import decomposition_table
+from intarsia.lower.retrace import decomposed
 from intarsia.partition import Piece, SupportTable
 
 REASON = "no converter"
@@ -26,7 +28,7 @@ class Lgamma(nn.Module):
 
 def lower(model: nn.Module, args: tuple[object, ...], **kwargs: object) -> fx.GraphModule:
     """Export to functional core ATen with weights as attributes, as the partitioner gets it."""
-    program = torch.export.export(model.eval(), args, **kwargs).run_decompositions()
+    program = decomposed(torch.export.export(model.eval(), args, **kwargs), decomposition_table())
     gm = program.module()
     gm = fx.GraphModule(gm, gm.graph)
     for node in list(gm.graph.nodes):

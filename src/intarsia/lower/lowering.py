@@ -20,6 +20,7 @@ from intarsia.lower.output_views import output_views
 from intarsia.lower.overlapping_writes import refuse_overlapping_writes
 from intarsia.lower.passes import run_passes
 from intarsia.lower.replaced import note_replaced
+from intarsia.lower.retrace import decomposed
 from intarsia.lower.unlift import unlift
 
 aten = torch.ops.aten
@@ -48,8 +49,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
 
     needed = any(map(needs_work, program.graph.nodes))
     if needed and (complex_values or not settle(program.graph, table, needs_work)):
-        with torch.no_grad():
-            program = program.run_decompositions(table)
+        program = decomposed(program, table)
     lowered = unlift(program)
     if complex_values:
         cancel_views(lowered.module.graph)
