@@ -77,7 +77,7 @@ def _forked(command: list[str], environment: dict[str, str], files: list[IO[str]
     worker, *case = command
     job = subprocess.Popen(
         [sys.executable, str(FORK), str(len(files)), worker, *map(str, numbers), *case],
-        env=environment,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},  # a forked process cannot use a GPU
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=numbers,

@@ -273,3 +273,32 @@ def test_few_bytes_do_not_cost_the_balance():
     narrow = split(model, (x,), stages=2, by="memory", slack=0.3).report
     assert narrow.crossing[0] < near.crossing[0] and narrow.balance < 0.92
     assert near.balance > 0.97
+
+
+class Rotary(nn.Module):
+    """As rotary embeddings of transformers are written: in float32, whoever switched autocast on."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        y = self.a(x)
+        with torch.autocast("cpu", enabled=False):
+            y = (y.float() * 2).cos()
+        return self.c(self.b(y.to(x.dtype)))
+
+
+def test_a_region_without_autocast_under_autocast():
+    """The graph of the region holds guards of dtypes seen without."""
+    model, x = Rotary(), torch.randn(4, 4)
+    whole = copy.deepcopy(model)
+    parts = split(model, (x,), stages=2, by="memory")
+    for pipe in (parts, parts.gpipe(chunks=2)):
+        model.zero_grad(), whole.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            want, got = whole(x), pipe(x)
+        assert got.dtype == want.dtype and torch.equal(got, want)
+        want.float().square().sum().backward(), got.float().square().sum().backward()
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)

@@ -36,7 +36,8 @@ def export_model(
         except Exception as error:
             reason = error
             continue
-        _tidy(program.graph)
+        _drop_guards(program.graph_module)
+        _write_buffers_early(program.graph)
         return program
     first = str(reason).strip().splitlines()
     raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
@@ -65,15 +66,22 @@ def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     return shapes.dynamic_shapes(model, args, kwargs) if found else None  # type: ignore[no-untyped-call]
 
 
-def _tidy(graph: fx.Graph) -> None:
-    """Drop guards, and let a buffer be written as early as it can be.
+def _drop_guards(module: fx.GraphModule) -> None:
+    """In the graph, and in those inside it: a model may switch autocast off for a while."""
+    for inner in module.modules():
+        if isinstance(inner, fx.GraphModule):
+            for node in list(inner.graph.nodes):
+                if node.target in _GUARDS:
+                    inner.graph.erase_node(node)
+            inner.recompile()
+
+
+def _write_buffers_early(graph: fx.Graph) -> None:
+    """Let a buffer be written as early as it can be.
 
     Export writes a buffer that the model assigned at the very end, with `copy_`; every cut before would
     separate it from the nodes that read it.
     """
-    for node in list(graph.nodes):
-        if node.target in _GUARDS:
-            graph.erase_node(node)
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy_.default or node.users:
