@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from intarsia.compile_options import checked
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import LEAST
 from intarsia.generation.generation import Generation
 from intarsia.generation.making import Making, exact, is_short, why_exact
-from intarsia.tuning.options import checked
 
 
 def compile_generation(
@@ -51,7 +51,7 @@ def compile_generation(
     ...     model.generate(torch.tensor([[1, 5]]), max_new_tokens=3, min_new_tokens=3).shape
     torch.Size([1, 5])
     """
-    told = checked(options)
+    told = checked(options, "compile_generation")
     rows = (batch,) if isinstance(batch, int) else tuple(batch)
     if not rows or any(not isinstance(n, int) or n < 1 for n in rows):
         raise InputError(f"batch is {batch!r}; it must be a number of rows, or several")

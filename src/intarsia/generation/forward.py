@@ -67,8 +67,19 @@ class GeneratingForward(ReplacedForward):
         self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
         self.room = anatomy.room(max_length)
         self.encoder = encoder
+        self.programs = [
+            program
+            for made in programs.values()
+            for program in (made.prompt, made.masked_prompt, made.token)
+            if program is not None
+        ]
         self.runs = {"prompt": 0, "token": 0, "own": 0}
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
+
+    def enable(self, on: bool = True) -> None:
+        super().enable(on)
+        if self.encoder is not None:
+            self.encoder.enable(on)
 
     def put(self) -> None:
         super().put()

@@ -32,14 +32,12 @@ class Generation:
 
     def enable(self, on: bool = True) -> None:
         """Let the model run compiled, or as it is, for now."""
-        self.forward.enabled = on
-        if self.forward.encoder is not None:
-            self.forward.encoder.enabled = on
+        self.forward.enable(on)
 
     def restore(self) -> None:
         """Give the model its own forward back; compiled programs are let go."""
         self.forward.take_out()
-        self.forward.by_rows, self.forward.encoder = {}, None
+        self.forward.by_rows, self.forward.encoder, self.forward.programs = {}, None, []
 
     def __enter__(self) -> Generation:
         return self

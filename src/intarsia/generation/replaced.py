@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from intarsia.errors import InputError, StaleWeightsError
-from intarsia.tuning.placed import PlacedForward
+from intarsia.runtime.placed import PlacedForward
 
 
 class ReplacedForward(PlacedForward, ABC):
     """Asks `answer` first, which gives what the module would, or a sentence that says why it cannot."""
 
+    is_portable = False
     runs: dict[str, int]  # who answered; "own" is the module's own forward
 
     def __init__(self, path: str, module: nn.Module) -> None:

@@ -13,8 +13,8 @@ from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.bundle import check_member, open_bundle, write_bundle
 from intarsia.runtime.archive.load import complaining, load_bytes
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.placed import PlacedForward
 from intarsia.tuning.holders import held_modules
-from intarsia.tuning.placed import PlacedForward
 from intarsia.tuning.tuned import Tuned
 
 _FORMAT, _VERSION = "intarsia-tuned", 1
@@ -27,7 +27,10 @@ def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     members: dict[str, Compiled] = {}
     modules: dict[str, list[str]] = {}
     for number, (where, placed) in enumerate(tuned.placed.items()):
+        if not placed.is_portable:
+            raise ArchiveError(f"{where} generates by programs that share a cache; these are not saved yet")
         for place, program in enumerate(placed.programs):
+            assert isinstance(program, Compiled)
             check_member(where, program)
             name = f"modules/{number}.{place}.intarsia"
             members[name] = program

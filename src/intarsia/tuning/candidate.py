@@ -17,8 +17,9 @@ from intarsia.errors import InputError, IntarsiaError
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import race
-from intarsia.tuning.placed import PlacedForward
+from intarsia.tuning.generating import generates, generating_forward
 from intarsia.tuning.recorded import CallsOfKind, Recorded, RecordedCall, foreign
 
 _MOST_KINDS = 4  # of calls, each of which costs a compile
@@ -30,6 +31,11 @@ def compiled_for(
 ) -> PlacedForward | str:
     """A `forward` for the module, or a clause that says why it stays as it is."""
     reason = _not_now(module, calls)
+    if reason is not None:
+        return reason
+    if generates(module, calls):
+        return generating_forward(path, module, calls, options, only_if_faster=only_if_faster)
+    reason = _not_alone(calls)
     if reason is not None:
         return reason
     programs: list[Compiled] = []
@@ -60,6 +66,11 @@ def _not_now(module: nn.Module, calls: Recorded) -> str | None:
         return "it has hooks"
     if any(kind.autocast for kind in calls.kinds):
         return "it is called under autocast"
+    return None
+
+
+def _not_alone(calls: Recorded) -> str | None:
+    """What a program that is called with what the module is called with cannot do."""
     if any(kind.fills for kind in calls.kinds):
         return "it puts something into what it is given"
     strange = [foreign(call.args, call.kwargs) for call in calls]

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from intarsia.compile_options import checked
 from intarsia.errors import InputError
+from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import race
 from intarsia.tuning.call_tree import CallTree, call_tree
 from intarsia.tuning.candidate import compiled_for
 from intarsia.tuning.holders import held_modules
-from intarsia.tuning.options import checked
-from intarsia.tuning.placed import PlacedForward
 from intarsia.tuning.recorded import Recorded
 from intarsia.tuning.recording import new_recorded, watch
 from intarsia.tuning.tuned import Tuned
@@ -53,7 +53,7 @@ def tune(
     """
     if not callable(call):
         raise InputError(f"tune(target, call): call must be a function, not a {type(call).__name__}")
-    options = checked(options)
+    options = checked(options, "tune")
     modules = held_modules(target)
     if not modules:
         raise InputError(f"tune found no nn.Module in this {type(target).__name__}")

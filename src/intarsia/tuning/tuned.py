@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import Timing
-from intarsia.tuning.placed import PlacedForward
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Tuned:
     def enable(self, on: bool = True) -> None:
         """Let the modules run compiled, or as they are, for now."""
         for placed in self.placed.values():
-            placed.enabled = on
+            placed.enable(on)
 
     def __enter__(self) -> Tuned:
         return self

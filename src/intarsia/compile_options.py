@@ -1,4 +1,4 @@
-"""Options of `tune` that are `compile`'s, checked by name."""
+"""Options of `compile` that are given to another function, checked by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from intarsia.partition.options import PartitionChoices
 _OURS = ("model", "args", "kwargs", "dynamic_shapes", "fallback", "choices")
 
 
-def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+def checked(options: Mapping[str, Any], function: str) -> dict[str, Any]:
     """The options, if each is one of `compile`'s; InputError, with near names, if not.
 
-    >>> checked({"engine": "openvino"})
+    >>> checked({"engine": "openvino"}, "tune")
     Traceback (most recent call last):
     ...
     intarsia.errors.InputError: tune has no option 'engine'; near is 'engines'
@@ -26,8 +26,10 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     known = [*own, *PartitionChoices.__annotations__]
     for name in options:
         if name in _OURS:
-            raise InputError(f"tune finds {name} by itself; it is no option")
+            raise InputError(f"{function} finds {name} by itself; it is no option")
         if name not in known:
             near = get_close_matches(name, known, n=3, cutoff=0.5)
-            raise InputError(f"tune has no option {name!r}" + (f"; near is {near[0]!r}" if near else ""))
+            raise InputError(
+                f"{function} has no option {name!r}" + (f"; near is {near[0]!r}" if near else "")
+            )
     return dict(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.partly import PartlyCompiled
 
 
 class PlacedForward:
@@ -22,11 +23,13 @@ class PlacedForward:
     moment on when a weight is written to or replaced.
     """
 
+    is_portable: ClassVar[bool] = True  # its programs are all there is to it, so they can be saved
+
     def __init__(
         self, path: str, module: nn.Module, programs: Sequence[Compiled], *, loaded: bool = False
     ) -> None:
         self.path, self.module, self.own = path, module, module.forward
-        self.programs = list(programs)
+        self.programs: list[Compiled | PartlyCompiled] = list(programs)
         self.enabled = True
         self.refused: str | None = None  # why a call first went to the module's own forward
         self._weights = [
@@ -63,6 +66,10 @@ class PlacedForward:
             self.refused = told
             warnings.warn(f"{self.path} runs in PyTorch for this call: {told}", stacklevel=2)
         return self.own(*args, **kwargs)
+
+    def enable(self, on: bool = True) -> None:
+        """Let the programs answer, or the module's own forward, for now."""
+        self.enabled = on
 
     def put(self) -> None:
         """Put it in the module's place."""

@@ -1,0 +1,100 @@
+"""A model of transformers that was seen to generate, compiled as one that does: prompts, tokens, a cache."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from intarsia.errors import IntarsiaError
+from intarsia.timing import race
+from intarsia.tuning.recorded import Recorded
+
+if TYPE_CHECKING:
+    from intarsia.generation import Generation
+    from intarsia.generation.forward import GeneratingForward
+
+_TOKENS = 8  # that are timed after a prompt
+
+
+def generates(module: nn.Module, calls: Recorded) -> bool:
+    """Whether the module is a model of transformers, and was called with a cache."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel) and module.can_generate() and bool(_prompts(calls))
+
+
+def generating_forward(
+    path: str, module: nn.Module, calls: Recorded, options: Mapping[str, Any], *, only_if_faster: bool
+) -> GeneratingForward | str:
+    """A `forward` for the model, for the rows seen and up to twice the tokens; or why it stays as it is."""
+    from intarsia.generation import compile_generation
+
+    prompts = _prompts(calls)
+    widths = {size for kind in calls.kinds for sizes in kind.seen for size in sizes if _is_of_tokens(size)}
+    longest = max(size[1] for size in widths)
+    most = getattr(module.config, "max_position_embeddings", None) or 2 * longest
+    try:
+        made = compile_generation(
+            module,
+            max_length=max(longest, min(2 * longest, most)),
+            batch=sorted({size[0] for size in widths}),
+            padding=True if any(_is_padded(call.kwargs) for call in calls) else None,
+            examples=[] if module.config.is_encoder_decoder else prompts[:2],  # type: ignore[union-attr]
+            **options,
+        )
+    except IntarsiaError as error:
+        return str(error).splitlines()[0]
+    made.forward.path = path
+    reason = _slower(made, prompts[0]) if only_if_faster else None
+    if not made.forward.enabled:
+        reason = made.notes[-1]
+    if reason is not None:
+        made.restore()
+        return reason
+    return made.forward
+
+
+def _prompts(calls: Recorded) -> list[torch.Tensor]:
+    """The token ids of calls whose cache was filled, those of several tokens first."""
+    found = [
+        ids
+        for kind in calls.kinds
+        for call in kind.calls
+        if isinstance(ids := call.kwargs.get("input_ids"), torch.Tensor)
+        and call.kwargs.get("past_key_values") is not None
+    ]
+    return sorted((ids for ids in found if ids.shape[1] > 1), key=lambda ids: -ids.shape[1])
+
+
+def _is_of_tokens(size: Any) -> bool:
+    """Whether it is the shape of ids, or of a mask of them and of what is in the cache: rows by tokens."""
+    return isinstance(size, tuple) and len(size) == 2
+
+
+def _is_padded(kwargs: Mapping[str, Any]) -> bool:
+    mask = kwargs.get("attention_mask")
+    return isinstance(mask, torch.Tensor) and not bool(mask.all())
+
+
+def _slower(made: Generation, prompt: torch.Tensor) -> str | None:
+    """That generating by programs is not faster, in a clause."""
+
+    def timed(on: bool) -> Any:
+        def run() -> Any:
+            made.enable(on)
+            return made.generate(prompt, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False)
+
+        return run
+
+    times = race({"own": timed(False), "compiled": timed(True)}, rounds=5, warmup=1, budget_s=5)
+    made.enable()
+    own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
+    if ours < own:
+        return None
+    return f"{_TOKENS} tokens take {ours:.3g} ms compiled, and {own:.3g} ms as it is"
