@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+PAUSE_S = 0.01  # how long the threads of a pool that was just used may spin on, beside the next peer
 _TELLS_S = 0.25  # a round this long is no hiccup of the machine: it tells by itself who is far behind
 _ROUNDS, _CHEAP_S = 3, 1.0  # rounds that show a spread are run on a spent budget, too, if they take so little
 

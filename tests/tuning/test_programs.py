@@ -10,6 +10,8 @@ import torch
 import transformers
 
 import intarsia
+from intarsia import tuning
+from intarsia.errors import ArchiveError
 
 ANYHOW: dict[str, Any] = {"only_if_faster": False, "rounds": 1, "least_share": 0.0}
 
@@ -101,7 +103,7 @@ def test_a_diffusers_pipeline() -> None:
     assert np.array_equal(draw(), before)
 
 
-def test_a_transformers_pipeline() -> None:
+def text_generation(**wishes: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50,
@@ -112,6 +114,7 @@ def test_a_transformers_pipeline() -> None:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **wishes,
     )
     model = transformers.LlamaForCausalLM(config).eval()
     words = {"<pad>": 0, **{f"w{i}": i for i in range(1, 50)}}
@@ -119,22 +122,62 @@ def test_a_transformers_pipeline() -> None:
 
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
-    pipe = transformers.pipeline("text-generation", model=model, tokenizer=fast)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", padding_side="left"
+    )
+    return transformers.pipeline("text-generation", model=model, tokenizer=fast)
 
-    def write() -> str:
-        made = pipe("w3 w4 w5", max_new_tokens=6, do_sample=False)
-        return str(made[0]["generated_text"])
+
+def test_a_transformers_pipeline() -> None:
+    """The model generates, so it is compiled as one that does, and the pipeline keeps its own sampling."""
+    pipe = text_generation()
+
+    def write() -> list[str]:
+        asked = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+        return [
+            str(pipe(prompt, **asked)[0]["generated_text"]) for prompt in ("w3 w4 w5", "w7 w8 w9 w10 w11")
+        ]
 
     before = write()
     tuned = intarsia.tune(pipe, write, **ANYHOW)
-    assert any("mlp" in path for path in tuned.placed), str(tuned)
-    # Once something in the process has made the cache known to torch.export (`split` does), it is not
-    # the cache itself that forbids it, but that the decoder writes into it.
-    assert tuned.left["model"] in ("it is given a DynamicCache", "it puts something into what it is given")
+    assert list(tuned.placed) == ["model"] and "2 programs" in str(tuned)
+    runs = dict(tuned.placed["model"].runs)
+    assert write() == before
+    assert tuned.placed["model"].runs == {
+        "prompt": runs["prompt"] + 2,
+        "token": runs["token"] + 10,
+        "own": runs["own"],
+    }
+    with pytest.raises(ArchiveError, match="model generates by programs that share a cache"):
+        tuning.save(tuned, "nowhere.tuned")
+    tuned.enable(False)
     assert write() == before
     tuned.restore()
-    assert write() == before
+    assert write() == before and "forward" not in pipe.model.__dict__
+
+
+def test_prompts_of_several_lengths_in_one_call() -> None:
+    """Padded on the left, as pipelines do."""
+    pipe = text_generation()
+    prompts = ["w3 w4 w5", "w7 w8 w9 w10 w11"]
+
+    def write() -> list[str]:
+        made = pipe(prompts, batch_size=2, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        return [str(one[0]["generated_text"]) for one in made]
+
+    before = write()
+    with intarsia.tune(pipe, write, **ANYHOW) as tuned:
+        (placed,) = tuned.placed.values()
+        assert write() == before and placed.refused is None and list(placed.by_rows) == [2]
+
+
+def test_a_model_that_cannot_generate_compiled_is_looked_into() -> None:
+    """A tenth of the positions of its cache is out of reach: its blocks may still be compiled."""
+    pipe = text_generation(max_position_embeddings=4)
+    asked = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    pipe("w3 w4 w5", **asked)
+    with intarsia.tune(pipe, lambda: pipe("w3 w4 w5", **asked), **ANYHOW, engines="onnxruntime") as tuned:
+        assert tuned.placed
 
 
 def test_a_fastapi_service() -> None:

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from intarsia.choose.measured import Objective
-from intarsia.timing import Timing, race
+from intarsia.timing import PAUSE_S, Timing, race
 
 Timed = Callable[[], object]
 _CALLS = 4  # of every thread, in one burst
-PAUSE_S = 0.004  # how long the threads of a pool that was just used may spin on
 
 
 def callers() -> int:

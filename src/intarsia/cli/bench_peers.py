@@ -28,7 +28,7 @@ from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.compiler import compile
 from intarsia.graph.plan import Plan
-from intarsia.timing import race
+from intarsia.timing import PAUSE_S, race
 
 Timed = Callable[[], object]
 OURS, FIXED, EAGER = "intarsia", "intarsia, fixed order", "eager"
@@ -41,7 +41,6 @@ PEERS = (
     "torch.compile",
     "torch.compile, freezing",
 )
-_PAUSE_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _made(
 
 def _race(calls: Mapping[str, Timed], wish: Wish, facts: dict[str, Any]) -> None:
     with torch.no_grad():
-        took = race(calls, rounds=wish.rounds, budget_s=wish.race_s, warmup=1, pause_s=_PAUSE_S)
+        took = race(calls, rounds=wish.rounds, budget_s=wish.race_s, warmup=1, pause_s=PAUSE_S)
     for name, timing in took.items():
         facts["peers"][name] |= {
             "median_ms": timing.median * 1e3,

@@ -18,7 +18,7 @@ from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
-from intarsia.timing import race
+from intarsia.timing import PAUSE_S, race
 from intarsia.tuning.generating import generates, generating_forward
 from intarsia.tuning.recorded import CallsOfKind, Recorded, RecordedCall, foreign
 
@@ -137,6 +137,7 @@ def _slower(module: nn.Module, made: Compiled, call: RecordedCall) -> str | None
             },
             rounds=15,
             budget_s=3,
+            pause_s=PAUSE_S,
         )
     own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
     return None if ours < own else f"compiled, it takes {ours:.3g} ms; as it is, {own:.3g} ms"

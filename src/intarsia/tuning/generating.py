@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import IntarsiaError
-from intarsia.timing import race
+from intarsia.timing import PAUSE_S, race
 from intarsia.tuning.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
 _TOKENS = 8  # that are timed after a prompt
+_LEAST = 8  # tokens that models are compiled for
 
 
 def generates(module: nn.Module, calls: Recorded) -> bool:
-    """Whether the module is a model of transformers, and was called with a cache."""
+    """Whether the module is a decoder of transformers, and was given prompts and a cache to fill."""
     if "transformers" not in sys.modules:
         return False
     from transformers import PreTrainedModel
@@ -36,27 +37,25 @@ def generating_forward(
     from intarsia.generation import compile_generation
 
     prompts = _prompts(calls)
-    widths = {size for kind in calls.kinds for sizes in kind.seen for size in sizes if _is_of_tokens(size)}
-    longest = max(size[1] for size in widths)
-    most = getattr(module.config, "max_position_embeddings", None) or 2 * longest
+    most = getattr(module.config, "max_position_embeddings", None) or 2 * calls.tokens
     try:
         made = compile_generation(
             module,
-            max_length=max(longest, min(2 * longest, most)),
-            batch=sorted({size[0] for size in widths}),
+            max_length=max(_LEAST, calls.tokens, min(2 * calls.tokens, most)),
+            batch=sorted({ids.shape[0] for ids in prompts}),
             padding=True if any(_is_padded(call.kwargs) for call in calls) else None,
-            examples=[] if module.config.is_encoder_decoder else prompts[:2],  # type: ignore[union-attr]
+            examples=[ids for ids in prompts if ids.shape[1] >= _LEAST][:2],
             **options,
         )
     except IntarsiaError as error:
         return str(error).splitlines()[0]
-    made.forward.path = path
-    reason = _slower(made, prompts[0]) if only_if_faster else None
-    if not made.forward.enabled:
-        reason = made.notes[-1]
+    reason = None if made.forward.enabled else made.notes[-1]
+    if reason is None and only_if_faster:
+        reason = _slower(made, prompts[0])
     if reason is not None:
         made.restore()
         return reason
+    made.forward.path = path
     return made.forward
 
 
@@ -70,11 +69,6 @@ def _prompts(calls: Recorded) -> list[torch.Tensor]:
         and call.kwargs.get("past_key_values") is not None
     ]
     return sorted((ids for ids in found if ids.shape[1] > 1), key=lambda ids: -ids.shape[1])
-
-
-def _is_of_tokens(size: Any) -> bool:
-    """Whether it is the shape of ids, or of a mask of them and of what is in the cache: rows by tokens."""
-    return isinstance(size, tuple) and len(size) == 2
 
 
 def _is_padded(kwargs: Mapping[str, Any]) -> bool:
@@ -92,7 +86,9 @@ def _slower(made: Generation, prompt: torch.Tensor) -> str | None:
 
         return run
 
-    times = race({"own": timed(False), "compiled": timed(True)}, rounds=5, warmup=1, budget_s=5)
+    times = race(
+        {"own": timed(False), "compiled": timed(True)}, rounds=5, warmup=1, budget_s=5, pause_s=PAUSE_S
+    )
     made.enable()
     own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
     if ours < own:

@@ -98,6 +98,7 @@ class Recorded(Sequence[RecordedCall]):
         self._kinds: dict[Kind, CallsOfKind] = {}
         self.total = 0
         self.seconds = 0.0
+        self.tokens = 0  # the most that a call had, those in its cache included
 
     @property
     def kinds(self) -> list[CallsOfKind]:
@@ -122,6 +123,7 @@ class Recorded(Sequence[RecordedCall]):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallsOfKind:
         """Keep a call, if none of its sizes was kept yet."""
         self.total += 1
+        self.tokens = max(self.tokens, _tokens(kwargs))
         kind = self._kinds.setdefault(kind_of(args, kwargs), CallsOfKind(self._signature))
         sizes = sizes_of(args, kwargs)
         if sizes not in kind.seen and len(kind.calls) < _KEPT:
@@ -180,6 +182,13 @@ def foreign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     leaves = pytree.tree_leaves((args, kwargs))
     strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
     return type(strange[0]).__name__ if strange else None
+
+
+def _tokens(kwargs: dict[str, Any]) -> int:
+    """Those of a call to a model of transformers: what its cache holds, and the new ones."""
+    held = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
+    ids = kwargs.get("input_ids")
+    return (int(held()) if held else 0) + (int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else 0)
 
 
 def _trait(leaf: Any) -> Any:

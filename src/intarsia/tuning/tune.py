@@ -10,7 +10,7 @@ from torch import nn
 from intarsia.compile_options import checked
 from intarsia.errors import InputError
 from intarsia.runtime.placed import PlacedForward
-from intarsia.timing import race
+from intarsia.timing import PAUSE_S, race
 from intarsia.tuning.call_tree import CallTree, call_tree
 from intarsia.tuning.candidate import compiled_for
 from intarsia.tuning.holders import held_modules
@@ -136,7 +136,9 @@ def _measure(tuned: Tuned, call: Callable[[], object], rounds: int, only_if_fast
 
         return run
 
-    times = race({"before": timed(False), "after": timed(True)}, rounds=rounds, warmup=1, budget_s=120)
+    times = race(
+        {"before": timed(False), "after": timed(True)}, rounds=rounds, warmup=1, budget_s=120, pause_s=PAUSE_S
+    )
     tuned.enable()
     tuned.before, tuned.after = times["before"], times["after"]
     if only_if_faster and tuned.speedup < 1:
