@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,7 @@ def race(
     drop: float = math.inf,
     failed: dict[str, Exception] | None = None,
 ) -> dict[str, Timing]:
-    """Time peers in turn, round by round, so that noise of the machine meets all alike.
+    """Time peers in turn, round by round and each round in another order: noise meets all alike.
 
     A round that `budget_s` has no more time for does not begin, but for the first `least` ones, and the first
     three where a round takes less than a second: one hiccup of the machine must not decide.
@@ -55,14 +56,15 @@ def race(
     calls, repeats = dict(peers), dict.fromkeys(peers, 0)
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     behind = dict.fromkeys(peers, 0)  # in how many rounds
+    dice = random.Random(0)
     for name in peers:  # ahead of the rounds, so that those tell what a further one takes
         with _leaving(name, calls, seconds, failed):
             repeats[name] = _repeats(calls[name], warmup)
     for number in range(rounds):
         lap = _now()
         names = list(calls)
-        first = number % max(1, len(names))  # who comes first, after a pause, takes turns too
-        for name in (*names[first:], *names[:first]):
+        dice.shuffle(names)  # nobody always comes first, or after the same peer, whose threads may spin on
+        for name in names:
             with _leaving(name, calls, seconds, failed):
                 time.sleep(pause_s)
                 start = _now()

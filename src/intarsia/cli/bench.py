@@ -30,7 +30,7 @@ def bench(
     limit: Annotated[float, typer.Option(help="seconds a model may take", min=1)] = 900.0,
     budget: Annotated[float, typer.Option(help="seconds of a longer search; 0 for none", min=0)] = 60.0,
     tolerance: Annotated[float, typer.Option(help="error of one more plan; 0 for none", min=0, max=1)] = 0.0,
-    rounds: Annotated[int, typer.Option(help="rounds of a race", min=3)] = 15,
+    rounds: Annotated[int, typer.Option(help="rounds of a race", min=3)] = 40,
     inductor: Annotated[bool, typer.Option(help="run torch.compile too, which takes minutes")] = True,
     full: Annotated[bool, typer.Option(help="the size a model is known by")] = True,
     docs: Annotated[
