@@ -34,7 +34,7 @@ import intarsia
 from intarsia.backend import intarsia_backend, reports
 from intarsia.cli import zoo
 from intarsia.compare import relative_error
-from intarsia.timing import race
+from intarsia.timing import PAUSE_S, race
 
 console = Console()
 LENGTHS = (16, 7, 24, 11)
@@ -59,7 +59,8 @@ def speed(name: str, full: bool, options: dict[str, Any]) -> tuple[str, ...]:
             "eager": lambda: thing.model(*args, **kwargs),
         },
         rounds=50,
-        budget_s=20,
+        budget_s=30,
+        pause_s=PAUSE_S,
     )
     ours, theirs, eager = (times[peer] for peer in ("compile", "torch.compile", "eager"))
     in_pairs = sorted(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))
