@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import intarsia
-from intarsia import tuning
-from intarsia.errors import ArchiveError
+from intarsia import generation, tuning
+from intarsia.errors import ArchiveError, InputError
 
 ANYHOW: dict[str, Any] = {"only_if_faster": False, "rounds": 1, "least_share": 0.0}
 
@@ -103,7 +103,7 @@ def test_a_diffusers_pipeline() -> None:
     assert np.array_equal(draw(), before)
 
 
-def text_generation(**wishes: Any) -> Any:
+def text_generation() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50,
@@ -114,7 +114,6 @@ def text_generation(**wishes: Any) -> Any:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-        **wishes,
     )
     model = transformers.LlamaForCausalLM(config).eval()
     words = {"<pad>": 0, **{f"w{i}": i for i in range(1, 50)}}
@@ -171,13 +170,16 @@ def test_prompts_of_several_lengths_in_one_call() -> None:
         assert write() == before and placed.refused is None and list(placed.by_rows) == [2]
 
 
-def test_a_model_that_cannot_generate_compiled_is_looked_into() -> None:
-    """A tenth of the positions of its cache is out of reach: its blocks may still be compiled."""
-    pipe = text_generation(max_position_embeddings=4)
+def test_a_model_that_cannot_generate_compiled_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InputError("its cache is of another kind\nand more")
+
+    monkeypatch.setattr(generation, "compile_generation", refuse)
+    pipe = text_generation()
     asked = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    pipe("w3 w4 w5", **asked)
-    with intarsia.tune(pipe, lambda: pipe("w3 w4 w5", **asked), **ANYHOW, engines="onnxruntime") as tuned:
-        assert tuned.placed
+    with intarsia.tune(pipe, lambda: pipe("w3 w4 w5", **asked), **ANYHOW) as tuned:
+        assert tuned.left["model"] == "its cache is of another kind"
+        assert any("mlp" in path for path in tuned.placed), str(tuned)
 
 
 def test_a_fastapi_service() -> None:

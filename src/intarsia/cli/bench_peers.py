@@ -41,9 +41,7 @@ PEERS = (
     "torch.compile",
     "torch.compile, freezing",
 )
-
-
-_PAUSE_S = 0.05  # pools of peers that spin by default do so for longer than we would have to wait
+_PAUSE_S = 0.05  # more than `timing.PAUSE_S`: some peers let their threads spin for long
 
 
 @dataclass(frozen=True)

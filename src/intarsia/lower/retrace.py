@@ -17,8 +17,8 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     """`program.run_decompositions(table)`, sooner.
 
     For each call torch gives all composite operators of all libraries, some five hundred, a rule to follow
-    while it traces, and takes it away again: a quarter of a second, however small the program is. Those whose
-    rule is their own kernel, most of them, need none; the others are found once.
+    while it traces, and takes it away again, however small the program is. Those whose rule is their own
+    kernel, most of them, need none; the others are found once.
     """
     private = _private()
     names = composite_names()

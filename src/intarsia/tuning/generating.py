@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
 _TOKENS = 8  # that are timed after a prompt
-_LEAST = 8  # tokens that models are compiled for
 
 
 def generates(module: nn.Module, calls: Recorded) -> bool:
@@ -35,16 +34,17 @@ def generating_forward(
 ) -> GeneratingForward | str:
     """A `forward` for the model, for the rows seen and up to twice the tokens; or why it stays as it is."""
     from intarsia.generation import compile_generation
+    from intarsia.generation.check import LEAST
 
     prompts = _prompts(calls)
     most = getattr(module.config, "max_position_embeddings", None) or 2 * calls.tokens
     try:
         made = compile_generation(
             module,
-            max_length=max(_LEAST, calls.tokens, min(2 * calls.tokens, most)),
+            max_length=max(LEAST, calls.tokens, min(2 * calls.tokens, most)),
             batch=sorted({ids.shape[0] for ids in prompts}),
             padding=True if any(_is_padded(call.kwargs) for call in calls) else None,
-            examples=[ids for ids in prompts if ids.shape[1] >= _LEAST][:2],
+            examples=[ids for ids in prompts if ids.shape[1] >= LEAST][:2],
             **options,
         )
     except IntarsiaError as error:
@@ -60,7 +60,7 @@ def generating_forward(
 
 
 def _prompts(calls: Recorded) -> list[torch.Tensor]:
-    """The token ids of calls whose cache was filled, those of several tokens first."""
+    """The token ids of calls that fill a cache with several tokens, the longest first."""
     found = [
         ids
         for kind in calls.kinds
