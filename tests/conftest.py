@@ -6,6 +6,7 @@ import gc
 import os
 import re
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ os.environ.setdefault("INTARSIA_CACHE_GB", "0")
 
 # A worker holds millions of objects of torch and sympy; to look through them all was a tenth of the time.
 gc.set_threshold(100_000, 20, 100)
+# So it is in the processes that tests start.
+CHILDREN = str(Path(__file__).with_name("children"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), CHILDREN]))
 
 WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
 OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)

@@ -22,17 +22,21 @@ def engine_of(name: str) -> NetworkEngine:
 
 
 def build(engine: str, net: Network) -> Program:
-    """A program of the network, remembered by its content; EngineError if the engine refuses it."""
+    """A program of the network, remembered by its content; EngineError if the engine refuses it.
+
+    Compiling probes before it builds. To ask OpenVINO takes as long as to build: here it is asked for its
+    reason where building fails. test_opinfo.py asks about all that was built at once.
+    """
     content = net.to_onnx().SerializeToString()
     key = (engine, hashlib.sha256(content).hexdigest())
     if key not in _programs:
         if len(_programs) >= _KEPT:
             _programs.clear()
-        reason = engine_of(engine).probe(net)  # as compiling does, before anything is built
         try:
-            _programs[key] = engine_of(engine).build(net) if reason is None else EngineError(reason)
+            _programs[key] = engine_of(engine).build(net)
         except EngineError as error:
-            _programs[key] = error
+            reason = engine_of(engine).probe(net)
+            _programs[key] = error if reason is None else EngineError(reason)
     found = _programs[key]
     if isinstance(found, EngineError):
         raise found

@@ -16,10 +16,14 @@ from tests.convert.measure import measure, measure_all, share
 from tests.convert.samples import DTYPES, LIMIT, OPINFO_MISSING, Case, cases, dtypes_of, op_infos
 from torch import fx
 
+from intarsia.convert import convert
+from intarsia.network import Network
+
 pytestmark = pytest.mark.skipif(bool(OPINFO_MISSING), reason=OPINFO_MISSING)
 PAIRS = [(name, dtype) for name, op in op_infos().items() for dtype in dtypes_of(op)]
 NOTHING = fx.GraphModule({}, fx.Graph())
 GOALS = {"onnxruntime": 0.97, "openvino": 0.90}
+RAN: dict[str, list[tuple[str, Network]]] = {engine: [] for engine in drivers.ENGINES}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,11 @@ def one_sample(name: str) -> list[Outcome]:
     found = []
     for dtype, engines in asked:
         for case in cases(name, dtype, core=0, pick=number):
-            found += [replace(judge(case, engine), case=named(case)) for engine in engines]
+            for engine in engines:
+                made = judge(case, engine)
+                found.append(replace(made, case=named(case)))
+                if made.verdict == RUNS:
+                    RAN[engine].append((str(case), convert(case.module)))
     return found
 
 
@@ -83,6 +91,16 @@ def test_most_of_those_samples_run(engine: str, group: str) -> None:
     refused = [f"{o.case}: {o.reason}" for o in found if o.verdict != RUNS]
     assert len(found) > 40, f"only {len(found)} samples of {group}"
     assert 1 - len(refused) / len(found) >= SHARES[engine, group], "\n".join(refused)
+
+
+@pytest.mark.parametrize("engine", drivers.ENGINES)
+def test_what_runs_is_taken_when_asked(engine: str) -> None:
+    """Compiling asks an engine first, and gives it only what it says to take."""
+    for name in op_infos():
+        one_sample(name)
+    reasons = drivers.engine_of(engine).probe_all([net for _, net in RAN[engine]])
+    refused = [f"{case}: {reason}" for (case, _), reason in zip(RAN[engine], reasons, strict=True) if reason]
+    assert len(reasons) > 300 and not refused, "\n".join(refused)
 
 
 def test_enough_ops_are_covered() -> None:

@@ -132,7 +132,7 @@ def no_other_dice() -> Iterator[None]:
         yield
         drew = random.getstate() != before
         if numpy is not None and array is not None:
-            drew |= any(str(a) != str(b) for a, b in zip(array, numpy.random.get_state(), strict=True))
+            drew |= not all(map(numpy.array_equal, array, numpy.random.get_state()))
     finally:
         random.setstate(before)
         if numpy is not None:
