@@ -114,7 +114,7 @@ class _Nudged(fx.Interpreter):
             return value
         shorter = on_cuda if value.is_cuda and value.dtype is torch.float32 else 0.0
         step = max(torch.finfo(value.dtype).eps, self._coarsest, shorter) * math.sqrt(terms)
-        wide = value.double() if value.element_size() < 4 else value
+        wide = value.float() if value.element_size() < 4 else value
         return _moved(wide, _noise_like(wide, self._generator), step).to(value.dtype)
 
     def _terms(self, node: fx.Node, made: Any) -> float:

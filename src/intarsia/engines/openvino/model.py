@@ -11,6 +11,7 @@ from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
+from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -23,6 +24,7 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
     `rounded` says that products will round activations to integers.
     """
     model, weights = read(net)
+    shorten(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
     checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
     return model, weights, checks
