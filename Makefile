@@ -29,10 +29,11 @@ types: install
 test: install
 	$(MAKE) --no-print-directory --jobs 3 lint types pytest
 
-# Three workers on two cores, since many tests wait for processes of their own; a thread each, or pools would spin.
+# Two workers on two cores: a third would import all tests once more, and processes that tests start use what is
+# idle. A thread each, or pools would spin.
 # Bytecode is written even where the environment forbids it: each of a hundred processes would compile every file.
 pytest: install
-	env --unset PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile \
+	env --unset PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
 		--no-loadscope-reorder --durations 60 -m "not full and not gpu"
 
 test-full: install

@@ -87,7 +87,7 @@ def gpt2() -> Made:
     import transformers
 
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=16, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0
+        n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0
     )
     mask = torch.ones(4, 12, dtype=torch.int64)
     mask[1, 8:] = 0
@@ -95,7 +95,7 @@ def gpt2() -> Made:
     return model, (_tokens(),), {"attention_mask": mask, "use_cache": False}
 
 
-def rotary(kind: str, layers: int = 3) -> Callable[[], Made]:
+def rotary(kind: str, layers: int = 2) -> Callable[[], Made]:
     def make() -> Made:
         import transformers
 
