@@ -15,7 +15,7 @@ from intarsia.engines.openvino.core import capabilities
 
 F = nn.functional
 pytest.importorskip("openvino")
-has_bf16 = pytest.mark.skipif("BF16" not in capabilities(), reason="this processor has no bfloat16 arithmetic")
+has_bf16 = pytest.mark.skipif("BF16" not in capabilities(), reason="the processor has no bfloat16")
 
 
 class Gated(nn.Module):
