@@ -8,9 +8,13 @@ import pytest
 import torch
 from pipeline_zoo import make
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from intarsia.pipeline.cost import Cost, total
+from intarsia.pipeline.stages import step_cost
 from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
+from intarsia.pipeline.stages.stage import build_stages
+from intarsia.pipeline.stages.step_cost import measure_passes
 from intarsia.pipeline.stages.trace import trace
 
 
@@ -71,3 +75,54 @@ def test_the_first_layer_has_no_gradient_of_its_input():
 
 def test_costs_add():
     assert Cost(1, 2, 3, 4, 5) + Cost(1, 1, 1, 1, 1) == Cost(2, 3, 4, 5, 6)
+
+
+def test_nodes_add_up_to_the_passes_of_a_step(monkeypatch):
+    model, args, _ = make("resnet")
+    captured = trace(model, args)
+    measured = []
+
+    def noted(stage, values, repeats):
+        found = measure_passes(stage, values, repeats)
+        measured.append(found[0])
+        return found
+
+    monkeypatch.setattr(step_cost, "measure_passes", noted)
+    whole = total(profile(captured, list(args), repeats=1))
+    assert len(measured) == 1
+    assert whole.forward == pytest.approx(measured[0].forward)
+    assert whole.backward == pytest.approx(measured[0].backward)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2"])
+def test_a_step_in_stretches_gives_what_the_model_gives(name):
+    model, args, kwargs = make(name)
+    captured = trace(model.eval(), args, kwargs)
+    costs = [
+        Cost(saved=s, weights=w) for s, w in zip(saved_bytes(captured), weight_bytes(captured), strict=True)
+    ]
+    whole = sum(2 * c.saved + c.weights for c in costs)
+    places = step_cost.stretches(captured, costs, whole // 2)
+    assert places and set(places) <= set(captured.line.allowed)
+    assert step_cost.stretches(captured, costs, whole) == []
+    values = captured.signature.flatten(args, kwargs)
+    for stage in build_stages(captured, places):
+        passes, values = measure_passes(stage, values, 1)
+        assert passes.forward > 0 and passes.backward > 0
+    expected = pytree.tree_leaves(model(*args, **kwargs))
+    found = pytree.tree_leaves(captured.signature.unflatten(values))
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_step_is_measured_without_the_models_hooks_and_gradients():
+    model, args, _ = make("mlp")
+    fired = []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_hook(fired.append)
+        parameter.register_post_accumulate_grad_hook(fired.append)
+    (stage,) = build_stages(trace(model, args), [])
+    measure_passes(stage, args, 1)
+    assert not fired
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())

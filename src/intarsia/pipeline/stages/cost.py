@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 from intarsia.graph.nodes import is_compute
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.devices import META, on_device, to_meta
+from intarsia.pipeline.stages.step_cost import costs_in_step, synchronized
 from intarsia.pipeline.stages.trace import Trace
 
 Measure = Callable[[Callable[..., Any], Any, Any, int], Cost]
@@ -35,6 +35,7 @@ def profile(
 
     Each node runs alone, once to warm up and then `repeats` times, forward and backward; the least time
     counts, of two passes over the graph: what disturbs the machine for a moment meets a node only once.
+    Then the graph runs as a step runs it, and nodes are given their part of what that takes more.
     The model's buffers and the random state are as before when it returns. `measure` takes the place of the
     stopwatch: the graph then runs on the meta device, for its shapes alone.
     """
@@ -45,12 +46,13 @@ def profile(
             runner.known.clear()
             given = _placeholders(trace, tensors)
             runner.run(*(given if measure is None else to_meta(given)))
-    saved, weights = saved_bytes(trace), weight_bytes(trace)
-    none = Cost()
-    return [
-        Cost(c.forward, c.backward_input, c.backward_weight, saved[i], weights[i])
-        for i, c in enumerate(runner.costs.get(n, none) for n in trace.line.nodes)
-    ]
+        saved, weights = saved_bytes(trace), weight_bytes(trace)
+        none = Cost()
+        costs = [
+            Cost(c.forward, c.backward_input, c.backward_weight, saved[i], weights[i])
+            for i, c in enumerate(runner.costs.get(n, none) for n in trace.line.nodes)
+        ]
+        return costs if measure is not None else costs_in_step(trace, tensors, costs, repeats)
 
 
 def saved_bytes(trace: Trace) -> list[int]:
@@ -147,10 +149,10 @@ def measure_node(target: Callable[..., Any], args: Any, kwargs: Any, repeats: in
         # A leaf may not be changed in place; what autograd sees is one step behind it.
         seen = [v.clone() if i in wanted and i not in weights else v for i, v in enumerate(fresh)]
         again, options = pytree.tree_unflatten(seen, spec)
-        begin = _now(fresh)
+        begin = synchronized(fresh)
         with torch.enable_grad():
             value = target(*again, **options)
-        forward.append(_now(fresh) - begin)
+        forward.append(synchronized(fresh) - begin)
         roots = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
         if roots and wanted:
             grads = [torch.ones_like(r) for r in roots]
@@ -165,25 +167,17 @@ def measure_node(target: Callable[..., Any], args: Any, kwargs: Any, repeats: in
 def _time_grad(roots: list[torch.Tensor], leaves: list[torch.Tensor], grads: list[torch.Tensor]) -> float:
     if not leaves:
         return 0.0
-    begin = _now(leaves)
+    begin = synchronized(leaves)
     torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
-    return _now(leaves) - begin
+    return synchronized(leaves) - begin
 
 
 def _time_adding(weights: list[torch.Tensor]) -> float:
     sums = [torch.zeros_like(weight) for weight in weights]
-    begin = _now(weights)
+    begin = synchronized(weights)
     for total, weight in zip(sums, weights, strict=True):
         total.add_(weight.detach())
-    return _now(weights) - begin
-
-
-def _now(values: Sequence[Any]) -> float:
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            torch.cuda.synchronize(value.device)
-            break
-    return time.perf_counter()
+    return synchronized(weights) - begin
 
 
 class _Saver(fx.Interpreter):
