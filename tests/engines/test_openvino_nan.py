@@ -124,18 +124,24 @@ IMAGES: dict[str, Pair] = {
 }
 
 
-def check(pair: Pair, x: torch.Tensor) -> None:
-    """NaN at the same places; what else there is has its own tests."""
+def check(*cases: tuple[Pair, torch.Tensor]) -> None:
+    """NaN at the same places; what else there is has its own tests.
+
+    The cases are parts of one network that have nothing to do with each other: most of what OpenVINO takes to
+    compile a small one, it takes once.
+    """
     net = Network()
     with net_guard(net):
-        pair[0](Tensor("x", x.dtype, tuple(x.shape))).mark_output("y")
-    (answer,) = OpenVINO(threads=1, guards=False).build(net)(x)
-    expected = pair[1](x)
-    assert answer.shape == expected.shape
-    if expected.dtype == torch.bool:
-        torch.testing.assert_close(answer, expected)
-    else:
-        torch.testing.assert_close(answer.isnan(), expected.isnan())
+        for place, ((body, _), x) in enumerate(cases):
+            body(Tensor(f"x{place}", x.dtype, tuple(x.shape))).mark_output(f"y{place}")
+    answers = OpenVINO(threads=1, guards=False).build(net)(*(x for _, x in cases))
+    for answer, ((_, reference), x) in zip(answers, cases, strict=True):
+        expected = reference(x)
+        assert answer.shape == expected.shape
+        if expected.dtype == torch.bool:
+            torch.testing.assert_close(answer, expected)
+        else:
+            torch.testing.assert_close(answer.isnan(), expected.isnan())
 
 
 def spotted(*shape: int) -> torch.Tensor:
@@ -152,8 +158,6 @@ def test_all_are_tried() -> None:
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_element_by_element(kind: str) -> None:
     body, reference = ELEMENTWISE[kind]
-    for shape in ((1,), (3,), (7,), (17,), (2, 3, 33), (1000,)):
-        check((body, reference), spotted(*shape))
 
     def last(x: torch.Tensor) -> torch.Tensor:
         return reference(x).float() * 1.5 + 1.0
@@ -161,32 +165,33 @@ def test_element_by_element(kind: str) -> None:
     def behind(x: Tensor) -> Tensor:
         return F.add(F.mul(F.cast(body(x), torch.float32), 1.5), 1.0)
 
-    for shape in ((5,), (3, 40)):
-        check(
-            (lambda x: behind(F.mul(F.add(x, 0.5), 1.25)), lambda x: last((x + 0.5) * 1.25)), spotted(*shape)
+    def convolved(weight: torch.Tensor, groups: int) -> Pair:
+        return (
+            lambda x: body(F.conv(x, F.constant(weight), pads=[1] * 4, groups=groups, **ONES)),
+            lambda x: reference(nn.conv2d(x, weight, padding=1, groups=groups)),
         )
-    check((lambda x: body(F.matmul(x, F.constant(MATRIX))), lambda x: reference(x @ MATRIX)), spotted(37, 40))
-    for groups in (1, 8):
-        weight = KERNEL if groups == 1 else KERNEL[:, :1].contiguous()
-        check(
-            (
-                lambda x, w=weight, g=groups: body(F.conv(x, F.constant(w), pads=[1] * 4, groups=g, **ONES)),
-                lambda x, w=weight, g=groups: reference(nn.conv2d(x, w, padding=1, groups=g)),
-            ),
-            spotted(2, 8, 13, 9),
-        )
+
+    alone: Pair = (body, reference)
+    chain: Pair = (lambda x: behind(F.mul(F.add(x, 0.5), 1.25)), lambda x: last((x + 0.5) * 1.25))
+    product: Pair = (lambda x: body(F.matmul(x, F.constant(MATRIX))), lambda x: reference(x @ MATRIX))
+    image = spotted(2, 8, 13, 9)
+    check(
+        *((alone, spotted(*shape)) for shape in ((1,), (3,), (7,), (17,), (2, 3, 33), (1000,))),
+        *((chain, spotted(*shape)) for shape in ((5,), (3, 40))),
+        (product, spotted(37, 40)),
+        (convolved(KERNEL, 1), image),
+        (convolved(KERNEL[:, :1].contiguous(), 8), image),
+    )
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_others(kind: str) -> None:
-    for shape in ((5, 4), (2, 33, 4)):
-        check(OTHERS[kind], spotted(*shape))
+    check(*((OTHERS[kind], spotted(*shape)) for shape in ((5, 4), (2, 33, 4))))
 
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_of_images(kind: str) -> None:
-    for shape in ((1, 8, 7, 7), (2, 8, 32, 20)):
-        check(IMAGES[kind], spotted(*shape))
+    check(*((IMAGES[kind], spotted(*shape)) for shape in ((1, 8, 7, 7), (2, 8, 32, 20))))
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf")])
