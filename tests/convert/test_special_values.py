@@ -16,7 +16,7 @@ INF, NAN = math.inf, math.nan
 VALUES = torch.tensor([
     NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 3.5, 1e-8, -1e-8, 1e-4, -1e-3, 0.1, 0.49,
     0.51, 0.999, -0.999, 2.0, 3.0, 6.0, 7.0, 10.0, 20.0, 21.0, 50.0, 88.0, 89.0, -7.25, -10.0, -20.0, -50.0,
-    -104.0, 1e4, -1e4, 1e10, -1e10, 1e30, -1e30, 1e-30, math.pi, 123.456, 8388609.5, 1 / 3,
+    -104.0, 1e4, -1e4, 1e10, -1e10, 1e30, -1e30, 1e-30, math.pi, 123.456, 8388609.5, 1 / 3, 5.0,
 ])
 SIDES = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 3.0, -3.0, 7.5, -7.0, 1e10, 1e-10, 1 / 3]
 UNARY: list[tuple[Any, ...]] = [
@@ -49,11 +49,16 @@ BINARY = [
 OF_QUOTIENTS = {aten.floor_divide.default, aten.fmod.Tensor, aten.remainder.Tensor}
 
 
+def as_long(values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The values, some of them twice: as many as of the other, so that one program serves both."""
+    return values.repeat(2)[: len(other)]
+
+
 @pytest.mark.parametrize("engine", drivers.ENGINES)
 @pytest.mark.parametrize("call", UNARY, ids=lambda call: " ".join(map(str, call)))
 def test_one_operand(call: tuple[Any, ...], engine: str) -> None:
     check(*answers_of_both(call[0], VALUES, *call[1:], engine=engine))
-    plain = VALUES[VALUES.abs() < 1e9]  # these no engine may leave to PyTorch
+    plain = as_long(VALUES[VALUES.abs() < 1e9], VALUES)  # these no engine may leave to PyTorch
     check(*answers(call[0], plain, *call[1:], engine=engine))
 
 
@@ -64,6 +69,7 @@ def test_two_operands(target: Any, engine: str) -> None:
     check(*answers_of_both(target, a.contiguous(), b.contiguous(), engine=engine))
     least = 1e-3 if target in OF_QUOTIENTS else 0.0  # a quotient of 24 bits has an exact remainder
     plain = torch.tensor([side for side in SIDES if least <= abs(side) < 1e9])
+    plain = as_long(plain, torch.tensor(SIDES))
     a, b = torch.meshgrid(plain, plain, indexing="ij")
     check(*answers(target, a.contiguous(), b.contiguous(), engine=engine))
 
