@@ -47,6 +47,7 @@ class CompiledModel(GuardedProgram):
         request = own.get("request")
         if request is None:
             request = own["request"] = self._compiled.create_infer_request()
+            own["bound"] = [None] * len(self._inputs)
             if self._guards:
                 own["numbers"] = np.zeros(len(self._guards), np.float32)
                 request.set_output_tensor(
@@ -55,22 +56,24 @@ class CompiledModel(GuardedProgram):
         if self._vary and self._too_long(tensors):
             return self._left(tensors, f"a dimension is longer than {LONGEST_INPUT}")
         read: list[torch.Tensor] = []  # the request does not keep alive the memory it reads
-        for (port, dtype, checks), tensor in zip(self._inputs, tensors, strict=True):
+        bound = own["bound"]
+        for place, ((port, dtype, checks), tensor) in enumerate(zip(self._inputs, tensors, strict=True)):
             if port is None:
                 continue
             if not isinstance(tensor, torch.Tensor):
                 tensor = torch.tensor(tensor, dtype=dtype)
             elif tensor.requires_grad:
                 tensor = tensor.detach()
-            read.append(tensor.contiguous())
-            if not checks:
-                request.set_input_tensor(port, self._share(read[-1]))
-                continue
-            array = read[-1].numpy()
-            for guard, holds in checks:
-                if not holds(array):
-                    return self._left(tensors, told_of([guard], self._names, tensors))
-            request.set_input_tensor(port, self._tensor(array, shared_memory=True))
+            read.append(tensor := tensor.contiguous())
+            if checks:
+                array = tensor.numpy()
+                for guard, holds in checks:
+                    if not holds(array):
+                        return self._left(tensors, told_of([guard], self._names, tensors))
+            memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            if memory != bound[place]:  # a cache of keys and values stands where it stood at the last call
+                request.set_input_tensor(port, self._share(tensor))
+                bound[place] = memory
         results: list[torch.Tensor | None] = []
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None:
