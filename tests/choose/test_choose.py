@@ -42,6 +42,7 @@ class Net(nn.Module):
 
 
 X = torch.linspace(-1, 1, 64 * 16).reshape(64, 16)
+FEW = Measured(budget_s=60, candidates=())  # where it does not matter how much there is to measure
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def _compile(model: nn.Module, measured: Measured | None = None, **more: Any) ->
 @pytest.mark.parametrize("best", ["openvino", "onnxruntime", "pytorch", "eager"])
 def test_the_fastest_is_kept(model: nn.Module, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _timed(monkeypatch, {best: 1.0})
-    fast = _compile(model, Measured(budget_s=60, candidates=()))
+    fast = _compile(model, FEW)
     assert fast.plan.engines == ("pytorch" if best == "eager" else best,)
     assert fast.plan.findings.chosen == best and "not on" not in str(fast.plan)
     torch.testing.assert_close(fast(X), model(X), rtol=1e-4, atol=1e-5)
@@ -100,7 +101,7 @@ def test_a_disturbed_round_costs_nobody_the_last_race(
         return took if len(races.log) > 1 else {**took, "eager": (90.0, 80.0, 1.0)}
 
     monkeypatch.setattr(search, "race_plans", disturbed)
-    assert _compile(model, Measured(budget_s=60, candidates=())).plan.findings.chosen == "eager"
+    assert _compile(model, FEW).plan.findings.chosen == "eager"
 
 
 def test_explain_measures_nothing_and_says_so(model: nn.Module) -> None:
@@ -128,29 +129,29 @@ def test_a_second_compile_measures_nothing(model: nn.Module, monkeypatch: pytest
 
 def test_what_changes_is_measured_anew(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     races = _timed(monkeypatch, {})
-    _compile(model)
+    _compile(model, FEW)
     for change in (
         {"engines": ["onnxruntime"]},
         {"engines": [OnnxRuntime(threads=1)]},
         {"rewrite": False},
         {"torch_executed_ops": ["tanh"]},
-        {"measured": Measured("throughput", budget_s=60)},
+        {"measured": Measured("throughput", budget_s=60, candidates=())},
     ):
         count = len(races.log)
-        _compile(model, **change)
+        _compile(model, **{"measured": FEW, **change})
         assert len(races.log) > count, change
     count = len(races.log)
-    _compile(Net(width=64).eval())
+    _compile(Net(width=64).eval(), FEW)
     assert len(races.log) > count
 
 
 def test_other_weights_are_not_measured_anew(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     races = _timed(monkeypatch, {})
-    _compile(model)
+    _compile(model, FEW)
     count = len(races.log)
     other = Net().eval()
     nn.init.ones_(other.head.weight)
-    fast = _compile(other)
+    fast = _compile(other, FEW)
     assert len(races.log) == count
     torch.testing.assert_close(fast(X), other(X), rtol=1e-4, atol=1e-5)
 
@@ -159,12 +160,12 @@ def test_damaged_memory_is_measured_anew(
     model: nn.Module, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     races = _timed(monkeypatch, {})
-    _compile(model)
+    _compile(model, FEW)
     path = cache / "choices.json"
     kept = json.loads(path.read_text())
     path.write_text(json.dumps({key: {"trials": "gone"} for key in kept}))
     count = len(races.log)
-    _compile(model)
+    _compile(model, FEW)
     assert len(races.log) > count
 
 

@@ -6,7 +6,7 @@ import datetime
 import gc
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 _CLOCKS = frozenset({"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"})
+_DATES = frozenset({"now", "utcnow", "today"})
+_NAMES = _CLOCKS | _DATES
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -44,7 +46,7 @@ def watched(model: nn.Module) -> Iterator[list[str]]:
         if sys.getprofile() is None:  # another profiler stays undisturbed, and clocks unnoticed
             clocks: dict[str, str] = {}
             before["clocks"] = clocks
-            sys.setprofile(lambda frame, event, arg: _note_clock(clocks, frame, event, arg))
+            sys.setprofile(_clock_watcher(clocks))
 
     def end(*_: Any) -> None:
         if "clocks" in before:
@@ -154,15 +156,22 @@ def _collects_garbage(frame: FrameType) -> bool:
     return any(getattr(callback, "__code__", None) is frame.f_code for callback in gc.callbacks)
 
 
-def _note_clock(clocks: dict[str, str], frame: FrameType, event: str, function: Any) -> None:
-    if event != "c_call":
-        return
-    name = getattr(function, "__name__", "")
+def _clock_watcher(clocks: dict[str, str]) -> Callable[[FrameType, str, Any], None]:
+    """A profiler that puts into `clocks` where a clock is read, and by which function."""
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        # Called at every call and return while a model is traced: what no clock is named is done with here.
+        if event == "c_call" and getattr(function, "__name__", "") in _NAMES:
+            _note_clock(clocks, frame, function)
+
+    return watch
+
+
+def _note_clock(clocks: dict[str, str], frame: FrameType, function: Any) -> None:
+    name = function.__name__
     of_time = getattr(function, "__module__", None) == "time" and name in _CLOCKS
     owner = getattr(function, "__self__", None)
-    of_day = (
-        name in ("now", "utcnow", "today") and isinstance(owner, type) and issubclass(owner, datetime.date)
-    )
+    of_day = name in _DATES and isinstance(owner, type) and issubclass(owner, datetime.date)
     file = frame.f_code.co_filename
     if (of_time or of_day) and "/torch/" not in file and not _collects_garbage(frame):
         clocks[f"{file}:{frame.f_lineno}"] = name
