@@ -109,7 +109,7 @@ def text_generation() -> Any:
         vocab_size=50,
         hidden_size=64,
         intermediate_size=512,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         bos_token_id=1,
         eos_token_id=2,
