@@ -5,11 +5,12 @@
 On each number of processes it first measures what a cluster's description says: the link between two
 processes, what handing a micro-batch over costs a rank, and what a step costs beside its passes (two small
 exchanges), all on a model that computes next to nothing. Then a GPT is cut, each stage's passes are measured
-by `split` on one process while the others wait, and every schedule is predicted and run, in turns. `speed` is
-what a rank computes beside the others, as a share of what it computes alone: cores that share memory are
-slower when all are busy, and more processes than cores share them. The error is prediction over measurement,
-less one; that of work compares what the ranks were predicted to do with their CPU time: a busy machine
-disturbs it less.
+by `split` on one process while the others wait, the loss beside them, and every schedule is predicted and run,
+in turns. `speed` is what a rank computes beside the others, as a share of what it computes alone: cores that
+share memory are slower when all are busy, and more processes than cores share them. The error is prediction
+over measurement, less one; that of work compares what the ranks were predicted to do with their CPU time: a
+busy machine disturbs it less. `others` is the share of the cores that other processes had in the step that is
+shown, which is the fastest of those they had least of.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,26 +46,50 @@ from intarsia.pipeline.schedule.schedules import refusal
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble"]
 
 
-def least_of(run: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """The least seconds of a step by the slowest rank, and the least CPU seconds of all ranks together."""
-    walls, work = [], []
-    for _ in range(rounds + 1):
+@dataclass(frozen=True, order=True)
+class Step:
+    """One step: the share of the cores that others had, seconds by the slowest rank, CPU seconds of all ranks."""
+
+    others: float
+    seconds: float
+    cpu: float
+
+
+def busy_seconds() -> float:
+    """CPU seconds of all processes of this machine since it started; 0 where nothing tells."""
+    try:
+        with open("/proc/stat", encoding="ascii") as counts:
+            fields = counts.readline().split()[1:8]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, interrupts, soft = map(int, fields)
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def steps_of(run: Callable[[], object], rounds: int, warm_up: int = 1) -> list[Step]:
+    """Steps that all ranks begin together."""
+    found = []
+    for i in range(warm_up + rounds):
         dist.barrier()
-        begin, busy = time.perf_counter(), time.process_time()
+        begin, own, machine = time.perf_counter(), time.process_time(), busy_seconds()
         run()
-        busy = time.process_time() - busy
+        done = torch.tensor(time.process_time() - own)
         took = torch.tensor(time.perf_counter() - begin)
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        walls.append(float(took))
-        done = torch.tensor(busy)
+        machine = busy_seconds() - machine
         dist.all_reduce(done)
-        work.append(float(done))
-    return min(walls[1:]), min(work[1:])
+        told = torch.tensor(max(0.0, machine - float(done)) / float(took) / cores())
+        dist.broadcast(told, 0)
+        if i >= warm_up:
+            # The counts of the machine are in hundredths of a second: a share below is none.
+            others = float(told) if float(told) > 0.02 + 0.02 / float(took) / cores() else 0.0
+            found.append(Step(round(others, 1), float(took), float(done)))
+    return found
 
 
 def least(run: Callable[[], object], rounds: int) -> float:
     """The least seconds of a step by the slowest rank."""
-    return least_of(run, rounds)[0]
+    return min(step.seconds for step in steps_of(run, rounds))
 
 
 def measure_link(rounds: int) -> Link:
@@ -113,6 +138,19 @@ def _costs(parts: Stages) -> list[list[float]]:
     return [[c.forward, c.backward_input, c.backward_weight] for c in parts.report.costs]
 
 
+def measure_loss(model: nn.Module, example: torch.Tensor, rounds: int) -> tuple[float, float]:
+    """Seconds of the loss of a micro-batch, forward and backward, which the last stage computes too."""
+    logits = model(example).detach().requires_grad_()
+    seconds = []
+    for _ in range(10 * rounds):
+        begin = time.perf_counter()
+        loss = next_token_loss(logits, example)
+        middle = time.perf_counter()
+        torch.autograd.grad(loss, logits)
+        seconds.append((middle - begin, time.perf_counter() - middle))
+    return min(s[0] for s in seconds), min(s[1] for s in seconds)
+
+
 def measure_handover(rounds: int) -> tuple[float, float]:
     """Seconds a pass of a micro-batch takes without computing, and those of a step beside its passes."""
     world = dist.get_world_size()
@@ -155,14 +193,28 @@ def measure_speed(model: nn.Module, ids: torch.Tensor, rounds: int) -> float:
 
 @dataclass
 class Case:
-    """One way to run the model: what was predicted, and the least that was measured so far."""
+    """One way to run the model: what was predicted, and what was measured."""
 
     words: tuple[object, ...]
     predicted: float
     work: float
     run: Callable[[], object]
-    seconds: float = float("inf")
-    cpu: float = float("inf")
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def best(self) -> Step:
+        """The fastest of the steps that other processes disturbed least."""
+        return min(self.steps)
+
+    @property
+    def error(self) -> float:
+        """Of the seconds of a step."""
+        return self.predicted / self.best.seconds - 1
+
+    @property
+    def work_error(self) -> float:
+        """Of the CPU seconds of all ranks."""
+        return self.work / min(step.cpu for step in self.steps) - 1
 
 
 def rank_main(options: argparse.Namespace) -> None:
@@ -176,6 +228,7 @@ def rank_main(options: argparse.Namespace) -> None:
     link = measure_link(options.rounds)
     handover, step = measure_handover(options.rounds)
     handover = max(0.0, handover - link.latency)
+    loss = measure_loss(model, example, options.rounds)
     say = print if rank == 0 else (lambda *_: None)
     say(
         f"\n{world} processes: speed {speed:.2f}, latency {link.latency * 1e6:.0f} us, bandwidth"
@@ -183,6 +236,8 @@ def rank_main(options: argparse.Namespace) -> None:
     )
     cases: list[Case] = []
     splits = {n: measured_split(model, example, n, options.rounds) for n in (world, 2 * world)}
+    for _, costs in splits.values():
+        costs[-1, :2] += loss
     for name in SCHEDULES:
         stages = world * (2 if name == "Interleaved1F1B" else 1)
         parts, costs = splits[stages]
@@ -207,26 +262,25 @@ def rank_main(options: argparse.Namespace) -> None:
                 run = partial(pipe.step, ids, target=ids)
                 work = m * float(table.work(recompute).sum()) * min(1.0, cores() / world)
                 cases.append(Case((name, m, "yes" if recompute else "no"), predicted, work, run))
-    for _ in range(options.rounds):  # in turns: a machine that is slow for a while meets all of them
+    for turn in range(options.rounds):  # in turns: a machine that is slow for a while meets all of them
         for case in cases:
-            seconds, cpu = least_of(case.run, 1)
-            case.seconds, case.cpu = min(case.seconds, seconds), min(case.cpu, cpu)
+            case.steps += steps_of(case.run, 2, warm_up=turn == 0)
     say(
         f"{'schedule':<17}{'m':>4}{'recomputing':>13}{'predicted ms':>14}"
-        f"{'measured ms':>13}{'error':>8}{'work error':>12}"
+        f"{'measured ms':>13}{'others':>8}{'error':>8}{'work error':>12}"
     )
     for case in cases:
         name, m, again = case.words
         say(
-            f"{name:<17}{m:>4}{again:>13}{case.predicted * 1e3:>14.1f}{case.seconds * 1e3:>13.1f}"
-            f"{case.predicted / case.seconds - 1:>+8.0%}{case.work / case.cpu - 1:>+12.0%}"
+            f"{name:<17}{m:>4}{again:>13}{case.predicted * 1e3:>14.1f}{case.best.seconds * 1e3:>13.1f}"
+            f"{case.best.others:>8.0%}{case.error:>+8.0%}{case.work_error:>+12.0%}"
         )
-    errors = [case.predicted / case.seconds - 1 for case in cases]
-    works = [case.work / case.cpu - 1 for case in cases]
+    errors = [case.error for case in cases]
+    works = [case.work_error for case in cases]
     say(
         f"error: median {statistics.median(map(abs, errors)):.0%}, largest {max(map(abs, errors)):.0%}"
         f" (mean {statistics.mean(errors):+.0%}); of work: median {statistics.median(map(abs, works)):.0%},"
-        f" largest {max(map(abs, works)):.0%}"
+        f" largest {max(map(abs, works)):.0%} (mean {statistics.mean(works):+.0%})"
     )
     dist.barrier()
     dist.destroy_process_group()

@@ -118,8 +118,9 @@ class Pipeline:
         """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""
         m, n = len(self.batches), len(self.partitions)
         self._state = ThreadState.capture()
+        self._parameters = [list(stage.parameters()) for stage in self.partitions]
         if self._state.grad and (self.checkpoint_stop or self._concurrent()):
-            refuse_parameter_hooks(p for stage in self.partitions for p in stage.parameters())
+            refuse_parameter_hooks(p for own in self._parameters for p in own)
         self._streams = [current_stream(device) for device in self.devices]
         self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
         self._shared = shared_generators(self.devices)
@@ -203,7 +204,14 @@ class Pipeline:
         backward_task = None if self._backward_threads is None else BackwardTask(self._backward_threads, i, j)
         barrier = self._barrier if j == 0 else None
         run = StageRun(
-            self.partitions[j], device, self.effects[j], self._skip_trackers[i], (i, j), seeds, self._shared
+            self.partitions[j],
+            device,
+            self.effects[j],
+            self._skip_trackers[i],
+            (i, j),
+            seeds,
+            self._shared,
+            self._parameters[j],
         )
 
         def compute() -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,6 +29,7 @@ class StageRun:
         place: tuple[int, int],
         seeds: Seeds | None,
         shared: frozenset[torch.device],
+        parameters: Sequence[Tensor],
     ) -> None:
         self.stage = stage
         self.device = device
@@ -37,6 +38,7 @@ class StageRun:
         self.place = place
         self.seeds = seeds  # None where no other stage runs at the same time
         self.shared = shared
+        self.parameters = parameters  # of the stage: a walk over its modules, the same for all micro-batches
         self.observing = not effects.known_for(stage) or (seeds is not None and effects.random is None)
         self.mutates_input = self.observing or effects.mutates_input
         self.random = self.observing or bool(effects.random)
@@ -53,12 +55,13 @@ class StageRun:
         phony: Tensor | None = None,
     ) -> tuple[Batch, Checkpointing | None]:
         """The stage's output, and the checkpoint that is still to be told where the gradient comes from."""
-        parameters = self.stage.parameters()
         if checkpointed:
-            checkpoint = Checkpointing(self, batch, self, backward_task, phony, parameters)
+            checkpoint = Checkpointing(self, batch, self, backward_task, phony, self.parameters)
             return _checked(checkpoint.checkpoint()), checkpoint
         if backward_task is not None:
-            return _checked(Checkpointing(self, batch, self, backward_task, phony, parameters).keep()), None
+            return _checked(
+                Checkpointing(self, batch, self, backward_task, phony, self.parameters).keep()
+            ), None
         with self.record(again=False):
             return _checked(batch.call(self)), None
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -78,23 +77,42 @@ class Stage(nn.Module):
             )
         form = self.form
         known = dict(zip(map(_name, form.takes), values, strict=True))
-        for name, path in form.states.items():
-            state = attrgetter(path)(self)
-            # The statistics were updated the first time; running again must leave them alone.
-            known[name] = state.clone() if is_recomputing() and name in form.written else state
+        known |= self.states()
+        if is_recomputing():  # the statistics were updated the first time; now they must be left alone
+            known |= {name: known[name].clone() for name in form.written & form.states.keys()}
         made = self.runner(*(known[name] for name in form.arguments))
         known.update(zip(form.results, made, strict=True))
         known |= {name: known[name].clone() for name in form.copied}
         return tuple(known[_name(spec)] for spec in form.gives)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """The tensors that the program reads, as they are now.
+
+        Every pass asks for them, so each module on the way is looked up once, not once for each tensor.
+        """
+        holders: dict[str, nn.Module] = {"": self}
+
+        def holder(path: str) -> nn.Module:
+            if path not in holders:
+                above, _, name = path.rpartition(".")
+                holders[path] = holder(above)._modules[name]  # type: ignore[assignment]
+            return holders[path]
+
+        found = {}
+        for node, path in self.form.states.items():
+            above, _, name = path.rpartition(".")
+            found[node] = getattr(holder(above), name)
+        return found
 
     @property
     def reuses_weights(self) -> bool:
         """Whether a parameter is used in more than one place of this stage."""
         holders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
         uses: Counter[int] = Counter()
+        states = self.states()
         for node, name in zip(holders, self.form.arguments, strict=True):
-            if name in self.form.states:
-                state = attrgetter(self.form.states[name])(self)
+            if name in states:
+                state = states[name]
                 uses[id(state)] += len(node.users) if isinstance(state, nn.Parameter) else 0
         return any(count > 1 for count in uses.values())
 
@@ -112,7 +130,7 @@ class Stage(nn.Module):
 
     def recompute(self, names: Sequence[str]) -> None:
         """Compute the modules of these names again in the backward pass; of those alone."""
-        states = {node: attrgetter(path)(self).requires_grad for node, path in self.form.states.items()}
+        states = {node: state.requires_grad for node, state in self.states().items()}
         runner = recomputed_program(self.program, states, self.form.written, names)
         object.__setattr__(self, "runner", runner)
 

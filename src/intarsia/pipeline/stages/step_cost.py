@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def measure_passes(stage: Stage, values: Sequence[Any], repeats: int) -> tuple[P
     step's micro-batches counts, the least of `repeats` steps after one to warm up.
     """
     form = stage.form
-    weights = {name: _alias(attrgetter(path)(stage)) for name, path in form.states.items()}
+    weights = {name: _alias(state) for name, state in stage.states().items()}
     seconds: list[Passes] = []
     gives: Sequence[Any] = ()
     for turn in range(repeats + 1):
