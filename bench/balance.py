@@ -7,7 +7,8 @@ possible one, the mean and the worst over the rounds, and the median time to fin
 
 Then models are cut by `split` into two stages, one thread each, and a step of 8 micro-batches is set against
 the plain step on one thread: the ideal one takes (m + n - 1) / (n * m) of its time. `by time` compares the
-clock, the median over rounds in which both run, and needs two free cores. `beside` is how much more CPU time
+clock, the median over rounds in which both run, and needs two free cores; `least` compares the fastest steps
+of all rounds, since anything else on the machine can only add to a time. `beside` is how much more CPU time
 the plain step takes while a second process does the same on the other core: cores share memory and power,
 and no pipeline is faster than that. `of the cores` is the share of what the ideal is then. `by work` compares
 what the threads did (CPU time of the plain step, of the slowest stage and of the caller): it tells balance
@@ -229,6 +230,7 @@ def training_shares(name: str, recompute: bool, steps: int, stages: int = 2, chu
         f"{parts.report.balance:.0%}",
         f"{statistics.median(statistics.mean(e) / max(e) for e in each):.0%}",
         f"{share:.0%}",
+        f"{ideal * min(p[0] for p in plain) / min(p[0] for p in piped):.0%}",
         f"{slower:.2f}",
         f"{share * slower:.0%}",
         f"{ideal * statistics.median(p[1] for p in plain) / statistics.median(of_work):.0%}",
@@ -241,7 +243,7 @@ def training_table(steps: int) -> Table:
     table = Table(title="a training step on 2 CPU stages, 8 micro-batches: share of the ideal")
     for column in ("model", "recomputing", "plain ms", "pipe ms", "cut balance", "work balance"):
         table.add_column(column, justify="left" if column == "model" else "right")
-    for column in ("by time", "beside", "of the cores", "by work"):
+    for column in ("by time", "least", "beside", "of the cores", "by work"):
         table.add_column(column, justify="right")
     for name in models():
         for recompute in (False, True):
@@ -259,7 +261,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="training steps measured; 0 leaves them out")
     arguments = parser.parse_args()
-    console = Console()
+    console = Console(width=110)
     for layers, stages in zip(arguments.layers, arguments.stages, strict=True):
         table = Table(title=f"{layers} layers over {stages} stages, {arguments.rounds} rounds")
         for column in ("costs", "cuts", "mean", "worst", "ms", "empty"):

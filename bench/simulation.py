@@ -5,8 +5,8 @@
 On each number of processes it first measures what a cluster's description says: the link between two
 processes, what handing a micro-batch over costs a rank, and what a step costs beside its passes (two small
 exchanges), all on a model that computes next to nothing. Then a GPT is cut, each stage's passes are measured
-by `split` on one process while the others wait, the loss beside them, and every schedule is predicted and run,
-in turns. `speed` is what a rank computes beside the others, as a share of what it computes alone: cores that
+by `split` on one process while the others wait, and the loss; every schedule is predicted and run, in turns.
+`speed` is what a rank computes beside the others, as a share of what it computes alone: cores that
 share memory are slower when all are busy, and more processes than cores share them. The error is prediction
 over measurement, less one; that of work compares what the ranks were predicted to do with their CPU time: a
 busy machine disturbs it less. `others` is the share of the cores that other processes had in the step that is
@@ -48,7 +48,7 @@ SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble"]
 
 @dataclass(frozen=True, order=True)
 class Step:
-    """One step: the share of the cores that others had, seconds by the slowest rank, CPU seconds of all ranks."""
+    """One step: the share of the cores that others had, seconds of the slowest rank, CPU seconds of all."""
 
     others: float
     seconds: float
