@@ -45,7 +45,7 @@ def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) 
     path = tmp_path / "a.tuned"
     save(tuned, path)
     other = Service(nn.Sequential(Block(), Block()))
-    with pytest.raises(ArchiveError, match="has other weights than when it was tuned"):
+    with pytest.raises(ArchiveError, match="has other weights than when it was saved"):
         load(path, other)
     assert "forward" not in other.models["main"].__dict__
     with pytest.raises(ArchiveError, match="which this list has not"):

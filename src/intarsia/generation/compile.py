@@ -80,6 +80,7 @@ def compile_generation(
         found = making.check(forward, tolerance)
     elif tolerance is not None and not any(map(is_short, tokens.values())):
         notes.append(why_exact(tokens[rows[0]], tolerance))
+    forward.tolerance = tolerance
     made = Generation(model, forward, found.error, tolerance, tuple(notes))
     if found.fault is not None:
         made.enable(False)

@@ -28,8 +28,10 @@ class EncoderForward(ReplacedForward):
         source: Source,
         plain: Compiled | PartlyCompiled,
         masked: Compiled | PartlyCompiled | None,
+        *,
+        loaded: bool = False,
     ) -> None:
-        super().__init__(type(encoder).__name__, encoder)
+        super().__init__(type(encoder).__name__, encoder, loaded=loaded)
         self.anatomy, self.source, self.plain, self.masked = anatomy, source, plain, masked
         self.runs = {"encoder": 0, "own": 0}
 

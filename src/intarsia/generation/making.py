@@ -12,7 +12,7 @@ from torch import nn
 from intarsia.engines import SHORT
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy
-from intarsia.generation.check import LEAST, Checked, checked
+from intarsia.generation.check import LEAST, Checked, checked, worst
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.forward import GeneratingForward, Programs
 from intarsia.generation.programs import compiled_encoder, compiled_prompts, compiled_token
@@ -83,8 +83,7 @@ class Making:
 
     def check(self, forward: GeneratingForward, tolerance: float | None) -> Checked:
         """The worst of all numbers of rows."""
-        found = [checked(forward, n, tolerance, self._of(n)) for n in self.rows]
-        return max(found, key=lambda one: (one.fault is not None, one.error))
+        return worst(checked(forward, n, tolerance, self._of(n)) for n in self.rows)
 
     def _of(self, rows: int) -> list[torch.Tensor]:
         return [one.to(self.anatomy.device) for one in self.examples if one.shape[0] == rows]

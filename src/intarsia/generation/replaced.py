@@ -19,11 +19,10 @@ from intarsia.runtime.placed import PlacedForward
 class ReplacedForward(PlacedForward, ABC):
     """Asks `answer` first, which gives what the module would, or a sentence that says why it cannot."""
 
-    is_portable = False
     runs: dict[str, int]  # who answered; "own" is the module's own forward
 
-    def __init__(self, path: str, module: nn.Module) -> None:
-        super().__init__(path, module, ())
+    def __init__(self, path: str, module: nn.Module, *, loaded: bool = False) -> None:
+        super().__init__(path, module, (), loaded=loaded)
         self.__signature__ = inspect.signature(self.own)  # `generate` asks what forward takes
         self.__name__ = "forward"
         self._told: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +22,6 @@ class PlacedForward:
     runs in training, under autocast, where an input carries gradients, for calls of other kinds, and from the
     moment on when a weight is written to or replaced.
     """
-
-    is_portable: ClassVar[bool] = True  # its programs are all there is to it, so they can be saved
 
     def __init__(
         self, path: str, module: nn.Module, programs: Sequence[Compiled], *, loaded: bool = False

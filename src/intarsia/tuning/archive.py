@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.bundle import check_member, open_bundle, write_bundle
+from intarsia.runtime.archive.bundle import (
+    check_member,
+    check_weights,
+    open_bundle,
+    weight_digests,
+    write_bundle,
+)
 from intarsia.runtime.archive.load import complaining, load_bytes
+from intarsia.runtime.archive.values import Json
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
 from intarsia.tuning.holders import held_modules
 from intarsia.tuning.tuned import Tuned
+
+if TYPE_CHECKING:
+    from intarsia.generation.forward import GeneratingForward
 
 _FORMAT, _VERSION = "intarsia-tuned", 1
 
@@ -26,16 +34,23 @@ def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
         raise ArchiveError("nothing is tuned, so there is nothing to save")
     members: dict[str, Compiled] = {}
     modules: dict[str, list[str]] = {}
+    generating: dict[str, Json] = {}
     for number, (where, placed) in enumerate(tuned.placed.items()):
-        if not placed.is_portable:
-            raise ArchiveError(f"{where} generates by programs that share a cache; these are not saved yet")
+        if _generates(placed):
+            from intarsia.generation.archive import packed
+
+            generating[where], found = packed(placed, f"modules/{number}.")
+            members.update(found)
+            continue
         for place, program in enumerate(placed.programs):
             assert isinstance(program, Compiled)
             check_member(where, program)
             name = f"modules/{number}.{place}.intarsia"
             members[name] = program
             modules.setdefault(where, []).append(name)
-    write_bundle(path, _FORMAT, _VERSION, {"modules": modules}, members)
+    weights: dict[str, Json] = {where: weight_digests(one.module) for where, one in tuned.placed.items()}
+    told: dict[str, Json] = {"modules": dict(modules), "generating": generating, "weights": weights}
+    write_bundle(path, _FORMAT, _VERSION, told, members)
 
 
 def load(path: str | os.PathLike[str], target: Any) -> Tuned:
@@ -47,12 +62,19 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
     placed: dict[str, PlacedForward] = {}
     with complaining(f"{os.fspath(path)} cannot be loaded"):
         reader = open_bundle(path, _FORMAT, _VERSION)
-        for where, names in _modules(reader.manifest).items():
+        modules, generating = _modules(reader.manifest), reader.manifest["generating"]
+        for where in (*modules, *generating):
             if where not in held:
                 raise ArchiveError(f"it tunes {where}, which this {type(target).__name__} has not")
+            check_weights(where, held[where], reader.manifest["weights"][where])
+            if held[where].training:
+                raise ArchiveError(f"{where} is in training mode; call eval() on it first")
+        for where, told in generating.items():
+            from intarsia.generation.archive import unpacked
+
+            placed[where], _ = unpacked(where, held[where], told, reader.member)
+        for where, names in modules.items():
             programs = [load_bytes(reader.member(name)) for name in names]
-            for program in programs:
-                _check_weights(where, held[where], program)
             placed[where] = PlacedForward(where, held[where], programs, loaded=True)
     for one in placed.values():
         one.put()
@@ -69,13 +91,9 @@ def _modules(manifest: Mapping[str, Any]) -> dict[str, list[str]]:
     return modules
 
 
-def _check_weights(where: str, module: nn.Module, program: Compiled) -> None:
-    mine, theirs = program.state_dict(), module.state_dict()
-    if mine.keys() != theirs.keys():
-        other = next(iter(mine.keys() ^ theirs.keys()))
-        raise ArchiveError(f"{where} has other weights than when it was tuned: {other} is one side's alone")
-    for name, tensor in mine.items():
-        if tensor.dtype != theirs[name].dtype or not torch.equal(tensor, theirs[name].to(tensor.device)):
-            raise ArchiveError(f"{where} has other weights than when it was tuned: {name} differs")
-    if module.training:
-        raise ArchiveError(f"{where} is in training mode; call eval() on it first")
+def _generates(placed: PlacedForward) -> TypeGuard[GeneratingForward]:
+    if "intarsia.generation.forward" not in sys.modules:  # it imports transformers
+        return False
+    from intarsia.generation.forward import GeneratingForward
+
+    return isinstance(placed, GeneratingForward)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import torch
+from torch import nn
 
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.container import Reader, Writer, write_atomically
@@ -12,6 +15,7 @@ from intarsia.runtime.archive.load import check_version
 from intarsia.runtime.archive.save import made_by, save_bytes
 from intarsia.runtime.archive.values import Json
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.weights import tensor_digest
 
 
 def write_bundle(
@@ -45,3 +49,26 @@ def check_member(where: str, program: Compiled) -> None:
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
         raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")
+
+
+def weight_digests(module: nn.Module) -> dict[str, Json]:
+    """A digest of each parameter and buffer, those that a state dict leaves out among them."""
+    return {name: tensor_digest(tensor) for name, tensor in _weights(module).items()}
+
+
+def check_weights(where: str, module: nn.Module, told: Mapping[str, Any]) -> None:
+    """ArchiveError for a module with other weights than a file tells of."""
+    weights = _weights(module)
+    for name in {**told, **weights}:
+        if name not in told or name not in weights:
+            whose = "the file" if name in told else "the model"
+            raise ArchiveError(f"{where} has other weights than when it was saved: only {whose} has {name}")
+        if tensor_digest(weights[name]) != told[name]:
+            raise ArchiveError(f"{where} has other weights than when it was saved: {name} differs")
+
+
+def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

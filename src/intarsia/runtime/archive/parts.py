@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.bundle import check_member, write_bundle
+from intarsia.runtime.archive.bundle import check_member, check_weights, weight_digests, write_bundle
 from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.load import Place, check_version, load_whole
 from intarsia.runtime.archive.values import Json
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled, assembled
-from intarsia.runtime.weights import tensor_digest
 
 PARTS, _VERSION = "intarsia-parts", 1
 
@@ -36,7 +34,7 @@ def save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
         "model": _kind(partly.model),
         "reason": partly.plan.reason,
         "notes": list(partly.own_notes),
-        "weights": {name: tensor_digest(tensor) for name, tensor in _weights(partly.model).items()},
+        "weights": weight_digests(partly.model),
         "parts": parts,
     }
     write_bundle(path, PARTS, _VERSION, told, programs)
@@ -63,7 +61,7 @@ def load_parts(
         found = _kind(modules[where]) if where in modules else "nothing"
         if found != part["type"]:
             raise ArchiveError(f"the model has {found} at {where!r}; the file has a {part['type']} for it")
-    _check_weights(told["weights"], _weights(model))
+    check_weights("the model", model, told["weights"])
     parts = {
         str(where): load_whole(
             Reader(reader.member(part["archive"])), engines, map_location, False, modules[where]
@@ -75,20 +73,3 @@ def load_parts(
 
 def _kind(module: nn.Module) -> str:
     return type(module).__qualname__
-
-
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers, those that a state dict leaves out among them."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def _check_weights(told: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> None:
-    for name in {**told, **weights}:
-        if name not in told or name not in weights:
-            whose = "the file" if name in told else "the model"
-            raise ArchiveError(f"the model has other weights than when it was saved: only {whose} has {name}")
-        if tensor_digest(weights[name]) != told[name]:
-            raise ArchiveError(f"the model has other weights than when it was saved: {name} differs")
