@@ -89,10 +89,24 @@ def _diff(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.diff(net.linear(x), dim=1) * 2
 
 
-@pytest.mark.parametrize("function", [_residual, _read_before_and_after, _written_twice, _diff])
+def _constant(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return net.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])  # `detach_` of what it lifts
+
+
+@pytest.mark.parametrize("function", [_residual, _read_before_and_after, _written_twice, _diff, _constant])
 def test_no_second_trace(function: Function, traces: list[int]) -> None:
     _check(function)
     assert not traces
+
+
+def test_a_size_that_is_read_costs_no_second_trace(traces: list[int]) -> None:
+    model = Net(lambda net, x: net.linear(x).reshape(x.shape[0] * 2, 3) * x.shape[0]).eval()
+    rows = torch.export.Dim("rows", min=1, max=64)
+    lowered = lower(capture(model, (X,), dynamic_shapes={"x": {0: rows}}), registry.__contains__)
+    assert not traces
+    for count in (4, 7):
+        given = torch.randn(count, 6)
+        torch.testing.assert_close(lowered.module(given)[-1], model(given))
 
 
 def _view_sees_the_write(net: nn.Module, x: torch.Tensor) -> torch.Tensor:

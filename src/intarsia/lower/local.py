@@ -55,10 +55,20 @@ def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node
     """
     with torch.no_grad():
         settled = all(
-            _as_value(node) or _expanded(node, table) for node in list(graph.nodes) if needs_work(node)
+            _left_out(node) or _as_value(node) or _expanded(node, table) for node in list(graph.nodes) if needs_work(node)
         )
     graph.lint()
     return settled
+
+
+def _left_out(node: fx.Node) -> bool:
+    """Take away a `detach_`, which concerns gradients alone and hands on what it is given."""
+    if node.target is not aten.detach_.default or any(user.op == "output" for user in node.users):
+        return False
+    (given,) = node.all_input_nodes
+    node.replace_all_uses_with(given)
+    node.graph.erase_node(node)
+    return True
 
 
 def _as_value(node: fx.Node) -> bool:

@@ -85,6 +85,8 @@ def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         # What vmap and its kin leave in the graph works on wrapped tensors; tracing once more resolves it.
         return getattr(target, "__module__", "").startswith("torch._functorch")
+    if target is aten.sym_size.int:
+        return False  # in torch's table, which makes the same of it again
     if target._schema.is_mutable or target in table:
         return True
     flag = _TRAINING_FLAG.get(target)
