@@ -55,7 +55,9 @@ def settle(graph: fx.Graph, table: dict[Any, Any], needs_work: Callable[[fx.Node
     """
     with torch.no_grad():
         settled = all(
-            _left_out(node) or _as_value(node) or _expanded(node, table) for node in list(graph.nodes) if needs_work(node)
+            _left_out(node) or _as_value(node) or _expanded(node, table)
+            for node in list(graph.nodes)
+            if needs_work(node)
         )
     graph.lint()
     return settled
