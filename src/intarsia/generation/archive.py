@@ -36,11 +36,12 @@ Program = Compiled | PartlyCompiled
 def save(made: Generation, path: str | os.PathLike[str]) -> None:
     """Write all programs into one file, each with its weights; a file that fails is not left behind.
 
+    >>> import os, tempfile
     >>> from intarsia import compile_generation, generation
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     >>> model = LlamaForCausalLM(config).eval()
-    >>> path = getfixture("tmp_path") / "llama.generation"
+    >>> path = os.path.join(tempfile.mkdtemp(), "llama.generation")
     >>> with compile_generation(model, max_length=8, engines="onnxruntime") as made:
     ...     generation.save(made, path)
     >>> print(generation.load(path, model))
