@@ -13,7 +13,7 @@ from tests.generation.families import smallest
 
 import intarsia
 from intarsia import generation
-from intarsia.errors import ArchiveError
+from intarsia.errors import ArchiveError, InputError
 
 ROOM = 24
 
@@ -90,6 +90,11 @@ def test_another_model_is_refused(saved: tuple[Path, torch.Tensor], change: Any,
     with pytest.raises(ArchiveError, match=told):
         generation.load(saved[0], model)
     assert "forward" not in model.__dict__
+
+
+def test_what_is_no_model_is_refused(saved: tuple[Path, torch.Tensor]) -> None:
+    with pytest.raises(InputError, match="were made of, not a str"):
+        generation.load(saved[0], "llama")  # type: ignore[arg-type]
 
 
 def test_a_damaged_file_is_refused(saved: tuple[Path, torch.Tensor], tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> Generation:
     ArchiveError, and the model stays as it is, where the file or the weights do not fit.
     """
     name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise InputError(f"load takes the model that a file's programs were made of, not a {name}")
     with complaining(f"{os.fspath(path)} cannot be loaded"):
         reader = open_bundle(path, _FORMAT, _VERSION)
         told = reader.manifest

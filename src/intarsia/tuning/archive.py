@@ -25,7 +25,7 @@ from intarsia.tuning.tuned import Tuned
 if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
-_FORMAT, _VERSION = "intarsia-tuned", 1
+_FORMAT, _VERSION = "intarsia-tuned", 2
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
