@@ -262,6 +262,11 @@ NEGATIVE: dict[str, tuple[Callable[[], Tensor], str, str]] = {
         "the scale is [4], not one number",
     ),
     "merged_projections": (three_products, "gemm", "some have a bias and some have none"),
+    "onednn_product": (
+        lambda: F.gemm(given("x", 8, 512), const(512, 512)),
+        "gemm",
+        "the input has 8 rows, of 64 that it takes to gain",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Matrix products: bias taken in, scale folded into the weight, projections of one input merged."""
+"""Matrix products: bias taken in, scale folded into the weight, projections merged, a kernel asked for."""
 
 from __future__ import annotations
 
@@ -116,8 +116,36 @@ def _projections(rng: np.random.Generator, large: bool) -> None:
         F.gemm(x, weight(rng, width, inner), bias, trans_b=True).mark_output(name)
 
 
+_ROWS, _WEIGHTS = 64, 512 * 512  # smaller products run as fast by MLAS, or faster
+
+
+@rule(lambda op, x, w, b: op.Gemm(x, op.constant(w), op.maybe(b), transB=op.any, _name="gemm"))
+def onednn_product(net: Network, x: Tensor, w: Tensor, b: Tensor | None, gemm: Layer) -> object:
+    """A large product is followed by an activation that changes nothing.
+
+    OpenVINO multiplies by MLAS where nothing follows a product, and by oneDNN where something does; which of
+    the two is faster depends on the processor.
+    """
+    if any(layer.kind == "LeakyRelu" for layer in gemm.get_outputs(0)[0].get_users()):
+        return refuse("an activation follows")
+    rows = x.shape[0]
+    if not isinstance(rows, int) or rows < _ROWS:
+        return refuse(f"the input has {rows} rows, of {_ROWS} that it takes to gain")
+    if w.constant is None or w.constant.size < _WEIGHTS or not is_float(w):
+        return refuse(f"the weight is {list(w.shape)} of {w.dtype.name}, too small to gain")
+    return F.leaky_relu(F.gemm(x, w, b, trans_b=bool(gemm.attribute("transB", 0))), 1.0)
+
+
+def _followed_by_nothing(rng: np.random.Generator, large: bool) -> None:
+    rows, inner, columns = (256, 2048, 768) if large else (64, 512, 512)
+    F.gemm(
+        given("x", rows, inner), weight(rng, columns, inner), weight(rng, columns), trans_b=True
+    ).mark_output("y")
+
+
 FUSIONS = (
     Fusion("linear_bias", linear_bias, _with_bias, 30),
     Fusion("scale_into_weight", scale_into_weight, _scaled, 35),
     Fusion("merged_projections", merged_projections, _projections, 25),
+    Fusion("onednn_product", onednn_product, _followed_by_nothing, 1, engines=("openvino",)),
 )
