@@ -32,6 +32,7 @@ _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # how many are built
 _CLOSE = 1.3  # who is further behind after the first race does not run in the last
 _SPREAD_ROUNDS, _QUICK_S = 3, 4.0  # the last race has so many rounds at least, if they take so little
+_SURE_ROUNDS, _SURE_S = 9, 1.0  # and up to so many if they take that: a hiccup in one of three would decide
 _FAR = 1.6  # who is so far behind in any round of a race leaves it at once
 _AGAIN = 2.0  # without a budget given, measuring may take so many times what the first plan took
 
@@ -109,6 +110,13 @@ class Search:
         lead = min(trial.median for trial in self.trials.values())
         took = [self.trials[name].median if name in self.trials else lead for name in names]
         return _SPREAD_ROUNDS * sum(took) < _QUICK_S
+
+    def _least_rounds(self, names: Sequence[str]) -> int:
+        """Rounds of the last race that no budget shortens; but one call may take longer than all of it."""
+        if not self._is_quick(names):
+            return 1
+        lead = min(trial.median for trial in self.trials.values())
+        return min(max(int(_SURE_S / (lead * len(names))), _SPREAD_ROUNDS), _SURE_ROUNDS)
 
     def _fits_a_race(self, names: Sequence[str]) -> bool:
         """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
@@ -292,8 +300,7 @@ class Search:
             calls,
             self.measured.objective,
             rounds=rounds,
-            # One call may take longer than the whole budget.
-            least=_SPREAD_ROUNDS if final and self._is_quick(names) else 1,
+            least=self._least_rounds(names) if final else 1,
             budget_s=budget,
             drop=_FAR,
             failed=failed,
