@@ -45,10 +45,11 @@ class Races:
     """Every plan takes what the table says; `log` tells who raced."""
 
     def __init__(self, table: Mapping[str, float]) -> None:
-        self.table, self.log = table, list[list[str]]()
+        self.table, self.log, self.least = table, list[list[str]](), list[object]()
 
-    def __call__(self, calls: Mapping[str, Call], *_: object, **__: object) -> dict[str, tuple[float, ...]]:
+    def __call__(self, calls: Mapping[str, Call], *_: object, **how: object) -> dict[str, tuple[float, ...]]:
         self.log.append(list(calls))
+        self.least.append(how["least"])
         return {name: (self.table.get(name, 9e-9),) * 4 for name in calls}
 
 
@@ -137,6 +138,16 @@ def test_patterns_that_are_named_are_not_left_out_by_measuring(monkeypatch: pyte
     races = _races(monkeypatch, {"openvino": 1e-9})
     intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), rewrite=["identity"])
     assert not [name for names in races.log for name in names if "no patterns" in name]
+
+
+@pytest.mark.parametrize(("seconds", "least"), [(0.001, 9), (0.1, 3), (2.0, 1)])
+def test_the_last_race_has_more_rounds_where_they_take_little(
+    seconds: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    races = _races(monkeypatch, dict.fromkeys(("openvino", "onnxruntime", "pytorch", "eager"), seconds))
+    only = Measured(budget_s=300, candidates=())
+    intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), engines=["openvino", "onnxruntime"], partition=only)
+    assert races.least[-1] == least, races.log
 
 
 def test_slow_engines_wait_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
