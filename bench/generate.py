@@ -17,7 +17,8 @@ installed, or whose model cannot be built, is a line with the reason. Both may s
 
 optimum-intel, which builds for OpenVINO, asks for an older transformers. Put both into a folder, `pip install
 --target FOLDER --no-deps optimum optimum-intel "transformers<5.6" "huggingface-hub<1.22" "tokenizers<0.23"
-"diffusers<0.39" httpx httpcore h11 anyio certifi`, and name it by `--builders`: it comes first on the path of that builder alone.
+"diffusers<0.39" httpx httpcore h11 anyio certifi`, and name it by `--builders`: it comes first on the path of
+that builder alone.
 """
 
 from __future__ import annotations
