@@ -88,4 +88,6 @@ def test_recurrent(kind: Any, options: dict[str, Any]) -> None:
     if kind is nn.LSTM and torch.__version__ < "2.12":
         pytest.skip("this torch tells a wrong shape of an LSTM's last states, so the node is refused")
     module = kind(5, 7, **options).eval()
-    assert_equal(lambda x: module(x)[0], (torch.randn(3, 4, 5),))
+    net = assert_equal(lambda x: module(x)[0], (torch.randn(3, 4, 5),))
+    read = [layer.get_inputs()[1:3] for layer in net.get_layers() if layer.kind == kind.__name__]
+    assert read and all(weight.constant is not None for weights in read for weight in weights)

@@ -107,16 +107,18 @@ class Search:
 
     def _is_quick(self, names: Sequence[str]) -> bool:
         """Whether three rounds, which show a spread, take so little that a budget need not tell."""
+        return _SPREAD_ROUNDS * self._round_s(names) < _QUICK_S
+
+    def _round_s(self, names: Sequence[str]) -> float:
+        """About what a round takes; who did not race yet takes what the leader does."""
         lead = min(trial.median for trial in self.trials.values())
-        took = [self.trials[name].median if name in self.trials else lead for name in names]
-        return _SPREAD_ROUNDS * sum(took) < _QUICK_S
+        return sum(self.trials[name].median if name in self.trials else lead for name in names)
 
     def _least_rounds(self, names: Sequence[str]) -> int:
         """Rounds of the last race that no budget shortens; but one call may take longer than all of it."""
         if not self._is_quick(names):
             return 1
-        lead = min(trial.median for trial in self.trials.values())
-        return min(max(int(_SURE_S / (lead * len(names))), _SPREAD_ROUNDS), _SURE_ROUNDS)
+        return min(max(int(_SURE_S / self._round_s(names)), _SPREAD_ROUNDS), _SURE_ROUNDS)
 
     def _fits_a_race(self, names: Sequence[str]) -> bool:
         """Whether there is time for three more rounds, or they take little and a spread is not known yet."""

@@ -60,7 +60,9 @@ def _named(engine: str, patterns: Patterns) -> list[Entry]:
     found = entries(chosen)
     for name in chosen:
         if isinstance(name, str) and name in FUSIONS and engine not in FUSIONS[name].engines:
-            raise RewriteError(f"{engine} does not know the layers that pattern {name!r} makes")
+            raise RewriteError(
+                f"{engine} does not know the layers that pattern {name!r} makes, or gains nothing"
+            )
     return found
 
 

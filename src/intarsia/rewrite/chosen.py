@@ -27,7 +27,9 @@ def patterns_by_engine(patterns: Patterns, engines: Sequence[str]) -> dict[str, 
     entries(chosen)
     for name in chosen:
         if engines and not any(_knows(engine, name) for engine in engines):
-            raise RewriteError(f"{', '.join(engines)} does not know the layers that pattern {name!r} makes")
+            raise RewriteError(
+                f"{', '.join(engines)} does not know the layers that pattern {name!r} makes, or gains nothing"
+            )
     return {engine: [one for one in chosen if _knows(engine, one)] for engine in engines}
 
 

@@ -24,7 +24,7 @@ class Fusion:
 
     `make(rng, large)` writes, into the network under guard, layers that the pattern matches: small for
     proofs, large for measuring. A `free` pattern only takes layers away and is always applied; any
-    other is applied where it was measured to pay. `engines` are those that know the layers it makes. A
+    other is applied where it was measured to pay. `engines` know the layers it makes, and may gain. A
     `finite_only` pattern answers as before for finite numbers, not for NaN and infinities: it is applied
     only where it is named, or all patterns are asked for.
     """

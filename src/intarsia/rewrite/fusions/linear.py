@@ -126,13 +126,16 @@ def onednn_product(net: Network, x: Tensor, w: Tensor, b: Tensor | None, gemm: L
     OpenVINO multiplies by MLAS where nothing follows a product, and by oneDNN where something does; which of
     the two is faster depends on the processor.
     """
+    # Another activation may stand behind a reshape; where one follows anyway, this one costs little.
     if any(layer.kind == "LeakyRelu" for layer in gemm.get_outputs(0)[0].get_users()):
         return refuse("an activation follows")
     rows = x.shape[0]
     if not isinstance(rows, int) or rows < _ROWS:
         return refuse(f"the input has {rows} rows, of {_ROWS} that it takes to gain")
-    if w.constant is None or w.constant.size < _WEIGHTS or not is_float(w):
-        return refuse(f"the weight is {list(w.shape)} of {w.dtype.name}, too small to gain")
+    if not is_float(w):
+        return refuse(f"the weight is of {w.dtype.name}, which MLAS does not multiply")
+    if w.constant is None or w.constant.size < _WEIGHTS:
+        return refuse(f"the weight is {list(w.shape)}, too small to gain")
     return F.leaky_relu(F.gemm(x, w, b, trans_b=bool(gemm.attribute("transB", 0))), 1.0)
 
 
