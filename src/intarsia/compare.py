@@ -138,7 +138,7 @@ def relative_error(answer: object, truth: object) -> float:
             continue
         if b.is_complex():
             a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-        x, y = a.double(), b.double()
+        x, y = a.detach().double(), b.detach().double()
         both = torch.isfinite(x) & torch.isfinite(y)
         if not torch.equal(torch.isfinite(x), torch.isfinite(y)) or not _same_specials(x[~both], y[~both]):
             return float("inf")

@@ -122,9 +122,50 @@ def test_convolutions_are_fused_with_what_follows(bias: bool) -> None:
         aten.contiguous.default,
         aten.cudnn_convolution_relu.default,
         aten.cudnn_convolution_add_relu.default,
+        aten.contiguous.default,  # the result is laid out as it was
     ]
     for name, value in module.named_buffers():
         assert value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last), name
+
+
+class Picture(nn.Module):
+    """Results of each kind: an image, a view of it, what `view` was called on, and the input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.second(torch.relu(self.first(x)))
+        return y, y.permute(0, 2, 3, 1), y.flatten(2).transpose(1, 2), y.view(2, -1), x[:, 1:]
+
+
+def test_images_are_laid_out_channels_last_and_results_as_before() -> None:
+    model, x = Picture().eval(), torch.randn(2, 3, 6, 7)
+    count, module = applied(model, x, "channels_last")
+    assert count == 2
+    for name, value in module.named_buffers():
+        assert value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last), name
+    with torch.no_grad():
+        for answer, truth in zip(module(x), model(x), strict=True):
+            assert answer.is_contiguous() or not truth.is_contiguous()
+        assert module(x)[-1].data_ptr() == x[:, 1:].data_ptr()
+
+
+def test_computed_weights_keep_their_layout() -> None:
+    class Doubled(Picture):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return nn.functional.conv2d(x, x[:1, :, :3, :3] * 2)
+
+    assert applied(Doubled(), torch.randn(2, 3, 8, 8), "channels_last")[0] == 0
+
+
+def test_pytorch_is_raced_in_channels_last_where_it_may_win() -> None:
+    model, x = Picture().eval(), torch.randn(2, 3, 6, 7)
+    measured = intarsia.Measured(budget_s=5)
+    fast = intarsia.compile(model, (x,), engines=PyTorch(), partition=measured)
+    assert "pytorch, channels_last" in {trial.name for trial in fast.plan.findings.trials}
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sum_that_broadcasts_is_not_fused() -> None:

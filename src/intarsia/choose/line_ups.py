@@ -9,11 +9,12 @@ from intarsia.choose.candidate import Candidate, Workshop
 from intarsia.choose.measured import Measured
 from intarsia.choose.variants import variants
 from intarsia.engines import Engine, Inductor, PyTorch
-from intarsia.engines.graph_rewrites import apply_rewrites, one_row_products, own_copy
+from intarsia.engines.graph_rewrites import apply_rewrites, image_convolutions, one_row_products, own_copy
 from intarsia.engines.inductor import GPU_REWRITES
 from intarsia.partition import PYTORCH
 
 _VECTORS = "vector_products"
+_IMAGES = ("batch_norms", "channels_last")  # Inductor lays images out so by itself
 
 
 def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
@@ -50,10 +51,13 @@ def _in_pytorch(workshop: Workshop, pytorch: Engine) -> list[Candidate]:
 
 
 def _graph_rewrites(engine: Engine, workshop: Workshop) -> list[str]:
-    """The rewrites of graphs that would change what Inductor is given."""
+    """The rewrites of graphs that would change what an engine is given, and are worth measuring."""
+    module = workshop.builder.module
+    if isinstance(engine, PyTorch) and image_convolutions(module):
+        return list(_IMAGES)
     if not isinstance(engine, Inductor) or not workshop.on_gpu:
         return []
-    counts = apply_rewrites(own_copy(workshop.builder.module), GPU_REWRITES)
+    counts = apply_rewrites(own_copy(module), GPU_REWRITES)
     return [name for name, count in counts.items() if count]
 
 

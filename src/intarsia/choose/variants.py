@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from intarsia.choose.measured import Measured
-from intarsia.engines import Engine, Inductor, OnnxRuntime, OpenVINO
+from intarsia.engines import Engine, Inductor, OnnxRuntime, OpenVINO, PyTorch
 from intarsia.engines.inductor import GPU_REWRITES
 
 
@@ -16,7 +16,8 @@ def variants(engine: Engine, measured: Measured, rewrites: Sequence[str] = ()) -
     """Other options for an engine, each with the words that tell it apart.
 
     Options that the user gave stay: only what stands at its default is varied. `rewrites` are those of
-    graphs that Inductor makes by default; with a budget it is tried without each of them, too.
+    graphs that would change something: PyTorch, which makes none by default, is tried with them; Inductor,
+    which makes them, without, and with a budget without each of them, too.
 
     >>> [words for words, _ in variants(OnnxRuntime(), Measured())]
     ['spinning']
@@ -30,6 +31,8 @@ def variants(engine: Engine, measured: Measured, rewrites: Sequence[str] = ()) -
             found.append(("spinning", replace(engine, spinning=True)))
         if measured.objective == "throughput" and engine.threads is None and threads > 1:
             found.append(("1 thread a call", replace(engine, threads=1)))
+    if isinstance(engine, PyTorch) and not engine.rewrites and rewrites:
+        found.append((rewrites[-1], replace(engine, rewrites=tuple(rewrites))))
     if isinstance(engine, Inductor) and engine.rewrites is None and rewrites:
         found.append(("no rewrites", replace(engine, rewrites=())))
         if measured.budget_s is not None:

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from intarsia.engines.graph_rewrites.attention import flash_attention
 from intarsia.engines.graph_rewrites.batch_norm import fold_batch_norms
+from intarsia.engines.graph_rewrites.channels_last import channels_last
 from intarsia.engines.graph_rewrites.cudnn import fuse_convolutions
 from intarsia.engines.graph_rewrites.epilogues import activation_epilogues
 from intarsia.engines.graph_rewrites.merged_products import merge_products
@@ -27,6 +28,7 @@ REWRITES: dict[str, Rewrite] = {
     "flash_attention": flash_attention,
     "split_products": split_products,
     "vector_products": vector_products,
+    "channels_last": channels_last,
 }
 
 

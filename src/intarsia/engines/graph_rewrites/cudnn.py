@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from intarsia.engines.graph_rewrites.channels_last import channels_last
 from intarsia.engines.graph_rewrites.constants import (
     arguments,
     attach,
@@ -27,7 +28,7 @@ def fuse_convolutions(module: fx.GraphModule) -> int:
         if node.op == "call_function" and node.target is aten.conv2d.default and _fits(module, node):
             found += _fuse(module, node)
     if found:
-        _channels_last(module)
+        channels_last(module)
     return found
 
 
@@ -74,34 +75,3 @@ def _fuse(module: fx.GraphModule, node: fx.Node) -> bool:
     for gone in dict.fromkeys((last, user, node)):
         graph.erase_node(gone)
     return True
-
-
-_KERNELS = (
-    aten.conv2d.default,
-    aten.cudnn_convolution_relu.default,
-    aten.cudnn_convolution_add_relu.default,
-)
-
-
-def _channels_last(module: fx.GraphModule) -> None:
-    """Weights and the images that come from outside in channels_last; inside, kernels keep it."""
-    graph = module.graph
-    made: dict[fx.Node, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in _KERNELS:
-            continue
-        given = arguments(node)
-        weight = given["weight"]
-        value = constant(module, weight)
-        if value is not None and value.dim() == 4:
-            with graph.inserting_before(node):
-                laid = value.contiguous(memory_format=torch.channels_last)
-                node.replace_input_with(weight, attach(module, f"_nhwc_{node.name}", laid))
-        image = node.args[0]
-        if isinstance(image, fx.Node) and image.op == "placeholder":
-            if image not in made:
-                with graph.inserting_before(node):
-                    made[image] = graph.call_function(
-                        aten.contiguous.default, (image,), {"memory_format": torch.channels_last}
-                    )
-            node.replace_input_with(image, made[image])
