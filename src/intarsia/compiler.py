@@ -48,7 +48,7 @@ from intarsia.choose.plan import EAGER
 from intarsia.choose.precision import SHORTENING_S, Precision, allowed_arithmetic
 from intarsia.choose.reuse import Earlier
 from intarsia.choose.wishes import Wishes
-from intarsia.choose.worth import is_measuring, too_small_to_measure
+from intarsia.choose.worth import is_measuring, may_favour_slow_engines, too_small_to_measure
 from intarsia.convert import registry
 from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
 from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError, RefitError
@@ -157,7 +157,8 @@ def compile(
         by_default = open_order and device in ("cpu", "cuda") and len(usable) > 1 and is_measuring()
         if by_default:
             wishes = replace(wishes, measured=Measured(), only_if_worth_it=device == "cpu")
-        if engines is None and (measured is not None or (by_default and device == "cuda")):
+        paying = by_default and (device == "cuda" or may_favour_slow_engines(model))
+        if paying or (engines is None and measured is not None):
             usable = with_unasked_engines(usable, device)
         if arithmetic:
             usable, missing = with_short_engines(usable, arithmetic)
@@ -285,6 +286,7 @@ def refitting(usable: Sequence[Engine], wishes: Wishes, examples: Sequence[Examp
         again = [Example(call, example_inputs(lowered, *call)) for call in calls]
         plans = [old.plan, *old.body_plans.values()]
         own = replace(wishes, strategy=as_before(plans, wishes.strategy), measured=None)
+        own = replace(own, only_if_worth_it=False)  # the plan names its engines
         made = _built(model, lowered, usable, own, again, ())
         made.refit_from(old, state)
         if model is not None and comparable:
@@ -318,6 +320,12 @@ def _built(
         wishes.graphs.append(lowered.module)
     else:
         check_names(lowered.module, wishes.options, [engine.name for engine in usable])
+    measured = wishes.measured if as_it_is is None else None
+    if measured is not None and wishes.only_if_worth_it:
+        small = too_small_to_measure(lowered.module)
+        measured, notes = (measured, notes) if small is None else (None, [*notes, small])
+    if measured is None and wishes.only_if_worth_it:  # nobody asked for those that are slow to build
+        usable = [engine for engine in usable if not engine.slow_to_build]
     on_gpu = uses_gpu(lowered.module.graph)
     builder = Builder(
         lowered.module,
@@ -365,21 +373,18 @@ def _built(
             )
         return compiled
 
-    if wishes.measured is None or as_it_is is not None:
-        return finish(*builder.run(table), builder)
-    if wishes.only_if_worth_it and (reason := too_small_to_measure(lowered.module)) is not None:
-        notes = [*notes, reason]
+    if measured is None:
         return finish(*builder.run(table), builder)
 
     def eager() -> Compiled:
         return _built(model, lowered, usable, wishes, [], notes, as_it_is=EAGER)
 
-    sample = sample_of(examples, call, largest=wishes.measured.objective == "throughput")
+    sample = sample_of(examples, call, largest=measured.objective == "throughput")
     told = f"{wishes.rewrite} {wishes.verify} {wishes.cuda_graphs}"
     error = partial(error_of, lowered, examples)
     workshop = Workshop(builder, table, finish, eager, error, wishes.rewrite is None, wishes.began)
     with undisturbed(own) if isinstance(own, nn.Module) else nullcontext():  # it is measured as it is, too
-        return choose(wishes.measured, workshop, usable, sample, told, wishes.tolerance)
+        return choose(measured, workshop, usable, sample, told, wishes.tolerance)
 
 
 def _as_it_is(

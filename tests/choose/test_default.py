@@ -13,7 +13,7 @@ from torch import nn
 
 import intarsia
 from intarsia import compiler
-from intarsia.choose import search
+from intarsia.choose import search, worth
 from intarsia.choose.measured import Measured
 from intarsia.choose.variants import variants
 from intarsia.engines import Inductor
@@ -189,6 +189,43 @@ def test_the_budget_is_kept_when_calls_are_slow(monkeypatch: pytest.MonkeyPatch)
     # One round of everybody is always run: four plans and their first calls, of 0.3 s each.
     assert found.spent_s < 1.5 + 3.0
     assert time.perf_counter() - start < 60
+
+
+def _token(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, torch.Tensor]:
+    """A model in bfloat16 that reads its weights for one row, and is worth measuring."""
+    monkeypatch.setattr(worth, "LEAST_WORK", 0.0)
+    return Net(128).bfloat16().eval(), torch.randn(1, 128).bfloat16()
+
+
+@pytest.mark.skipif(Inductor().unavailable() is not None, reason="Inductor is not usable here")
+def test_a_slow_engine_that_is_known_to_pay_needs_no_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    _races(monkeypatch, {"inductor": 1e-9})
+    model, x = _token(monkeypatch)
+    fast = intarsia.compile(model, (x,))
+    assert fast.plan.engines == ("inductor",)
+    torch.testing.assert_close(fast(x), model(x), rtol=2**-6, atol=2**-8)
+    fast.refit({name: value * 2 for name, value in model.state_dict().items()})
+    assert fast.plan.engines == ("inductor",)
+    doubled = Net(128).bfloat16().eval()
+    doubled.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    torch.testing.assert_close(fast(x), doubled(x), rtol=2**-6, atol=2**-8)
+
+
+def test_it_waits_where_several_rows_read_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    _races(monkeypatch, {"openvino": 1e-9})
+    model, x = _token(monkeypatch)
+    found = intarsia.compile(model, (x.repeat(2, 1),)).plan.findings
+    assert any(reason.startswith("inductor: it is slow to build") for reason in found.left_out)
+
+
+def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sorted(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.svdvals(super().forward(x).float())  # which engines refuse
+
+    fast = intarsia.compile(Sorted(SMALL).bfloat16().eval(), (_x(SMALL).bfloat16(),))
+    assert any("units of work, and measuring pays from" in note for note in fast.notes)
+    assert "pytorch" in fast.plan.engines and "inductor" not in fast.plan.engines
 
 
 def test_inductor_is_tried_without_the_rewrites_that_apply() -> None:

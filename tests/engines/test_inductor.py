@@ -80,7 +80,43 @@ def test_torch_has_what_is_used_of_it() -> None:
     import torch._inductor
 
     assert callable(torch._inductor.compile)
-    assert {"freezing", "max_autotune"} <= set(torch._inductor.list_options())
+    assert {"freezing", "max_autotune", "realize_reads_threshold"} <= set(torch._inductor.list_options())
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "frozen"),
+    [
+        (Inductor(), torch.bfloat16, False),  # frozen, they would be kept in float32
+        (Inductor(freezing=True), torch.bfloat16, True),
+        (Inductor(), torch.float32, True),
+        (Inductor(freezing=False), torch.float32, False),
+    ],
+)
+def test_weights_are_frozen_unless_one_row_reads_them(
+    asked: Inductor, dtype: torch.dtype, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, object]] = []
+
+    def compile_graph(module: object, example: object, config: dict[str, object]) -> None:
+        given.append(config)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr("intarsia.engines.inductor.engine.compile_graph", compile_graph)
+    model, x = nn.Linear(128, 128).to(dtype), torch.randn(1, 128, dtype=dtype)
+    intarsia.compile(model, (x,), engines=[asked], min_block_size=1)
+    config = given[0]
+    assert config["freezing"] is frozen
+    assert ("realize_reads_threshold" in config) == (dtype == torch.bfloat16)
+
+
+def test_one_row_in_bfloat16_answers_as_pytorch() -> None:
+    model = nn.Sequential(nn.Linear(128, 256, bias=False), nn.SiLU(), nn.Linear(256, 128)).bfloat16()
+    x = torch.randn(1, 128).bfloat16()
+    fast = intarsia.compile(model, (x,), engines=["inductor"], min_block_size=1)
+    assert fast.plan.engines == ("inductor",)
+    torch.testing.assert_close(fast(x), model(x), rtol=2**-6, atol=2**-8)
+    other = x * float("inf")
+    torch.testing.assert_close(fast(other), model(other), equal_nan=True)
 
 
 def test_known_by_name_and_not_asked_by_default() -> None:

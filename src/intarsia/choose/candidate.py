@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from intarsia.choose.contents import digest
 from intarsia.choose.findings import Trial
 from intarsia.choose.plan import MOVED
 from intarsia.engines import Engine, Program
+from intarsia.engines.graph_rewrites import has_only_one_row_products
 from intarsia.graph.devices import uses_gpu
 from intarsia.graph.nodes import is_control_flow
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
@@ -119,6 +121,11 @@ class Workshop:
     def on_gpu(self) -> bool:
         """Whether any of the graph runs on a GPU."""
         return uses_gpu(self.builder.module.graph)
+
+    @functools.cached_property
+    def favours_slow_engines(self) -> bool:
+        """Whether an engine that is slow to build is known to pay, so that nobody need ask for it."""
+        return not self.on_gpu and has_only_one_row_products(self.builder.module)
 
     def plan(self, candidate: Candidate) -> Plan:
         """What would be built, if nothing fails."""

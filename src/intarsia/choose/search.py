@@ -246,6 +246,7 @@ class Search:
         """Build those that fit the budget and are not what was built before; the names of what was built."""
         names = []
         for candidate in candidates:
+            favoured = self._is_favoured(candidate)
             if self.built and (reason := self._too_late(candidate)):
                 self._leave_out(f"{candidate.name}: {reason}")
                 continue
@@ -255,7 +256,8 @@ class Search:
                 if planned in self._planned:
                     continue
                 self._planned.add(planned)
-                built = self.workshop.build(candidate, self.progress.deadline if self.built else None)
+                limit = self.progress.deadline if self.built and not favoured else None
+                built = self.workshop.build(candidate, limit)
             except OutOfTime as error:
                 self._leave_out(f"{candidate.name}: {error}")
                 continue
@@ -268,10 +270,19 @@ class Search:
                 self.build_s[candidate.name] = built.build_s
             names.append(candidate.name)
             self._limit()
+            if favoured:  # what it took is not taken from the others
+                self.progress.budget_s += built.build_s
         return names
+
+    def _is_favoured(self, candidate: Candidate) -> bool:
+        """Whether it is built whatever time that takes, for no budget was given and it is known to pay."""
+        is_free = self.measured.budget_s is None and candidate.is_slow_to_build
+        return is_free and self.workshop.favours_slow_engines
 
     def _too_late(self, candidate: Candidate) -> str | None:
         left = self.progress.left_s
+        if self._is_favoured(candidate):
+            return no_room(self.workshop.builder.module)
         if candidate.is_slow_to_build:
             if self.measured.budget_s is None and not self.workshop.on_gpu:
                 return "it is slow to build, and tried only with a budget, such as Measured(budget_s=120)"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from torch import fx
+import torch
+from torch import fx, nn
 
 from intarsia.errors import InputError
 from intarsia.partition.blocks import work
@@ -23,6 +24,11 @@ def is_measuring() -> bool:
     if setting not in ("0", "1"):
         raise InputError(f"{SETTING}={setting!r} in the environment; give 0 or 1")
     return setting == "1"
+
+
+def may_favour_slow_engines(model: object) -> bool:
+    """Whether a graph of the model may be one for which an engine that is slow to build is known to pay."""
+    return isinstance(model, nn.Module) and any(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
 def too_small_to_measure(module: fx.GraphModule) -> str | None:

@@ -1,7 +1,8 @@
 """Products of one row in bfloat16 as products of a matrix with a vector.
 
 On a CPU `linear` hands them to a kernel for matrices; the one for vectors sums in float32 just as well, and
-may read weights faster. Which is faster is measured.
+may read weights faster. Inductor writes such products as loops of its own, which read weights as fast as
+memory gives them. Which is faster is measured.
 """
 
 from __future__ import annotations
@@ -14,17 +15,25 @@ from torch import fx
 from intarsia.engines.graph_rewrites.constants import arguments, constant, shape_of
 
 aten = torch.ops.aten
+_PRODUCTS = (
+    aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default,
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default,
+)  # fmt: skip
+_LARGE = 2**14  # elements of a weight; frequencies of positions are fewer
 
 
 def vector_products(module: fx.GraphModule) -> int:
     """Make vectors of the rows; how many products there were."""
     graph, nodes = module.graph, one_row_products(module)
     for node in nodes:
-        rows, weight, *_ = node.args
-        made = node.meta["val"].shape
+        given, made = arguments(node), node.meta["val"].shape
+        weight, bias = given["weight"], given["bias"]
         with graph.inserting_before(node):
-            row = graph.call_function(aten.reshape.default, (rows, [-1]))
-            product = graph.call_function(aten.mv.default, (weight, row))
+            row = graph.call_function(aten.reshape.default, (given["input"], [-1]))
+            if bias is None:
+                product = graph.call_function(aten.mv.default, (weight, row))
+            else:  # which `linear` adds before it rounds, too
+                product = graph.call_function(aten.addmv.default, (bias, weight, row))
             result = graph.call_function(aten.reshape.default, (product, list(made)))
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
@@ -33,10 +42,7 @@ def vector_products(module: fx.GraphModule) -> int:
 
 
 def one_row_products(module: fx.GraphModule) -> list[fx.Node]:
-    """The products of one row with a weight in bfloat16 on the CPU that add nothing.
-
-    A bias is added by `linear` before it rounds, and would be after it here.
-    """
+    """The products of one row with a weight in bfloat16 on the CPU."""
     return [
         node
         for node in module.graph.nodes
@@ -44,10 +50,23 @@ def one_row_products(module: fx.GraphModule) -> list[fx.Node]:
     ]
 
 
+def has_only_one_row_products(module: fx.GraphModule) -> bool:
+    """Whether all products with large weights are such ones, and there are some: the program of a token."""
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    products = [node for node in calls if node.target in _PRODUCTS and _reads_weights(module, node)]
+    vectors = set(one_row_products(module))
+    return bool(products) and all(node in vectors for node in products)
+
+
+def _reads_weights(module: fx.GraphModule, node: fx.Node) -> bool:
+    values = [constant(module, source) for source in node.all_input_nodes]
+    return any(value is not None and value.numel() >= _LARGE for value in values)
+
+
 def _has_one_row(module: fx.GraphModule, node: fx.Node) -> bool:
     given, made = arguments(node), shape_of(node)
     weight = constant(module, given["weight"])
-    if made is None or weight is None or given["bias"] is not None:
+    if made is None or weight is None:
         return False
     is_plain = weight.ndim == 2 and weight.is_contiguous() and weight.device.type == "cpu"
     return is_plain and weight.dtype == torch.bfloat16 and math.prod(made[:-1]) == 1

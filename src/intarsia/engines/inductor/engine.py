@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from intarsia.engines.base import GraphEngine, Program
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy
+from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, has_only_one_row_products, own_copy
 from intarsia.engines.inductor.compiler import compile_graph, package_graph, read_package, unknown_option
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
@@ -23,6 +23,7 @@ from intarsia.graph.nodes import is_control_flow, is_ordered
 GPU_REWRITES = (
     "patch_convolutions", "merged_products", "activation_epilogues", "flash_attention", "split_products",
 )  # fmt: skip
+_VECTORS = ("vector_products",)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Inductor(GraphEngine):
     """Options: `freezing` (weights are constants), `max_autotune`, and `options` of `torch._inductor.config`.
 
     `rewrites` names changes made to the graph first (see `engines.graph_rewrites`); None makes those for
-    GPUs on a GPU, and none elsewhere. Where engines are measured, it is measured without them too.
+    GPUs on a GPU, where it is measured without them too, and elsewhere products of one row in bfloat16 into
+    products with vectors, if the graph has no others. Those weights are not frozen unless that is asked for.
 
     It takes from seconds to minutes to build, so it is used only where it is named, measured, or the model
     is on a GPU.
@@ -40,7 +42,7 @@ class Inductor(GraphEngine):
     'inductor'
     """
 
-    freezing: bool = True
+    freezing: bool | None = None
     max_autotune: bool = False
     rewrites: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -82,9 +84,8 @@ class Inductor(GraphEngine):
         if not example and not any(node.op == "call_function" for node in module.graph.nodes):
             raise EngineError("there is nothing to compile")
         try:
-            graph = own_copy(module)
-            apply_rewrites(graph, self._rewrites(example))
-            compiled = compile_graph(graph, example, self._config())
+            graph, config = self._rewritten(module, example)
+            compiled = compile_graph(graph, example, config)
         except Exception as error:  # whatever Inductor throws concerns this piece alone
             said = _first_line(error)
             raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
@@ -95,9 +96,8 @@ class Inductor(GraphEngine):
         if any(tensor.device.type != "cpu" for tensor in example):
             raise EngineError("packages of AOTInductor are made of segments on the CPU only")
         try:
-            graph = own_copy(module)
-            apply_rewrites(graph, self._rewrites(example))
-            data = package_graph(graph, example, self._config())
+            graph, config = self._rewritten(module, example)
+            data = package_graph(graph, example, config)
             program = InductorProgram(read_package(data), example)
             inputs = [_filled(tensor) for tensor in example]
             with torch.no_grad():
@@ -116,13 +116,21 @@ class Inductor(GraphEngine):
         except Exception as error:
             raise EngineError(f"AOTInductor refuses its package: {_first_line(error)}") from error
 
-    def _rewrites(self, example: Sequence[torch.Tensor]) -> Sequence[str]:
-        if self.rewrites is not None:
-            return self.rewrites
-        return GPU_REWRITES if any(tensor.is_cuda for tensor in example) else ()
-
-    def _config(self) -> dict[str, Any]:
-        return {"freezing": self.freezing, "max_autotune": self.max_autotune, **self.options}
+    def _rewritten(
+        self, module: fx.GraphModule, example: Sequence[torch.Tensor]
+    ) -> tuple[fx.GraphModule, dict[str, Any]]:
+        """The graph after its rewrites, and Inductor's configuration for it."""
+        graph, on_gpu = own_copy(module), any(tensor.is_cuda for tensor in example)
+        rewrites = self.rewrites
+        if rewrites is None:
+            rewrites = GPU_REWRITES if on_gpu else _VECTORS if has_only_one_row_products(module) else ()
+        counts = apply_rewrites(graph, rewrites)
+        config: dict[str, Any] = {"freezing": self.freezing is not False, "max_autotune": self.max_autotune}
+        if counts.get(*_VECTORS) and not on_gpu:
+            # Freezing would keep the weights widened to float32, and read twice the memory; and what makes
+            # the vector would be computed again for every row of the weight if it were not stored.
+            config |= {"freezing": bool(self.freezing), "realize_reads_threshold": 0}
+        return graph, config | dict(self.options)
 
 
 def _example(node: fx.Node) -> torch.Tensor:
