@@ -13,7 +13,7 @@ from torch import nn
 
 import intarsia
 from intarsia import compiler
-from intarsia.choose import search, worth
+from intarsia.choose import candidate, search, worth
 from intarsia.choose.measured import Measured
 from intarsia.choose.variants import variants
 from intarsia.engines import Inductor
@@ -211,9 +211,23 @@ def test_a_slow_engine_that_is_known_to_pay_needs_no_budget(monkeypatch: pytest.
     torch.testing.assert_close(fast(x), doubled(x), rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.skipif(Inductor().unavailable() is not None, reason="Inductor is not usable here")
+def test_nor_does_it_on_a_processor_with_tiles_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    _races(monkeypatch, {"inductor": 1e-9})
+    monkeypatch.setattr(candidate, "has_bfloat16_tiles", lambda: True)
+    model, x = _token(monkeypatch)
+    rows = torch.export.Dim("rows", min=2, max=8)
+    fast = intarsia.compile(model, (x.repeat(4, 1),), dynamic_shapes=({0: rows},))
+    assert fast.plan.engines == ("inductor",)
+    for count in (2, 3, 8):
+        given = torch.randn(count, 128).bfloat16()
+        torch.testing.assert_close(fast(given), model(given), rtol=2**-6, atol=2**-8)
+
+
 def test_it_waits_where_several_rows_read_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
     model, x = _token(monkeypatch)
+    monkeypatch.setattr(candidate, "has_bfloat16_tiles", lambda: False)
     found = intarsia.compile(model, (x.repeat(2, 1),)).plan.findings
     assert any(reason.startswith("inductor: it is slow to build") for reason in found.left_out)
 

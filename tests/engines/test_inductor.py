@@ -11,7 +11,7 @@ from torch import nn
 
 import intarsia
 from intarsia.engines import Inductor, default_engines, known_engines
-from intarsia.errors import EngineError
+from intarsia.errors import EngineError, InputError
 
 pytestmark = pytest.mark.skipif(
     Inductor().unavailable() is not None, reason=f"Inductor is not usable here: {Inductor().unavailable()}"
@@ -44,17 +44,75 @@ def test_it_answers_as_pytorch_and_leaves_random_numbers_to_it() -> None:
         assert torch.equal(drawn, truth)
 
 
-def test_sizes_that_vary_are_refused_in_words() -> None:
-    batch = torch.export.Dim("batch", min=2, max=8)
-    fast = intarsia.compile(
-        nn.Linear(4, 4),
-        (torch.randn(3, 4),),
-        dynamic_shapes=({0: batch},),
-        engines=["inductor"],
-        min_block_size=1,
-    )
+class Attending(nn.Module):
+    """Sizes that vary are read off tensors, multiplied, and shared by two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.second(torch.relu(self.first(x)))
+        heads = y.view(1, x.shape[1], 2, 8).transpose(1, 2)
+        seen = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        return seen.transpose(1, 2).reshape(x.shape), torch.arange(x.shape[1])
+
+
+def test_sizes_may_vary() -> None:
+    model, length = Attending().eval(), torch.export.Dim("length", min=2, max=24)
+
+    def call(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(1, size, 16), torch.randn(1, 1, size, size)
+
+    shapes = ({1: length}, {2: length, 3: length})
+    fast = intarsia.compile(model, call(9), dynamic_shapes=shapes, engines=["inductor"], min_block_size=1)
+    assert fast.plan.engines == ("inductor",), fast.plan
+    for size in (2, 3, 8, 9, 16, 24):  # 16 is the width, too
+        x, mask = call(size)
+        torch.testing.assert_close(fast(x, mask), model(x, mask))
+        turned = mask.transpose(2, 3)  # laid out otherwise
+        torch.testing.assert_close(fast(x, turned), model(x, turned))
+    with pytest.raises(InputError):
+        fast(*call(25))
+
+
+def test_a_size_that_may_be_one_is_refused_in_words() -> None:
+    batch = torch.export.Dim("batch", min=1, max=8)
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    fast = intarsia.compile(model, (x,), dynamic_shapes=({0: batch},), engines=["inductor"], min_block_size=1)
     assert fast.plan.engines == ("pytorch",)
-    assert "vary" in str(fast.plan)
+    assert "sizes below 2 ask for code of their own" in str(fast.plan)
+    torch.testing.assert_close(fast(x[:1]), model(x[:1]))
+
+
+def test_code_for_some_sizes_only_is_refused() -> None:
+    from intarsia.engines.inductor.varying import VaryingInputs
+
+    batch = torch.export.Dim("batch", min=2, max=8)
+    program = torch.export.export(nn.ReLU(), (torch.ones(3, 4),), dynamic_shapes=({0: batch},))
+    described = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = VaryingInputs(described)
+    inputs.check()
+    assert inputs.tensors[0].shape[0] > 1  # known of all sizes
+    inputs.check()
+    assert inputs.tensors[0].shape[0] < 5
+    with pytest.raises(EngineError, match=r"its code would hold only where .* < 5"):
+        inputs.check()
+    assert not described[0].shape[0].node.shape_env.guards  # the graph's own sizes are as they were
+
+
+def test_sizes_in_proportion_are_never_wrong() -> None:
+    class Paired(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.exp(x[:, None] + y.view(x.shape[0], 2))
+
+    half = torch.export.Dim("half", min=2, max=8)
+    shapes = ({0: half}, {0: 2 * half})
+    given = torch.randn(3), torch.randn(6)
+    fast = intarsia.compile(Paired(), given, dynamic_shapes=shapes, engines=["inductor"], min_block_size=1)
+    for size in (2, 5, 8):
+        x, y = torch.randn(size), torch.randn(2 * size)
+        torch.testing.assert_close(fast(x, y), Paired()(x, y))
 
 
 def test_what_fails_to_compile_runs_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,15 @@ def processor_features() -> str:
 
 
 @functools.cache
+def has_bfloat16_tiles() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 (AMX), as far as Linux tells."""
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+
+
+@functools.cache
 def processor_name() -> str:
     """The processor's own name; Linux tells it in a file (on ARM only its numbers), others by `platform`."""
     try:

@@ -12,3 +12,6 @@ from intarsia.engines.graph_rewrites.vector_products import (
     has_only_one_row_products as has_only_one_row_products,
 )
 from intarsia.engines.graph_rewrites.vector_products import one_row_products as one_row_products
+from intarsia.engines.graph_rewrites.weight_products import (
+    has_only_bfloat16_products as has_only_bfloat16_products,
+)

@@ -13,13 +13,9 @@ import torch
 from torch import fx
 
 from intarsia.engines.graph_rewrites.constants import arguments, constant, shape_of
+from intarsia.engines.graph_rewrites.weight_products import weight_products
 
 aten = torch.ops.aten
-_PRODUCTS = (
-    aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default,
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.convolution.default,
-)  # fmt: skip
-_LARGE = 2**14  # elements of a weight; frequencies of positions are fewer
 
 
 def vector_products(module: fx.GraphModule) -> int:
@@ -52,15 +48,8 @@ def one_row_products(module: fx.GraphModule) -> list[fx.Node]:
 
 def has_only_one_row_products(module: fx.GraphModule) -> bool:
     """Whether all products with large weights are such ones, and there are some: the program of a token."""
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    products = [node for node in calls if node.target in _PRODUCTS and _reads_weights(module, node)]
-    vectors = set(one_row_products(module))
+    products, vectors = weight_products(module), set(one_row_products(module))
     return bool(products) and all(node in vectors for node in products)
-
-
-def _reads_weights(module: fx.GraphModule, node: fx.Node) -> bool:
-    values = [constant(module, source) for source in node.all_input_nodes]
-    return any(value is not None and value.numel() >= _LARGE for value in values)
 
 
 def _has_one_row(module: fx.GraphModule, node: fx.Node) -> bool:

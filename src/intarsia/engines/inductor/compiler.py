@@ -9,17 +9,31 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
+
+from intarsia.engines.inductor.described import empty_like, has_fixed_sizes
 
 Compiled = Callable[..., Sequence[Any]]
 
 
-def compile_graph(module: fx.GraphModule, example: Sequence[Any], options: Mapping[str, Any]) -> Compiled:
-    """What Inductor makes of a graph that it may change, for tensors laid out like those of `example`."""
+def compile_graph(
+    module: fx.GraphModule, described: Sequence[torch.Tensor], options: Mapping[str, Any]
+) -> Compiled:
+    """What Inductor makes of a graph that it may change, for tensors as described."""
     import torch._inductor
 
-    with torch.no_grad():
-        made: Compiled = torch._inductor.compile(module, list(example), options=dict(options))
+    made: Compiled
+    if all(map(has_fixed_sizes, described)):
+        with torch.no_grad():
+            made = torch._inductor.compile(module, list(map(empty_like, described)), options=dict(options))
+        return made
+    from intarsia.engines.inductor.varying import VaryingInputs
+
+    inputs = VaryingInputs(described)
+    with torch.no_grad(), inputs.tracing():
+        made = torch._inductor.compile(module, inputs.tensors, options=dict(options))
+    inputs.check()
     return made
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from intarsia.engines.base import GraphEngine, Program
 from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, has_only_one_row_products, own_copy
 from intarsia.engines.inductor.compiler import compile_graph, package_graph, read_package, unknown_option
+from intarsia.engines.inductor.described import empty_like, has_fixed_sizes
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
@@ -71,25 +72,29 @@ class Inductor(GraphEngine):
             return "it draws random numbers or has effects, which are left to PyTorch"
         made = node.meta.get("val")
         for value in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(value, torch.SymInt):  # a size, which others of its piece read
+                continue
             if not isinstance(value, torch.Tensor):
                 return f"it makes a {type(value).__name__}, not a tensor"
-            if not all(isinstance(size, int) for size in value.shape):
-                return f"its sizes {tuple(map(str, value.shape))} vary"
+            if value.device.type != "cpu" and not all(isinstance(size, int) for size in value.shape):
+                return f"its sizes {tuple(map(str, value.shape))} vary, and on a GPU they must not"
             if value.is_quantized or value.layout is not torch.strided:
                 return f"it makes a tensor of layout {value.layout}"
         return None
 
     def build(self, module: fx.GraphModule) -> Program:
-        example = [_example(node) for node in module.graph.nodes if node.op == "placeholder"]
-        if not example and not any(node.op == "call_function" for node in module.graph.nodes):
+        described = [_described(node) for node in module.graph.nodes if node.op == "placeholder"]
+        if not described and not any(node.op == "call_function" for node in module.graph.nodes):
             raise EngineError("there is nothing to compile")
         try:
-            graph, config = self._rewritten(module, example)
-            compiled = compile_graph(graph, example, config)
+            graph, config = self._rewritten(module, described)
+            compiled = compile_graph(graph, described, config)
+        except EngineError as error:
+            raise EngineError(f"Inductor is not asked: {error}") from error
         except Exception as error:  # whatever Inductor throws concerns this piece alone
             said = _first_line(error)
             raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
-        return InductorProgram(compiled, example)
+        return InductorProgram(compiled, described)
 
     def package(self, module: fx.GraphModule) -> bytes:
         example = [_example(node) for node in module.graph.nodes if node.op == "placeholder"]
@@ -133,14 +138,22 @@ class Inductor(GraphEngine):
         return graph, config | dict(self.options)
 
 
-def _example(node: fx.Node) -> torch.Tensor:
-    """A tensor as a placeholder describes it; Inductor looks at its layout only."""
+def _described(node: fx.Node) -> torch.Tensor:
+    """What a placeholder stands for: sizes and layout, which is all that Inductor looks at."""
     value = node.meta.get("val")
+    if value is None:
+        raise EngineError(f"the sizes of input {node.name} vary, and how was not kept with the graph")
     if not isinstance(value, torch.Tensor):
         raise EngineError(f"input {node.name} is a {type(value).__name__}, not a tensor")
-    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+    return value
+
+
+def _example(node: fx.Node) -> torch.Tensor:
+    """A tensor as a placeholder describes it."""
+    value = _described(node)
+    if not has_fixed_sizes(value):
         raise EngineError(f"input {node.name} has sizes that vary: {tuple(map(str, value.shape))}")
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return empty_like(value)
 
 
 def _filled(tensor: torch.Tensor) -> torch.Tensor:

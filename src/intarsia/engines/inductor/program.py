@@ -8,14 +8,18 @@ from typing import Any
 import torch
 
 from intarsia.engines.inductor.compiler import Compiled
+from intarsia.engines.inductor.described import has_fixed_sizes
 
 
 class InductorProgram:
-    """A compiled graph; an input laid out otherwise is copied into the layout that it was compiled for."""
+    """A compiled graph; an input laid out otherwise is copied into the layout that it was compiled for.
 
-    def __init__(self, compiled: Compiled, example: Sequence[torch.Tensor]) -> None:
+    That is contiguous where sizes vary.
+    """
+
+    def __init__(self, compiled: Compiled, described: Sequence[torch.Tensor]) -> None:
         self._compiled = compiled
-        self._strides = [tensor.stride() for tensor in example]
+        self._strides = [tensor.stride() if has_fixed_sizes(tensor) else None for tensor in described]
 
     def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
         laid_out = [
@@ -26,6 +30,8 @@ class InductorProgram:
             return tuple(self._compiled(*laid_out))
 
 
-def _restride(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    if strides is None:
+        return tensor.contiguous()
     made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
