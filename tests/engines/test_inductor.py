@@ -85,6 +85,31 @@ def test_a_size_that_may_be_one_is_refused_in_words() -> None:
     torch.testing.assert_close(fast(x[:1]), model(x[:1]))
 
 
+class Picking(nn.Module):
+    """A size in the middle is known only once the values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.relu(self.first(x))
+        picked = torch.sigmoid(self.second(y))[torch.nonzero(y[:, 0] > 0.1)[:, 0]]
+        return torch.tanh(picked) + picked.sum(), torch.exp(y) * x.shape[0]
+
+
+def test_sizes_that_depend_on_values_are_left_to_pytorch() -> None:
+    model, batch = Picking().eval(), torch.export.Dim("batch", min=2, max=16)
+    shapes = ({0: batch},)
+    x = torch.randn(6, 8)
+    fast = intarsia.compile(model, (x,), dynamic_shapes=shapes, engines=["inductor"], min_block_size=1)
+    assert set(fast.plan.engines) == {"inductor", "pytorch"}
+    assert "depends on values" in str(fast.plan)
+    for size in (2, 8, 16):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(fast(x), model(x))
+
+
 def test_code_for_some_sizes_only_is_refused() -> None:
     from intarsia.engines.inductor.varying import VaryingInputs
 
@@ -99,6 +124,21 @@ def test_code_for_some_sizes_only_is_refused() -> None:
     with pytest.raises(EngineError, match=r"its code would hold only where .* < 5"):
         inputs.check()
     assert not described[0].shape[0].node.shape_env.guards  # the graph's own sizes are as they were
+
+
+def test_a_graph_that_asks_for_such_code_runs_in_pytorch() -> None:
+    class Less(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(x[1:]) + x[:1]  # broadcast where there are two rows
+
+    model, batch = Less(), torch.export.Dim("batch", min=2, max=9)
+    fast = intarsia.compile(
+        model, (torch.randn(5, 4),), dynamic_shapes=({0: batch},), engines=["inductor"], min_block_size=1
+    )
+    assert "its code would hold only where" in str(fast.plan)
+    for size in (2, 3, 9):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(fast(x), model(x))
 
 
 def test_sizes_in_proportion_are_never_wrong() -> None:

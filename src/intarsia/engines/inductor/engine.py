@@ -15,9 +15,10 @@ from torch import fx
 from intarsia.engines.base import GraphEngine, Program
 from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, has_only_one_row_products, own_copy
 from intarsia.engines.inductor.compiler import compile_graph, package_graph, read_package, unknown_option
-from intarsia.engines.inductor.described import empty_like, has_fixed_sizes
+from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
+from intarsia.graph.devices import uses_gpu
 from intarsia.graph.nodes import is_control_flow, is_ordered
 
 # Inductor folds batch norms itself, and knows no fused convolutions.
@@ -70,10 +71,13 @@ class Inductor(GraphEngine):
             return "control flow runs in PyTorch, its bodies on engines"
         if is_ordered(node):
             return "it draws random numbers or has effects, which are left to PyTorch"
+        for read in (*node.all_input_nodes, node):
+            if (reason := unfit_size(read)) is not None:
+                return reason
         made = node.meta.get("val")
         for value in made if isinstance(made, list | tuple) else [made]:
-            if isinstance(value, torch.SymInt):  # a size, which others of its piece read
-                continue
+            if isinstance(value, torch.SymInt) and not uses_gpu(node.graph):
+                continue  # a size, which others of its piece read
             if not isinstance(value, torch.Tensor):
                 return f"it makes a {type(value).__name__}, not a tensor"
             if value.device.type != "cpu" and not all(isinstance(size, int) for size in value.shape):
@@ -90,7 +94,7 @@ class Inductor(GraphEngine):
             graph, config = self._rewritten(module, described)
             compiled = compile_graph(graph, described, config)
         except EngineError as error:
-            raise EngineError(f"Inductor is not asked: {error}") from error
+            raise EngineError(f"Inductor is not used: {error}") from error
         except Exception as error:  # whatever Inductor throws concerns this piece alone
             said = _first_line(error)
             raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from intarsia.engines.inductor.described import bounds, has_fixed_sizes, too_small
 from intarsia.errors import EngineError
 
 
@@ -50,7 +51,7 @@ class VaryingInputs:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         sizes, strides = ([_hint(size) for size in sizes] for sizes in (value.shape, value.stride()))
         real = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-        if not any(isinstance(size, torch.SymInt) for size in value.shape):
+        if has_fixed_sizes(value):
             return self._mode.from_tensor(real, static_shapes=True)
         if not real.is_contiguous():
             raise EngineError(f"an input of sizes {tuple(map(str, value.shape))} is not contiguous")
@@ -69,7 +70,6 @@ def _hint(size: int | torch.SymInt) -> int:
 
 
 def _range(size: torch.SymInt) -> StrictMinMaxConstraint:
-    found = size.node.shape_env.bound_sympy(size.node.expr)
-    if found.lower < 2:
-        raise EngineError(f"size {size} may be {found.lower}, and sizes below 2 ask for code of their own")
-    return StrictMinMaxConstraint(vr=ValueRanges(found.lower, found.upper), warn_only=False)
+    if (reason := too_small(size)) is not None:
+        raise EngineError(reason)
+    return StrictMinMaxConstraint(vr=ValueRanges(*bounds(size)), warn_only=False)
