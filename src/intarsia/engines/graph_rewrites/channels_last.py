@@ -5,12 +5,14 @@ Kernels keep the layout that they are given, so what enters the first convolutio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from intarsia.engines.graph_rewrites.constants import arguments, attach, constant
+from intarsia.graph.nodes import is_ordered
 
 aten = torch.ops.aten
 _KERNELS = (
@@ -18,6 +20,7 @@ _KERNELS = (
     aten.cudnn_convolution_relu.default,
     aten.cudnn_convolution_add_relu.default,
 )
+_BY_MEMORY = (aten.view_as_complex.default, aten.view.dtype)  # which ask for neighbours in memory
 
 
 def channels_last(module: fx.GraphModule) -> int:
@@ -46,24 +49,33 @@ def channels_last(module: fx.GraphModule) -> int:
 
 
 def image_convolutions(module: fx.GraphModule) -> list[fx.Node]:
-    """The convolutions of images whose weights are constants."""
-    calls = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _KERNELS]
-    weights = [constant(module, arguments(node)["weight"]) for node in calls]
-    pairs = zip(calls, weights, strict=True)
-    return [node for node, weight in pairs if weight is not None and weight.dim() == 4]
+    """The convolutions to be laid out so; none where the graph shows how its values are laid out.
+
+    It does where numbers are drawn in the order of memory, memory is read as another dtype, an image comes
+    laid out otherwise, or a result is a view of another layout.
+    """
+    found = [node for node in module.graph.nodes if _is_of_images(module, node)]
+    reached = _reached(module.graph, found)
+    results = [node for node in module.graph.output_node().all_input_nodes if node in reached]
+    images = [node.args[0] for node in found if _is_placeholder(node.args[0])]
+    shows = any(is_ordered(node) or node.target in _BY_MEMORY for node in reached)
+    return found if not shows and all(map(_is_contiguous, (*images, *results))) else []
 
 
-def _lay_out_results(graph: fx.Graph, kernels: list[fx.Node]) -> None:
-    """Results are contiguous where they were: who calls `view` on one must not meet another layout."""
-    reached = set(kernels)
-    for node in graph.nodes:
-        if node.op != "output" and any(source in reached for source in node.all_input_nodes):
-            reached.add(node)
-    output = graph.output_node()
+def _is_of_images(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target not in _KERNELS:
+        return False
+    given = arguments(node)
+    weight, image = constant(module, given["weight"]), _value(node.args[0])
+    return weight is not None and weight.dim() == 4 and image is not None and image.dim() == 4
 
-    def laid_out(node: fx.Node) -> Any:
-        made = node.meta.get("val")
-        if node not in reached or not isinstance(made, torch.Tensor) or not made.is_contiguous():
+
+def _lay_out_results(graph: fx.Graph, kernels: Sequence[fx.Node]) -> None:
+    """Results are contiguous as they were: who calls `view` on one must not meet another layout."""
+    reached, output = _reached(graph, kernels), graph.output_node()
+
+    def laid_out(node: fx.Node) -> fx.Node:
+        if node not in reached or _value(node) is None:
             return node
         found = graph.call_function(aten.contiguous.default, (node,))
         found.meta = dict(node.meta)
@@ -71,3 +83,26 @@ def _lay_out_results(graph: fx.Graph, kernels: list[fx.Node]) -> None:
 
     with graph.inserting_before(output):
         output.args = fx.node.map_arg(output.args, laid_out)
+
+
+def _reached(graph: fx.Graph, kernels: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes whose values depend on convolutions, these included."""
+    reached = set(kernels)
+    for node in graph.nodes:
+        if node.op != "output" and any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _is_placeholder(image: Any) -> bool:
+    return isinstance(image, fx.Node) and image.op == "placeholder"
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    made = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def _is_contiguous(node: Any) -> bool:
+    value = _value(node)
+    return value is None or value.is_contiguous()

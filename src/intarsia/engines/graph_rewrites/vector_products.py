@@ -55,7 +55,8 @@ def has_only_one_row_products(module: fx.GraphModule) -> bool:
 def _has_one_row(module: fx.GraphModule, node: fx.Node) -> bool:
     given, made = arguments(node), shape_of(node)
     weight = constant(module, given["weight"])
-    if made is None or weight is None:
+    bias = None if given["bias"] is None else given["bias"].meta["val"]
+    if made is None or weight is None or (bias is not None and bias.dim() > 1):
         return False
     is_plain = weight.ndim == 2 and weight.is_contiguous() and weight.device.type == "cpu"
     return is_plain and weight.dtype == torch.bfloat16 and math.prod(made[:-1]) == 1
