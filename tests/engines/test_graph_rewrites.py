@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from tests.engines.rewritten import applied, lowered, targets
+from torch import nn
 
-import intarsia
-from intarsia.convert import registry
-from intarsia.engines import PyTorch
-from intarsia.engines.graph_program import GraphProgram
 from intarsia.engines.graph_rewrites import (
     REWRITES,
     apply_rewrites,
     epilogues,
-    has_only_one_row_products,
     measured,
     split_products,
 )
-from intarsia.errors import EngineError
-from intarsia.lower.generalize import lower_model
 
 aten = torch.ops.aten
-
-
-def lowered(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:
-    made, _ = lower_model(
-        model.eval(), (x,), {}, None, has_converter=registry.__contains__, drop_guards=False
-    )
-    return made.module
-
-
-def targets(module: fx.GraphModule) -> list[object]:
-    return [node.target for node in module.graph.nodes if node.op == "call_function"]
-
-
-def applied(model: nn.Module, x: torch.Tensor, name: str) -> tuple[int, fx.GraphModule]:
-    """How often a rewrite applies to a model, and the module after it; its answers are compared."""
-    module = lowered(model, x)
-    with torch.no_grad():
-        expected = module(x)
-        count = apply_rewrites(module, [name])[name]
-        for answer, truth in zip(module(x), expected, strict=True):
-            torch.testing.assert_close(answer, truth, rtol=1e-5, atol=1e-5)
-    return count, module
 
 
 @pytest.mark.parametrize(
@@ -135,84 +105,6 @@ def test_convolutions_are_fused_with_what_follows(bias: bool) -> None:
     ]
     for name, value in module.named_buffers():
         assert value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last), name
-
-
-class Picture(nn.Module):
-    """Results: an image, what `view` was called on, and a view of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, groups=8)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.image(x)
-        return y, y.flatten(2) * 2, y.view(2, -1), x[:, 1:]
-
-    def image(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))  # type: ignore[no-any-return]
-
-
-def test_images_are_laid_out_channels_last_and_results_as_before() -> None:
-    model, x = Picture().eval(), torch.randn(2, 3, 6, 7)
-    count, module = applied(model, x, "channels_last")
-    assert count == 2
-    for name, value in module.named_buffers():
-        assert value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last), name
-    with torch.no_grad():
-        for answer, truth in zip(module(x), model(x), strict=True):
-            assert answer.stride() == truth.stride()
-        assert module(x)[-1].data_ptr() == x[:, 1:].data_ptr()
-
-
-class Seen(Picture):
-    """A picture of which more than its numbers is seen."""
-
-    def __init__(self, see: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.see = see
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.see(self.image(x))
-
-
-@pytest.mark.parametrize(
-    "see",
-    [
-        lambda y: nn.functional.dropout(y, 0.5, True),  # draws in the order of memory
-        lambda y: torch.view_as_complex(y.reshape(2, 8, -1, 2)),
-        lambda y: y.chunk(2, 1),
-        lambda y: y.permute(0, 2, 3, 1),
-    ],
-    ids=["random", "complex", "parts", "turned"],
-)
-def test_a_layout_that_would_be_seen_stays(see: Callable[[torch.Tensor], Any]) -> None:
-    module = lowered(Seen(see), torch.randn(2, 3, 6, 7))
-    assert apply_rewrites(module, ["channels_last"]) == {"channels_last": 0}
-
-
-@pytest.mark.parametrize(
-    "x",
-    [torch.randn(3, 6, 7), torch.randn(2, 3, 6, 7).to(memory_format=torch.channels_last)],
-    ids=["one image", "laid out so before"],
-)
-def test_other_images_stay_as_they_come(x: torch.Tensor) -> None:
-    assert applied(nn.Conv2d(3, 8, 3), x, "channels_last")[0] == 0
-
-
-def test_computed_weights_keep_their_layout() -> None:
-    class Doubled(Picture):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return nn.functional.conv2d(x, x[:1, :, :3, :3] * 2)
-
-    assert applied(Doubled(), torch.randn(2, 3, 8, 8), "channels_last")[0] == 0
-
-
-def test_pytorch_is_raced_in_channels_last_where_it_may_win() -> None:
-    model, x = Picture().eval(), torch.randn(2, 3, 6, 7)
-    measured = intarsia.Measured(budget_s=5)
-    fast = intarsia.compile(model, (x,), engines=PyTorch(), partition=measured)
-    assert "pytorch, channels_last" in {trial.name for trial in fast.plan.findings.trials}
-    torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_sum_that_broadcasts_is_not_fused() -> None:
@@ -381,70 +273,3 @@ def test_slices_of_weights_are_views_of_them() -> None:
 
 def test_products_on_the_cpu_are_not_measured() -> None:
     assert split_products.measured_slices(128, 768, 3072, torch.float16, torch.device("cpu")) == 1
-
-
-def test_one_row_in_bfloat16_is_a_vector() -> None:
-    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 8)).bfloat16()
-    module = lowered(model, torch.randn(1, 1, 32).bfloat16())
-    x = torch.randn(1, 1, 32).bfloat16()
-    expected = module(x)[0]
-    assert apply_rewrites(module, ["vector_products"]) == {"vector_products": 2}
-    assert {aten.mv.default, aten.addmv.default} < set(targets(module))
-    assert aten.linear.default not in targets(module)
-    torch.testing.assert_close(module(x)[0], expected, rtol=2**-7, atol=2**-9)
-
-
-@pytest.mark.parametrize(
-    ("rows", "bias", "dtype"),
-    [(2, False, torch.bfloat16), (2, True, torch.bfloat16), (1, False, torch.float32)],
-)
-def test_other_products_stay_as_they_are(rows: int, bias: bool, dtype: torch.dtype) -> None:
-    model = nn.Linear(32, 64, bias=bias).to(dtype)
-    assert applied(model, torch.randn(rows, 32, dtype=dtype), "vector_products")[0] == 0
-
-
-def test_a_bias_is_added_before_rounding() -> None:
-    """Rounded twice, a sum of 256 and 0.5 + 0.5 would lose both halves."""
-    model = nn.Linear(2, 1).bfloat16().eval()
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[256.0, 0.75]]))
-        model.bias.fill_(0.75)
-    module = lowered(model, torch.ones(1, 2).bfloat16())
-    assert apply_rewrites(module, ["vector_products"]) == {"vector_products": 1}
-    assert module(torch.ones(1, 2).bfloat16())[0].item() == 258.0
-
-
-def test_a_bias_of_two_dimensions_stays_with_linear() -> None:
-    class Wide(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, self.weight, self.bias[None])
-
-    assert applied(Wide(32, 64).bfloat16(), torch.randn(1, 32).bfloat16(), "vector_products")[0] == 0
-
-
-def test_the_program_of_a_token_has_only_products_of_one_row() -> None:
-    def of(*layers: nn.Module, rows: int = 1) -> bool:
-        model = nn.Sequential(*layers).bfloat16()
-        return has_only_one_row_products(lowered(model, torch.randn(rows, 128).bfloat16()))
-
-    assert of(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 256, bias=False))
-    assert not of(nn.Linear(128, 128), nn.Unflatten(1, (2, 64)), nn.Linear(64, 256))  # of two rows
-    assert not of(nn.Linear(128, 128), rows=2)
-    assert not of(nn.Linear(128, 8))  # not worth it
-    assert not of(nn.ReLU())
-
-
-def test_pytorch_takes_rewrites_by_name() -> None:
-    model, x = nn.Linear(32, 64, bias=False).bfloat16().eval(), torch.randn(1, 32).bfloat16()
-    fast = intarsia.compile(model, (x,), engines=PyTorch(rewrites=("vector_products",)))
-    (step,) = fast.inlay.steps
-    assert isinstance(step.program, GraphProgram) and aten.mv.default in targets(step.program.module)
-    torch.testing.assert_close(fast(x), model(x), rtol=2**-7, atol=2**-9)
-    with pytest.raises(EngineError, match="there is no rewrite 'nonsense'"):
-        intarsia.compile(model, (x,), engines=PyTorch(rewrites=("nonsense",)))
-
-
-def test_vectors_are_raced_where_there_are_some() -> None:
-    model, x = nn.Linear(32, 64, bias=False).bfloat16().eval(), torch.randn(1, 32).bfloat16()
-    fast = intarsia.compile(model, (x,), partition=intarsia.Measured(budget_s=2))
-    assert "pytorch, vector_products" in {trial.name for trial in fast.plan.findings.trials}
