@@ -35,6 +35,15 @@ def checked_rows(results: list[tuple[int, str]]) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Stages share torch's threads, and its layer norm adds up bfloat16 gradients in another order by each number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def in_process(name, ways):
     """Outputs and gradients of pipelines of workers against the plain model's; the largest errors."""
     model, call, target = make(name)

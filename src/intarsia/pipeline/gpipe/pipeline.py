@@ -43,11 +43,15 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 
 
 class Progress:
-    """How far each stage is, and what may run next."""
+    """How far each stage is, and what may run next.
 
-    def __init__(self, m: int, n: int) -> None:
-        self.m, self.n = m, n
-        self.submitted, self.done = [0] * n, [0] * n
+    `keeps` tells of each stage but the last whether what it gives stays in memory until the backward pass anyway.
+    """
+
+    def __init__(self, m: int, keeps: list[bool]) -> None:
+        self.m, self.n = m, len(keeps) + 1
+        self.keeps = keeps
+        self.submitted, self.done = [0] * self.n, [0] * self.n
         self.failures: list[TaskResult] = []
         self.stop = False
 
@@ -64,11 +68,20 @@ class Progress:
             i = self.submitted[j]
             if self.failures or self.stop or i == self.m or self.done[j] < i:
                 continue
-            # A stage is at most one micro-batch ahead of the next, so that outputs do not pile up.
-            crowded = j < self.n - 1 and i >= 2 and self.done[j + 1] < i - 1
-            if crowded or (j > 0 and self.done[j - 1] <= i):
+            if self._too_far_ahead(i, j) or (j > 0 and self.done[j - 1] <= i):
                 continue
             yield i, j
+
+    def _too_far_ahead(self, i: int, j: int) -> bool:
+        """Whether stage j has to wait until the next stage is one micro-batch behind.
+
+        Else outputs pile up. Where they are kept anyway it may run on, so that a stage held up once does not
+        hold up the others; but not to the end, for the last micro-batch counts a mini-batch (deferred batch
+        norm) which a stage behind may still fail on.
+        """
+        if j == self.n - 1 or i < 2 or (self.keeps[j] and i < self.m - 1):
+            return False
+        return self.done[j + 1] < i - 1
 
     @property
     def over(self) -> bool:
@@ -153,7 +166,8 @@ class Pipeline:
         if self._concurrent():
             self._backward_threads = BackwardThreads(self.threads)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
-        progress = Progress(m, n)
+        # The next stage saves its input; the output is that very tensor, or else a copy of it is made.
+        progress = Progress(m, [self._state.grad and not self._crosses(j, j + 1) for j in range(n - 1)])
         inbox: SimpleQueue[TaskResult | None] = SimpleQueue()
         lock = threading.Lock()
 
