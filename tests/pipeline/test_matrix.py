@@ -37,7 +37,7 @@ def checked_rows(results: list[tuple[int, str]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Stages share torch's threads, and its layer norm adds up bfloat16 gradients in another order by each number."""
+    """Stages share torch's threads, by the number of which its layer norm adds up bfloat16 gradients."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -45,7 +45,7 @@ def clock_cycles(m: int, n: int) -> Iterator[list[tuple[int, int]]]:
 class Progress:
     """How far each stage is, and what may run next.
 
-    `keeps` tells of each stage but the last whether what it gives stays in memory until the backward pass anyway.
+    `keeps` tells of each stage but the last whether its outputs stay in memory for the backward pass anyway.
     """
 
     def __init__(self, m: int, keeps: list[bool]) -> None:
