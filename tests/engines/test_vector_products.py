@@ -37,7 +37,7 @@ def test_other_products_stay_as_they_are(rows: int, bias: bool, dtype: torch.dty
 
 
 def test_a_bias_is_added_before_rounding() -> None:
-    """Rounded twice, a sum of 256 and 0.5 + 0.5 would lose both halves."""
+    """Rounded after each sum, 256 + 0.75 + 0.75 would stay 256."""
     model = nn.Linear(2, 1).bfloat16().eval()
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[256.0, 0.75]]))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hf_zoo import NAMES, error, loss_of, make, plain_step
+from pipeline_compare import one_thread  # noqa: F401  (a fixture)
 from rank_launch import launch
 
 from intarsia.pipeline import split
@@ -33,15 +34,6 @@ def checked_rows(results: list[tuple[int, str]]) -> list[dict[str, Any]]:
         wrong += [f"{key} is beyond {most:.0e}: {row}" for key, most in bounds.items() if row[key] > most]
     assert not wrong, "\n".join(wrong)
     return rows
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Stages share torch's threads, by the number of which its layer norm adds up bfloat16 gradients."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_process(name, ways):

@@ -46,15 +46,19 @@ def test_clock_cycles():
     ]
 
 
+IN_STEP = [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (3, 0), (2, 1), (4, 0), (3, 1), (4, 1)]
+
+
 @pytest.mark.parametrize(
-    ("training", "want"),
+    ("enabled", "needed", "want"),
     [
-        (False, [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (3, 0), (2, 1), (4, 0), (3, 1), (4, 1)]),
+        (False, True, IN_STEP),
+        (True, False, IN_STEP),  # nothing to train: autograd keeps nothing
         # Outputs are kept for the backward pass anyway; the last one still waits.
-        (True, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (4, 0), (3, 1), (4, 1)]),
+        (True, True, [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (2, 1), (4, 0), (3, 1), (4, 1)]),
     ],
 )
-def test_a_stage_runs_away_from_the_next_only_where_its_outputs_are_kept(training, want):
+def test_a_stage_runs_away_from_the_next_only_where_its_outputs_are_kept(enabled, needed, want):
     timeline = []
 
     class Log(nn.Module):
@@ -69,8 +73,8 @@ def test_a_stage_runs_away_from_the_next_only_where_its_outputs_are_kept(trainin
             return x
 
     model = GPipe(nn.Sequential(Log(0, 0), Log(1, 0.1)), [1, 1], devices=["cpu"] * 2, chunks=5)
-    with torch.set_grad_enabled(training):
-        model(torch.rand(5, 1))
+    with torch.set_grad_enabled(enabled):
+        model(torch.rand(5, 1, requires_grad=needed))
     assert timeline == want
 
 
@@ -174,10 +178,9 @@ def test_nothing_stays_alive(fail):
 
     alive = run()
     limit = time.monotonic() + 5
-    while (
-        alive() is not None and time.monotonic() < limit
-    ):  # a thread lets go of a job after it told its result
-        time.sleep(0.01)
+    gc.collect()
+    while alive() is not None and time.monotonic() < limit:
+        time.sleep(0.01)  # a thread lets go of a job just after it told its result
         gc.collect()
     assert alive() is None
 

@@ -166,8 +166,7 @@ class Pipeline:
         if self._concurrent():
             self._backward_threads = BackwardThreads(self.threads)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
-        # The next stage saves its input; the output is that very tensor, or else a copy of it is made.
-        progress = Progress(m, [self._state.grad and not self._crosses(j, j + 1) for j in range(n - 1)])
+        progress = Progress(m, self._keeps())
         inbox: SimpleQueue[TaskResult | None] = SimpleQueue()
         lock = threading.Lock()
 
@@ -209,6 +208,16 @@ class Pipeline:
                     "if a stage drew them, but not on its first micro-batch, its recomputation may differ",
                     stacklevel=4,
                 )
+
+    def _keeps(self) -> list[bool]:
+        """Of each stage but the last, whether the next one saves its outputs for the backward pass.
+
+        Not where nothing so far needs a gradient, and between devices the next one saves a copy.
+        """
+        needs = [any(p.requires_grad for p in own) for own in self._parameters]
+        needs[0] |= any(x.requires_grad for batch in self.batches for x in batch)
+        borders = range(len(needs) - 1)
+        return [self._state.grad and any(needs[: j + 2]) and not self._crosses(j, j + 1) for j in borders]
 
     def _task(self, i: int, j: int, seeds: Seeds | None) -> Task:
         """The task of a stage on a micro-batch, its input fetched and ordered."""
