@@ -11,7 +11,7 @@ from intarsia.choose.blocks import blocks_at
 from intarsia.choose.candidate import Candidate, Sample, Workshop
 from intarsia.choose.contents import contents
 from intarsia.choose.findings import Findings
-from intarsia.choose.line_ups import line_ups, variants_of
+from intarsia.choose.line_ups import line_ups, with_other_options, without_patterns
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory, key_of
 from intarsia.choose.mixes import mix
@@ -84,8 +84,9 @@ def _candidate(
         blocks = blocks_at(workshop.builder.module, [block.place for block in known.blocks[1:]])
         used = [e for e in quick if e.is_exact or e.name in trial.blocks]
         return mix(blocks, used, trial.blocks)
-    plain = line_ups(workshop, engines, measured)
-    every = [*plain, *(other for one in plain for other in variants_of(one, workshop, measured))]
+    every = line_ups(workshop, engines, measured)
+    for plain in list(every):
+        every += with_other_options(plain, workshop, measured) + without_patterns(plain, workshop, measured)
     every += shortened(engines)
     return next((candidate for candidate in every if candidate.name == trial.name), None)
 

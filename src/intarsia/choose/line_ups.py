@@ -61,17 +61,21 @@ def _graph_rewrites(engine: Engine, workshop: Workshop) -> list[str]:
     return [name for name, count in counts.items() if count]
 
 
-def variants_of(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
-    """A plan with other options of its first engine, and without the patterns."""
+def with_other_options(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
+    """A plan with other options of its first engine."""
     if not plan.engines:
         return []
     first, *rest = plan.engines
-    found = [
+    return [
         replace(plan, name=f"{plan.name}, {words}", engines=(other, *rest), options=1)
         for words, other in variants(first, measured, _graph_rewrites(first, workshop))
     ]
-    rewrites = measured.candidates is None and workshop.builder.rewrite is not None
-    rewrites = rewrites and workshop.may_vary_patterns
-    if rewrites and first.name != PYTORCH and not plan.is_slow_to_build:
-        found.append(replace(plan, name=f"{plan.name}, no patterns", rewritten=False, options=1))
-    return found
+
+
+def without_patterns(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
+    """A plan whose networks stay as they were converted, where that may make a difference."""
+    if not plan.engines or plan.engines[0].name == PYTORCH or plan.is_slow_to_build:
+        return []
+    if measured.candidates is not None or workshop.builder.rewrite is None or not workshop.may_vary_patterns:
+        return []
+    return [replace(plan, name=f"{plan.name}, no patterns", rewritten=False, options=1)]

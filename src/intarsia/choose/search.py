@@ -11,7 +11,7 @@ from intarsia.choose.block_costs import Costing
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
 from intarsia.choose.findings import BlockCost, Findings, Trial
-from intarsia.choose.line_ups import line_ups, variants_of
+from intarsia.choose.line_ups import line_ups, with_other_options, without_patterns
 from intarsia.choose.load import race_plans
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
@@ -33,7 +33,7 @@ _MIXES = 3  # how many are built
 _CLOSE = 1.3  # who is further behind after the first race does not run in the last
 _SPREAD_ROUNDS, _QUICK_S = 3, 4.0  # the last race has so many rounds at least, if they take so little
 _SURE_ROUNDS, _SURE_S = 9, 1.0  # and up to so many if they take that: a hiccup in one of three would decide
-_FAR = 1.6  # who is so far behind in any round of a race leaves it at once
+_FAR = 1.6  # who is so far behind in any round of a race leaves it at once, and no options of it are tried
 _AGAIN = 2.0  # without a budget given, measuring may take so many times what the first plan took
 
 
@@ -80,10 +80,11 @@ class Search:
         if not self.built:
             raise self.errors[0]
         self._race(list(self.built), final=False, rounds=5, share=0.15)
-        leaders = self._close()
+        leaders = self._close(_CLOSE)
+        variants = self._variants(leaders)
         self._drop(leaders)
         fresh = self._shortened(leaders[0]) + self._build_all(later)
-        fresh += self._build_all(self._variants(leaders))
+        fresh += self._build_all(variants)
         fresh += self._build_all(self._mixes())
         if len(leaders) + len(fresh) > 1 and (fresh or self._fits_a_race(leaders)):
             self._last_race([*leaders, *fresh])
@@ -91,10 +92,16 @@ class Search:
             self.trials |= {name: replace(self.trials[name], final=True) for name in leaders}
 
     def _variants(self, leaders: Sequence[str]) -> list[Candidate]:
-        """Other options of all that may still win, since they may turn the order round; then no patterns."""
-        plans = [self.built[name].candidate for name in leaders]
-        found = [other for plan in plans for other in variants_of(plan, self.workshop, self.measured)]
-        return sorted(found, key=lambda other: not other.rewritten)
+        """Other options of all that they may bring to the front; then the leaders without patterns.
+
+        Spinning threads make up for more than `_CLOSE`: those of a recurrent layer meet at every step.
+        """
+        made = {name: built.candidate for name, built in self.built.items()}
+        near = [made[name] for name in self._close(_FAR)]
+        found = [other for plan in near for other in with_other_options(plan, self.workshop, self.measured)]
+        for name in leaders:
+            found += without_patterns(made[name], self.workshop, self.measured)
+        return found
 
     def _last_race(self, names: Sequence[str]) -> None:
         """The race that decides; once more where the machine was so busy that a plan let go seems faster."""
@@ -330,10 +337,10 @@ class Search:
         lead = min(took, key=lambda name: self.trials[name].median)
         self.progress.best(lead, self.trials[lead].median)
 
-    def _close(self) -> list[str]:
-        """The plans that may still win, best first, by quickest rounds: few rounds have no safe middle."""
+    def _close(self, times: float) -> list[str]:
+        """The plans within so many times the best, in order, by quickest rounds: few have no safe middle."""
         ranked = sorted(self.trials.values(), key=lambda trial: min(trial.seconds))
-        limit = min(ranked[0].seconds) * _CLOSE
+        limit = min(ranked[0].seconds) * times
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
     def _drop(self, kept: Sequence[str]) -> None:
