@@ -87,7 +87,7 @@ def _candidate(
     every = line_ups(workshop, engines, measured)
     for plain in list(every):
         every += with_other_options(plain, workshop, measured) + without_patterns(plain, workshop, measured)
-    every += shortened(engines)
+    every += shortened(workshop.builder.module, engines)
     return next((candidate for candidate in every if candidate.name == trial.name), None)
 
 

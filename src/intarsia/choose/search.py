@@ -171,7 +171,7 @@ class Search:
         if self.tolerance is None:
             return []
         kept = []
-        for candidate in shortened(self.engines):
+        for candidate in shortened(self.workshop.builder.module, self.engines):
             for name in self._build_all([candidate]):
                 built = self.built[name]
                 if self._is_close_enough(name):

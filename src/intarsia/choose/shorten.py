@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import fx
+
 from intarsia.build.builder import Builder
 from intarsia.choose.blocks import Blocks
 from intarsia.choose.candidate import Candidate, Workshop, options_for
 from intarsia.engines import Engine, PyTorch
+from intarsia.lower.folding import dequantizes
 from intarsia.partition import PYTORCH
 from intarsia.partition.support import support_table
 
 
-def shortened(engines: Sequence[Engine]) -> list[Candidate]:
-    """Every engine of shorter arithmetic alone, PyTorch for what it refuses."""
-    return [Candidate(e.name, (e, engines[-1]), options=1) for e in engines if not e.is_exact]
+def shortened(module: fx.GraphModule, engines: Sequence[Engine]) -> list[Candidate]:
+    """Every engine of shorter arithmetic alone, where it is of use, PyTorch for what it refuses."""
+    quantized = any(dequantizes(node.target) for node in module.graph.nodes)
+    able = [e for e in engines if not e.is_exact and (quantized or not e.quantized_only)]
+    return [Candidate(e.name, (e, engines[-1]), options=1) for e in able]
 
 
 def block_error(

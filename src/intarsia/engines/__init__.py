@@ -21,6 +21,7 @@ from intarsia.engines.onnxruntime.weights import OnnxRuntimeInt8Weights as OnnxR
 from intarsia.engines.openvino.engine import OpenVINO as OpenVINO
 from intarsia.engines.openvino.short import OpenVINOBf16 as OpenVINOBf16
 from intarsia.engines.openvino.short import OpenVINOFp16 as OpenVINOFp16
+from intarsia.engines.openvino.short import OpenVINOInt8 as OpenVINOInt8
 from intarsia.engines.openvino.weights import OpenVINOInt4Weights as OpenVINOInt4Weights
 from intarsia.engines.openvino.weights import OpenVINOInt8Weights as OpenVINOInt8Weights
 from intarsia.engines.pytorch import PyTorch as PyTorch
@@ -29,6 +30,7 @@ from intarsia.errors import EngineError
 ENTRY_POINTS = "intarsia.engines"
 # Those of shorter arithmetic than the model's own, by name or within a tolerance.
 SHORT: tuple[type[Engine], ...] = (
+    OpenVINOInt8,
     OpenVINOBf16,
     OpenVINOFp16,
     OnnxRuntimeInt8,

@@ -47,6 +47,7 @@ class Engine(abc.ABC):
     slow_to_build: ClassVar[bool] = False  # so that a piece that fails leaves whole, and is not bisected
     arithmetic: ClassVar[str] = "fp32"  # others ("bf16", "int8" ...) are used within a tolerance, or by name
     based_on: ClassVar[str | None] = None  # the engine, by name, whose layers and patterns it takes
+    quantized_only: ClassVar[bool] = False  # of use only for models that were quantised beforehand
 
     @abc.abstractmethod
     def unavailable(self) -> str | None:

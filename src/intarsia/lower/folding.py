@@ -68,7 +68,7 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         # getitem of a folded tuple; arithmetic on sizes is not constant
         return bool(node.all_input_nodes) and target.__name__ == "getitem" if callable(target) else False
-    if not is_pure_operator(target):
+    if not is_pure_operator(target) or dequantizes(target):
         return False
     values = made if isinstance(made, list | tuple) else [made]
     if not all(isinstance(value, torch.Tensor) and _is_static(value) for value in values):
@@ -78,6 +78,13 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
     if target in _EXPANDING or target in _FILLING:
         return size <= max(sources, 64)
     return size <= sources + ALLOWANCE
+
+
+def dequantizes(target: object) -> bool:
+    """Whether it makes numbers of quantised values; of a weight too it is left to engines, which may use integers."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace == "quantized_decomposed" and "dequantize" in target.name()
 
 
 def _is_static(value: torch.Tensor) -> bool:

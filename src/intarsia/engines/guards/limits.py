@@ -19,6 +19,8 @@ def of_rounded_product(layer: Layer, index: int) -> Interval | None:
 
     A row is scaled by its largest magnitude: of NaN and infinities nothing sensible is left.
     """
+    if layer.kind == "QuantizeLinear" and index == 0:
+        return FINITE  # which integer NaN becomes differs
     if layer.kind not in ("MatMul", "Gemm") or index != 0:
         return None
     weight = layer.get_inputs(1)[0]

@@ -170,6 +170,8 @@ class OnnxRuntime(NetworkEngine):
         options.inter_op_num_threads = 1
         options.add_session_config_entry("session.intra_op.allow_spinning", "1" if self.spinning else "0")
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
+        if self.is_exact:  # weights that came quantised become numbers once, and no integer kernel is used
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
         for key, value in self.options.items():
             options.add_session_config_entry(key, value)
         if self.device != "cpu" and static:

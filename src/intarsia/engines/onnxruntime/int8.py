@@ -25,6 +25,8 @@ _LARGEST = 2**31 - 2**20  # bytes that one ONNX file can hold
 class OnnxRuntimeInt8(OnnxRuntime):
     """Products with constant weights in 8 bits: weights by column, activations by what each call brings.
 
+    Of a model that was quantised beforehand, its own integers and scales.
+
     >>> OnnxRuntimeInt8().family
     'onnxruntime'
     """
@@ -48,7 +50,11 @@ class OnnxRuntimeInt8(OnnxRuntime):
 
     def _guarded(self, net: Network) -> Model:
         from intarsia.engines.onnxruntime.model import guarded
+        from intarsia.engines.quantized import is_quantized, with_quantize_layers
+        from intarsia.network.serialize import to_proto
 
+        if is_quantized(net):
+            return guarded(with_quantize_layers(net), self.guards, self.device, quantize=to_proto)
         size = sum(v.const_value.nbytes for v in net.graph.initializers.values() if v.const_value is not None)
         if size > _LARGEST:
             raise EngineError(f"its weights take {size} bytes, and the quantizer reads models of up to 2 GB")

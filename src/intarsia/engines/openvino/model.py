@@ -13,6 +13,7 @@ from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
+from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import to_proto, weights_as_inputs
@@ -24,10 +25,21 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
     `rounded` says that products will round activations to integers.
     """
     model, weights = read(net)
+    if not rounded and is_quantized(net):
+        _fold(model)
     shorten(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
     checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
     return model, weights, checks
+
+
+def _fold(model: Any) -> None:
+    """Make numbers of quantised weights, once: with integers OpenVINO would round activations as well."""
+    from openvino.passes import ConstantFolding, Manager
+
+    passes = Manager()
+    passes.register_pass(ConstantFolding())
+    passes.run_passes(model)
 
 
 def read(net: Network) -> tuple[Any, object]:
