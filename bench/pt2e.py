@@ -1,9 +1,10 @@
-"""Models quantised by pt2e: the float model, the quantised one eagerly, compiled exactly, and by integer kernels.
+"""Models quantised by pt2e: the float model, the quantised one eagerly, compiled exactly, and in integers.
 
     python bench/pt2e.py [bert vit resnet50] [--tolerance 0.1] [--rounds 20]
 
-Needs `pip install torchao`, whose quantizer for x86 is taken (activations of 8 bits by tensor, weights by channel) and
-shown the example once. Peers run in turns in one process; errors are against the quantised model run eagerly.
+Needs `pip install torchao`, whose quantizer for x86 is taken (activations of 8 bits by tensor, weights by
+channel) and shown the example once. Peers run in turns in one process; errors are against the quantised model
+run eagerly.
 """
 
 from __future__ import annotations

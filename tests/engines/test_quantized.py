@@ -28,7 +28,7 @@ X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Quantized(nn.Module):
-    """What pt2e makes of a convolution, an activation and a product: integers for weights, rounding between."""
+    """What pt2e makes of a convolution and a product: integers for weights, rounding between."""
 
     def __init__(self) -> None:
         super().__init__()

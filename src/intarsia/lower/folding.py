@@ -33,6 +33,7 @@ _FILLING = frozenset(
         aten.empty.memory_format,
     }
 )
+_DEQUANTIZING = "quantized_decomposed.dequantize"
 
 
 def fold_constants(module: fx.GraphModule) -> None:
@@ -81,10 +82,8 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
 
 
 def dequantizes(target: object) -> bool:
-    """Whether it makes numbers of quantised values; of a weight too it is left to engines, which may use integers."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target.namespace == "quantized_decomposed" and "dequantize" in target.name()
+    """Whether it makes numbers of quantised values; weights are left to engines, which may use the integers."""
+    return isinstance(target, torch._ops.OpOverload) and str(target).startswith(_DEQUANTIZING)
 
 
 def _is_static(value: torch.Tensor) -> bool:
