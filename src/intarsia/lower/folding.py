@@ -82,7 +82,7 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
 
 
 def dequantizes(target: object) -> bool:
-    """Whether it makes numbers of quantised values; weights are left to engines, which may use the integers."""
+    """Whether it makes numbers of quantised values; of weights too: engines may want their integers."""
     return isinstance(target, torch._ops.OpOverload) and str(target).startswith(_DEQUANTIZING)
 
 
