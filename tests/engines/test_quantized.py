@@ -82,6 +82,26 @@ def test_a_range_that_no_layer_has_stays_spelled_out() -> None:
     assert "QuantizeLinear" not in _kinds(with_quantize_layers(net)) and not is_quantized(net)
 
 
+def test_integers_may_be_read_by_another_scale() -> None:
+    q = torch.ops.quantized_decomposed
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        integers = q.quantize_per_tensor(x, 0.03, 0, -128, 127, torch.int8)
+        return q.dequantize_per_tensor(integers, 0.06, 0, -128, 127, torch.int8)
+
+    net = with_quantize_layers(_net(function, X))
+    assert _kinds(net) == ["QuantizeLinear", "DequantizeLinear"]
+    (found,) = drivers.build("onnxruntime", net)(X)
+    assert (found - function(X)).abs().max() <= 0.0601
+
+
+@pytest.mark.parametrize(("scale", "zero"), [(0.0, 0), (-0.03, 0), (0.03, 200)])
+def test_what_no_layer_says_stays_spelled_out(scale: float, zero: int) -> None:
+    q = torch.ops.quantized_decomposed
+    net = _net(lambda x: q.quantize_per_tensor.default(x, scale, zero, -128, 127, torch.int8), X)
+    assert "QuantizeLinear" not in _kinds(with_quantize_layers(net))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     scale=st.floats(1e-3, 10.0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 
@@ -29,9 +31,8 @@ def with_quantize_layers(net: Network) -> Network:
         x, scale, zero_point = found
         (old,) = layer.get_outputs()
         with net_guard(copy), copy.before(layer):
-            new = F.quantize_linear(
-                x, _own_scale(old) or F.constant(scale, x.dtype), F.constant(zero_point, old.dtype)
-            )
+            step = _own_scale(old, scale) or F.constant(scale, x.dtype)
+            new = F.quantize_linear(x, step, F.constant(zero_point, old.dtype))
         copy.replace_all_uses(old, new)
         _remove_unread(copy, layer)
     return copy
@@ -48,9 +49,12 @@ def _rounding(cast: Layer) -> tuple[Tensor, float, int] | None:
         total, zero_point = added
     steps = _maker(total, "Round")
     product = None if steps is None else _with_number(steps.get_inputs(0)[0], "Mul")
-    if product is None or product[1] == 0.0 or product[0].dtype != ir.DataType.FLOAT:
+    if product is None or product[0].dtype != ir.DataType.FLOAT:
         return None
-    return product[0], 1.0 / product[1], int(zero_point)
+    x, inverse = product
+    if not 0.0 < inverse < math.inf or not limits[0] <= zero_point <= limits[1]:
+        return None
+    return x, 1.0 / inverse, int(zero_point)
 
 
 def _with_number(result: Tensor | None, kind: str) -> tuple[Tensor, float] | None:
@@ -76,11 +80,13 @@ def _number(tensor: Tensor | None) -> float | None:
     return float(content.item()) if content is not None and np.size(content) == 1 else None
 
 
-def _own_scale(integers: Tensor) -> Tensor | None:
-    """The scale by which they are read; engines leave out what is read by the scale it was written with."""
-    scales = {id(s.value): s for user in integers.get_users() for s in user.get_inputs(1) if s is not None}
-    if len(scales) == 1 and all(user.kind == "DequantizeLinear" for user in integers.get_users()):
-        return next(iter(scales.values()))
+def _own_scale(integers: Tensor, scale: float) -> Tensor | None:
+    """The scale by which they are read, if it is theirs: engines drop what one scale writes and reads."""
+    for user in integers.get_users():
+        read_by = user.get_inputs(1)[0] if user.kind == "DequantizeLinear" else None
+        number = _number(read_by)
+        if number is not None and math.isclose(number, scale, rel_tol=1e-6):
+            return read_by
     return None
 
 
