@@ -24,6 +24,7 @@ from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import EngineError, IntarsiaError
 from intarsia.partition import PYTORCH
+from intarsia.timing import PAUSE_S
 
 SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
 _BLOCKS = (12, 6, 3)  # the most blocks that a graph is cut into; fewer where time is short
@@ -79,7 +80,8 @@ class Search:
         self._build_all([first, *(other for other in others if other not in later)])
         if not self.built:
             raise self.errors[0]
-        self._race(list(self.built), final=False, rounds=5, share=0.15)
+        rounds = 5 if self.measured.budget_s else 3  # that tell who may win; the last race tells who does
+        self._race(list(self.built), final=False, rounds=rounds, share=0.15)
         leaders = self._close(_CLOSE)
         variants = self._variants(leaders)
         self._drop(leaders)
@@ -126,6 +128,12 @@ class Search:
         if not self._is_quick(names):
             return 1
         return min(max(int(_SURE_S / self._round_s(names)), _SPREAD_ROUNDS), _SURE_ROUNDS)
+
+    def _last_race_s(self, names: Sequence[str]) -> float:
+        """What the last race takes at least, its warm-up and pauses included."""
+        if not self.trials:
+            return 0.0
+        return (1 + self._least_rounds(names)) * (self._round_s(names) + PAUSE_S * len(names))
 
     def _fits_a_race(self, names: Sequence[str]) -> bool:
         """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
@@ -305,8 +313,10 @@ class Search:
         needs = max(self.build_s.values(), default=0.0) if others else 0.0
         if others and (reason := no_room(self.workshop.builder.module)) is not None:
             return reason
+        needs += self._last_race_s([*self.built, candidate.name])
         if left < needs:
-            return f"it may take {needs:.1f} s to build, and {left:.1f} s are left of {self._budget}"
+            took = f"it may take {needs:.1f} s to build and to race"
+            return f"{took}, and {left:.1f} s are left of {self._budget}"
         return None
 
     def _race(self, names: Sequence[str], *, final: bool, rounds: int, share: float) -> None:
