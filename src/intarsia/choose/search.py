@@ -35,7 +35,7 @@ _CLOSE = 1.3  # who is further behind after the first race does not run in the l
 _SPREAD_ROUNDS, _QUICK_S = 3, 4.0  # the last race has so many rounds at least, if they take so little
 _SURE_ROUNDS, _SURE_S = 9, 1.0  # and up to so many if they take that: a hiccup in one of three would decide
 _FAR = 1.6  # who is so far behind in any round of a race leaves it at once, and no options of it are tried
-_AGAIN = 2.0  # without a budget given, measuring may take so many times what the first plan took
+_AGAIN = 1.7  # without a budget given, measuring may take so many times what the first plan took
 
 
 @dataclass
