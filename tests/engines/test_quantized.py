@@ -128,7 +128,7 @@ def test_integer_kernels_are_near_the_quantised_model(engine: Any) -> None:
     assert (fast(X) - expected).abs().max() <= 0.05 * expected.abs().max()
 
 
-@pytest.mark.skipif(OpenVINOInt8() not in ENGINES, reason="OpenVINO is not installed")
+@pytest.mark.skipif(OpenVINOInt8() not in ENGINES, reason=str(OpenVINOInt8().unavailable()))
 def test_openvino_computes_in_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: list[str] = []
     made = CompiledModel.__init__

@@ -15,7 +15,7 @@ KEEPS_VALUES = frozenset({"Expand", "Flatten", "Identity", "Reshape", "Squeeze",
 
 
 def of_rounded_product(layer: Layer, index: int) -> Interval | None:
-    """What a product with a constant weight can be given where its kernel rounds activations to integers.
+    """What can be rounded to integers: by `QuantizeLinear`, or by a kernel whose weight is constant.
 
     A row is scaled by its largest magnitude: of NaN and infinities nothing sensible is left.
     """
