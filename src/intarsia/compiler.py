@@ -39,7 +39,7 @@ from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
-from intarsia.capture.input import resolve_call
+from intarsia.capture.input import further_calls, resolve_call
 from intarsia.capture.random_state import kept_random_state
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
@@ -164,7 +164,7 @@ def compile(
             usable, missing = with_short_engines(usable, arithmetic)
             notes += [f"{name} is not tried: {reason}" for name, reason in missing.items()]
         call = args, kwargs
-        wishes = replace(wishes, more=[(tuple(more), kwargs) for more in examples])
+        wishes = replace(wishes, more=further_calls(examples, kwargs))
         try:
             return _compile(model, call, dynamic_shapes, usable, wishes, [*notes])
         except (CaptureError, LoweringError) as error:

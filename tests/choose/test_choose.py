@@ -18,7 +18,7 @@ from torch import nn
 import intarsia
 from intarsia.choose import load, search
 from intarsia.choose.measured import Measured
-from intarsia.engines import Inductor, OnnxRuntime
+from intarsia.engines import Inductor, OnnxRuntime, PyTorch
 from intarsia.errors import PartitionError
 
 Call = Callable[[], object]
@@ -291,7 +291,9 @@ def test_throughput_is_measured_at_the_largest_batch_by_several_threads(
     [
         ({"objective": "speed"}, "objective='speed' is not known; known are latency, throughput"),
         ({"budget_s": 0}, "budget_s=0 must be more than 0"),
+        ({"budget_s": "3"}, "budget_s='3' must be more than 0"),
         ({"candidates": ["openvino"]}, "'openvino', which is no engine"),
+        ({"candidates": PyTorch()}, r"PyTorch\(.*\) is one engine; give a list"),
     ],
 )
 def test_wishes_that_cannot_be_met(wrong: dict[str, Any], message: str) -> None:

@@ -67,6 +67,24 @@ def test_per_channel_round_trip() -> None:
     check(lambda i: q.dequantize_per_channel(i, SCALES, ZEROS, 1, -128, 127, torch.int8), integers)
 
 
+@pytest.mark.parametrize("zero", [200, -300, 127])
+def test_a_zero_point_may_be_any_number(zero: int) -> None:
+    q = torch.ops.quantized_decomposed
+    integers = q.quantize_per_tensor(X, 0.0217, 5, -128, 127, torch.int8)
+    check(lambda i: q.dequantize_per_tensor(i, 0.0217, zero, -128, 127, torch.int8), integers)
+    scale, told = torch.tensor(0.0217), torch.tensor(zero)
+    check(
+        lambda i, s, z: q.dequantize_per_tensor.tensor(i, s, z, -128, 127, torch.int8), integers, scale, told
+    )
+
+
+@pytest.mark.parametrize("zeros", [torch.tensor([3, 200, -129]), torch.tensor([0.5, -7.25, 0.0])])
+def test_zero_points_of_channels_may_be_any_number(zeros: torch.Tensor) -> None:
+    q = torch.ops.quantized_decomposed
+    integers = q.quantize_per_channel(X, SCALES, ZEROS, 1, -128, 127, torch.int8)
+    check(lambda i: q.dequantize_per_channel(i, SCALES, zeros, 1, -128, 127, torch.int8), integers)
+
+
 def test_fake_quantize() -> None:
     check(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.0217, 5, 0, 255), X)
     check(lambda x: torch.fake_quantize_per_channel_affine(x, SCALES, ZEROS.to(torch.int32), 1, -128, 127), X)

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from intarsia.build.judge import Answer, Call, Judge, call_of
 from intarsia.build.trial import Case
 from intarsia.capture.example import copied_call
 from intarsia.compare import beyond_tolerance, relative_error
+from intarsia.errors import InputError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
@@ -21,6 +23,7 @@ from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import corners
 from intarsia.partition.table import PYTORCH
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.input_checks import check_inputs, checks_of
 
 Lower = Callable[[], tuple[Lowered, Call]]
 _MOST_SUSPECTS = 12
@@ -143,7 +146,18 @@ def examples_of(
 
 
 def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> list[Example]:
-    """Further calls of the user's, with what the model and the graph answer."""
+    """Further calls of the user's, with what the model and the graph answer; they must fit the graph."""
+    checks = checks_of(lowered)
+    for place, call in enumerate(calls):
+        flat, _ = pytree.tree_flatten((tuple(call[0]), dict(call[1])))
+        if len(flat) != len(checks):
+            raise InputError(
+                f"examples[{place}] has {len(flat)} inputs; the model is compiled for {len(checks)}"
+            )
+        try:
+            check_inputs(checks, flat, lowered.range_constraints)
+        except InputError as error:
+            raise InputError(f"examples[{place}]: {error}") from error
     made = [Example(call, example_inputs(lowered, *call)) for call in calls]
     return [judged_example(judge, lowered, example) for example in made]
 

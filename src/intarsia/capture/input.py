@@ -185,3 +185,16 @@ def _dims(given: Input) -> dict[int, Any] | None:
 def _static(arg: Any) -> Any:
     """The `dynamic_shapes` entry of an argument that does not vary: None for every leaf."""
     return torch.utils._pytree.tree_map(lambda _: None, arg)
+
+
+def further_calls(
+    examples: Sequence[Sequence[Any]], kwargs: Mapping[str, Any]
+) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """Calls of `examples`, the positional arguments of each, with the keyword arguments of the first call."""
+    for place, example in enumerate(examples):
+        if not isinstance(example, tuple | list):
+            raise InputError(
+                f"examples[{place}] is a {type(example).__name__}; each is the positional arguments of a"
+                " call, such as (x,)"
+            )
+    return [(tuple(example), kwargs) for example in examples]

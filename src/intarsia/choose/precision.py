@@ -27,7 +27,7 @@ def allowed_arithmetic(
         if precision in (None, "fp32"):
             return ()
         raise InputError(f"precision={precision!r} needs tolerance=, how far results may be off")
-    if not 0 < tolerance < 1:
+    if isinstance(tolerance, str) or not 0 < tolerance < 1:
         raise InputError(f"tolerance={tolerance!r} must be a share of the largest value, between 0 and 1")
     if precision == "fp32":
         raise InputError(f'tolerance={tolerance!r} contradicts precision="fp32", which is exact')

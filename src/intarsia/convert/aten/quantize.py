@@ -91,8 +91,22 @@ def dequantized(x: Tensor, scale: Tensor, zero_point: Any, axis: int | None, out
         raise ConversionError(f"out_dtype={out_dtype} is not handled")
     if x.dtype not in _RANGES:
         raise ConversionError(f"dtype={x.dtype.name} is not handled")
-    zero = None if zero_point is None else _zero_point(zero_point, x.dtype)
-    return F.dequantize_linear(x, scale, zero, axis=axis)
+    if zero_point is None or _fits(zero_point, x.dtype):
+        zero = None if zero_point is None else _zero_point(zero_point, x.dtype)
+        return F.dequantize_linear(x, scale, zero, axis=axis)
+    zero = _zero_point(zero_point, ir.DataType.FLOAT)
+    if axis is not None:
+        scale, zero = (_along(values, axis, x.ndim) for values in (scale, zero))
+    return F.mul(F.sub(F.cast(x, ir.DataType.FLOAT), zero), scale)
+
+
+def _fits(zero_point: Any, dtype: ir.DataType) -> bool:
+    """Whether a zero point is known to be one of the integers, as ONNX wants it; torch takes any number."""
+    known = zero_point.constant if isinstance(zero_point, Tensor) else zero_point
+    if known is None:
+        return False
+    numbers, (low, high) = np.asarray(known), _RANGES[dtype]
+    return bool(np.all((numbers >= low) & (numbers <= high) & (numbers == np.round(numbers))))
 
 
 if HAS_QUANTIZED:
@@ -127,8 +141,8 @@ if HAS_QUANTIZED:
         *,
         out_dtype: Any = None,
     ) -> Tensor:
-        zero = _zero_point(zero_point, input.dtype)
-        return dequantized(input, _flat(_scale(scale)), _flat(zero), None, out_dtype)
+        zero = _flat(zero_point) if isinstance(zero_point, Tensor) else zero_point
+        return dequantized(input, _flat(_scale(scale)), zero, None, out_dtype)
 
     @converter(q.quantize_per_channel.default)
     def quantize_per_channel(

@@ -13,6 +13,7 @@ from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
+from intarsia.engines.openvino.tables import fold_tables, has_short_weights
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -25,7 +26,9 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
     `rounded` says that products will round activations to integers.
     """
     model, weights = read(net)
-    if not rounded and is_quantized(net):
+    if rounded:
+        fold_tables(model)
+    elif is_quantized(net) or has_short_weights(model):
         _fold(model)
     shorten(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
@@ -34,7 +37,7 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
 
 
 def _fold(model: Any) -> None:
-    """Make numbers of quantised weights, once: with integers OpenVINO would round activations as well."""
+    """Make numbers of weights in 8 bits, once: with integers OpenVINO would round activations as well."""
     from openvino.passes import ConstantFolding, Manager
 
     passes = Manager()

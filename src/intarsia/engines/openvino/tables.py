@@ -1,0 +1,52 @@
+"""Weights in few bits that OpenVINO widens as it reads them, and the tables that it would read wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHORT = frozenset({"i8", "u8", "i4", "u4", "f8e4m3", "f8e5m2", "nf4"})
+
+
+def has_short_weights(model: Any) -> bool:
+    """Whether a model has constants of 8 bits or less, other than single numbers and truth values."""
+    constants = (op for op in model.get_ops() if op.get_type_name() == "Constant")
+    return any(op.get_element_type().to_string() in _SHORT and _size(op) > 1 for op in constants)
+
+
+def fold_tables(model: Any) -> None:
+    """Make numbers of what `Gather` reads from, where it is computed of constants alone.
+
+    Its kernel for tables in 8 bits takes one scale for a row; given one for a column it reads past its end.
+    """
+    import openvino
+    from openvino.passes import ConstantFolding, Manager
+
+    passes = Manager()
+    passes.register_pass(ConstantFolding())
+    for gather in [op for op in model.get_ops() if op.get_type_name() == "Gather"]:
+        table = gather.input_value(0)
+        if table.get_node().get_type_name() == "Constant" or not _is_constant(table.get_node()):
+            continue
+        alone = openvino.Model([table], [], "table")
+        passes.run_passes(alone)
+
+
+def _is_constant(node: Any) -> bool:
+    """Whether only constants lead to a node."""
+    waiting, seen = [node], set()
+    while waiting:
+        one = waiting.pop()
+        if one.get_type_name() == "Parameter":
+            return False
+        name = one.get_name()
+        if name not in seen:
+            seen.add(name)
+            waiting += [value.get_node() for value in one.input_values()]
+    return True
+
+
+def _size(constant: Any) -> int:
+    total = 1
+    for length in constant.get_output_shape(0):
+        total *= length
+    return total
