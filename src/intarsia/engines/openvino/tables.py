@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 _SHORT = frozenset({"i8", "u8", "i4", "u4", "f8e4m3", "f8e5m2", "nf4"})
@@ -10,7 +11,11 @@ _SHORT = frozenset({"i8", "u8", "i4", "u4", "f8e4m3", "f8e5m2", "nf4"})
 def has_short_weights(model: Any) -> bool:
     """Whether a model has constants of 8 bits or less, other than single numbers and truth values."""
     constants = (op for op in model.get_ops() if op.get_type_name() == "Constant")
-    return any(op.get_element_type().to_string() in _SHORT and _size(op) > 1 for op in constants)
+    return any(_is_short(op) for op in constants)
+
+
+def _is_short(constant: Any) -> bool:
+    return constant.get_element_type().to_string() in _SHORT and math.prod(constant.get_output_shape(0)) > 1
 
 
 def fold_tables(model: Any) -> None:
@@ -43,10 +48,3 @@ def _is_constant(node: Any) -> bool:
             seen.add(name)
             waiting += [value.get_node() for value in one.input_values()]
     return True
-
-
-def _size(constant: Any) -> int:
-    total = 1
-    for length in constant.get_output_shape(0):
-        total *= length
-    return total
