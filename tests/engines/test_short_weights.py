@@ -1,87 +1,168 @@
-"""Weights that a model keeps in 8 bits and widens itself: exact without a tolerance, tables always."""
+"""Weights of 8 and 4 bits: the engines' own kernels run them, and everything else stays as it was."""
 
 from __future__ import annotations
 
+import io
+import logging
+import threading
+import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
-from tests.engines.test_quantized import BY_ENGINE
-from torch import Tensor, nn
+from torch import nn
 
 import intarsia
 from intarsia.compare import relative_error
-from intarsia.convert.aten.quantize import HAS_QUANTIZED
-from intarsia.engines import PyTorch
+from intarsia.engines import (
+    Engine,
+    OnnxRuntimeInt4Weights,
+    OnnxRuntimeInt8,
+    OnnxRuntimeInt8Weights,
+    OpenVINOInt4Weights,
+    OpenVINOInt8Weights,
+)
+from intarsia.engines.onnxruntime.silent import silent_tool
+from intarsia.engines.openvino import compressed
+from intarsia.engines.openvino.program import CompiledModel
+from intarsia.errors import EngineError
 
-EXACT = pytest.mark.parametrize("engine", ["openvino", "onnxruntime"])
+ENGINES = [OnnxRuntimeInt8Weights(), OnnxRuntimeInt4Weights(), OpenVINOInt8Weights(), OpenVINOInt4Weights()]
+ERROR = {8: 0.03, 4: 0.3}
+IDS = torch.arange(32).reshape(2, 16)
 
 
-def integers(*shape: int) -> Tensor:
-    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-
-
-class Widened(nn.Module):
-    """A product with a weight of 2 MB in 8 bits: more than is folded while compiling."""
+class Net(nn.Module):
+    """Products with and without something added, a weight that is read twice, and one that varies."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", integers(2048, 1024))
-        self.register_buffer("scale", torch.rand(2048, 1) / 500 + 1e-3)
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=place % 2 == 0) for place in range(3))
+        self.matrix = nn.Parameter(torch.randn(64, 48) / 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.float() * self.scale).relu() + 1
-
-
-class Table(nn.Module):
-    """An embedding with a scale for each column, which OpenVINO's kernel for tables does not know."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.register_buffer("table", integers(rows, columns))
-        self.register_buffer("scale", torch.rand(columns) / 500 + 1e-3)
-        self.first, self.second = nn.Linear(columns, 64), nn.Linear(64, 4)
-
-    def widened(self) -> Tensor:
-        return self.table.float() * self.scale
-
-    def forward(self, places: Tensor) -> Tensor:
-        found = nn.functional.embedding(places, self.widened())
-        return self.second(self.first(found).relu())
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = torch.softmax(x @ x.transpose(1, 2), -1) @ x  # of no constant weight
+        return torch.cat([x @ self.matrix, nn.functional.linear(x, self.table.weight)], -1)
 
 
-class QuantizedTable(Table):
-    def widened(self) -> Tensor:
-        zero = torch.zeros(len(self.scale), dtype=torch.int64)
-        dequantize = torch.ops.quantized_decomposed.dequantize_per_channel
-        return dequantize(self.table, self.scale, zero, 1, -127, 127, torch.int8)
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE_GB", "0")
 
 
-@EXACT
-@pytest.mark.parametrize("example", [torch.ones(4, 1024), torch.zeros(4, 1024)], ids=["ones", "zeros"])
-def test_activations_are_not_rounded(engine: str, example: Tensor) -> None:
-    # An example of one value does not tell whether activations are rounded to 8 bits; other calls do.
-    model, x = Widened().eval(), torch.randn(4, 1024, generator=torch.Generator().manual_seed(1))
-    fast = intarsia.compile(model, (example,), engines=engine)
-    assert fast.plan.engines == (engine,)
-    assert relative_error(fast(x), model(x)) < 1e-5
+def _compiled(engine: Engine) -> tuple[nn.Module, Any]:
+    model = Net().eval().requires_grad_(False)
+    return model, intarsia.compile(model, (IDS,), engines=[engine], min_block_size=1)
 
 
-@EXACT
-def test_a_table_with_a_scale_for_each_column(engine: str) -> None:
-    model, places = Table(30000, 64).eval(), torch.arange(210).reshape(3, 70)
-    fast = intarsia.compile(model, (places,), engines=engine)
-    assert fast.plan.engines == (engine,)
-    for call in (places, places + 29000):
-        assert relative_error(fast(call), model(call)) < 1e-5
+@pytest.mark.parametrize("engine", ENGINES[:2], ids=lambda engine: engine.name)
+def test_products_of_onnxruntime(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original, path = onnxruntime.InferenceSession, tmp_path / "optimized.onnx"
+
+    def session(data: bytes, options: Any, **more: Any) -> Any:
+        options.optimized_model_filepath = str(path)
+        return original(data, options, **more)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    model, fast = _compiled(engine)
+    assert fast.plan.engines == (engine.name,)
+    graph = onnx.load(path).graph
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    assert len(products) == 5
+    for node in products:
+        told = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+        assert (told["bits"], told["block_size"], told["accuracy_level"]) == (engine.bits, engine.block, 4)
+    held = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    floats = [array.size for array in held.values() if array.dtype == np.float32 and array.ndim == 2]
+    assert max(floats, default=0) <= 50 * 64  # the table, which is looked up too; no other matrix
+    assert 1e-6 < relative_error(fast(IDS), model(IDS)) < ERROR[engine.bits]
 
 
-@pytest.mark.skipif(not HAS_QUANTIZED, reason="this torch has no quantized_decomposed operators")
-@BY_ENGINE
-@pytest.mark.parametrize(("rows", "columns"), [(1000, 64), (12, 50)])
-def test_a_table_within_a_tolerance(engine: Any, rows: int, columns: int) -> None:
-    model, places = QuantizedTable(rows, columns).eval(), torch.arange(21).reshape(3, 7) % rows
-    fast = intarsia.compile(
-        model, (places,), engines=[engine, PyTorch()], tolerance=0.1, partition=intarsia.Measured(budget_s=2)
-    )
-    assert relative_error(fast(places), model(places)) < 0.1
+@pytest.mark.parametrize("engine", ENGINES[2:], ids=lambda engine: engine.name)
+def test_products_of_openvino(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Any] = []
+    original = CompiledModel.__init__
+
+    def init(self: CompiledModel, ports: Any, compiled: Any, *more: Any) -> None:
+        made.append(compiled)
+        original(self, ports, compiled, *more)
+
+    monkeypatch.setattr(CompiledModel, "__init__", init)
+    level = logging.getLogger("nncf").level
+    model, fast = _compiled(engine)
+    assert fast.plan.engines == (engine.name,)
+    told = [op.get_rt_info() for op in made[-1].get_runtime_model().get_ops()]
+    kinds = [
+        t["runtimePrecision"].astype(str) for t in told if t["layerType"].astype(str) == "FullyConnected"
+    ]
+    assert len(kinds) == 5 and set(kinds) <= {"u8", f"u{engine.bits}"} and f"u{engine.bits}" in kinds
+    assert 1e-6 < relative_error(fast(IDS), model(IDS)) < ERROR[engine.bits]
+    assert capfd.readouterr().out == "" and logging.getLogger("nncf").level in (level, logging.INFO)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("sizes", [(33, 17), (1, 300), (300, 1), (129, 31)], ids=str)
+def test_sizes_that_fill_no_block(engine: Any, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(*sizes).eval().requires_grad_(False)
+    x = torch.randn(3, 5, sizes[0])
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    assert fast.plan.engines == (engine.name,)
+    assert relative_error(fast(x), model(x)) < ERROR[engine.bits]
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, OnnxRuntimeInt8()], ids=lambda engine: engine.name)
+def test_what_is_not_finite_is_left_to_pytorch(engine: Any) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32)).eval().requires_grad_(False)
+    x = torch.randn(4, 64)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        given = x.clone()
+        given[1, 5] = bad
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that PyTorch runs this call, told once
+            made = fast(given)
+        torch.testing.assert_close(made, model(given), equal_nan=True)
+    assert relative_error(fast(x), model(x)) > 1e-6  # the engine runs again
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+def test_they_are_saved_and_loaded(engine: Engine, tmp_path: Path) -> None:
+    _, fast = _compiled(engine)
+    intarsia.save(fast, tmp_path / "short.intarsia")
+    again = intarsia.load(tmp_path / "short.intarsia")
+    assert again.plan.engines == (engine.name,) and torch.equal(again(IDS), fast(IDS))
+
+
+def test_the_tools_leave_logging_as_it_was() -> None:
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    with silent_tool():
+        root.addHandler(logging.NullHandler())
+        root.setLevel(logging.DEBUG)
+    assert (root.level, root.handlers) == before
+
+
+def test_without_nncf_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"nncf is not installed; pip install 'intarsia\[nncf\]'"):
+        _compiled(OpenVINOInt8Weights())
+
+
+def test_what_others_print_is_printed() -> None:
+    out = io.StringIO()
+    mine = compressed._Filtered(out, {threading.get_ident()})
+    other = compressed._Filtered(out, set())
+    assert mine.write("heard") == other.write("other") == 5 and out.getvalue() == "heard"
