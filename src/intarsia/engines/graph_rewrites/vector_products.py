@@ -1,8 +1,7 @@
 """Products of one row in bfloat16 as products of a matrix with a vector.
 
 On a CPU `linear` hands them to a kernel for matrices; the one for vectors sums in float32 just as well, and
-may read weights faster. Inductor writes such products as loops of its own, which read weights as fast as
-memory gives them. Which is faster is measured.
+may read weights faster. Inductor writes such products as loops of its own. Which is faster is measured.
 """
 
 from __future__ import annotations

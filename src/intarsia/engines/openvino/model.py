@@ -13,7 +13,7 @@ from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
-from intarsia.engines.openvino.tables import fold_tables, has_short_weights
+from intarsia.engines.openvino.tables import fold, fold_tables, has_short_weights
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -29,20 +29,11 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
     if rounded:
         fold_tables(model)
     elif is_quantized(net) or has_short_weights(model):
-        _fold(model)
+        fold(model)  # with integers OpenVINO would round activations as well
     shorten(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
     checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
     return model, weights, checks
-
-
-def _fold(model: Any) -> None:
-    """Make numbers of weights in 8 bits, once: with integers OpenVINO would round activations as well."""
-    from openvino.passes import ConstantFolding, Manager
-
-    passes = Manager()
-    passes.register_pass(ConstantFolding())
-    passes.run_passes(model)
 
 
 def read(net: Network) -> tuple[Any, object]:

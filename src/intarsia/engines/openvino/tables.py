@@ -24,16 +24,21 @@ def fold_tables(model: Any) -> None:
     Its kernel for tables in 8 bits takes one scale for a row; given one for a column it reads past its end.
     """
     import openvino
-    from openvino.passes import ConstantFolding, Manager
 
-    passes = Manager()
-    passes.register_pass(ConstantFolding())
     for gather in [op for op in model.get_ops() if op.get_type_name() == "Gather"]:
         table = gather.input_value(0)
         if table.get_node().get_type_name() == "Constant" or not _is_constant(table.get_node()):
             continue
-        alone = openvino.Model([table], [], "table")
-        passes.run_passes(alone)
+        fold(openvino.Model([table], [], "table"))
+
+
+def fold(model: Any) -> None:
+    """Make numbers of all that is computed of constants alone, in the nodes that a model shares, too."""
+    from openvino.passes import ConstantFolding, Manager
+
+    passes = Manager()
+    passes.register_pass(ConstantFolding())
+    passes.run_passes(model)
 
 
 def _is_constant(node: Any) -> bool:
