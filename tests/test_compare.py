@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from intarsia.compare import disagreement
+from intarsia.compare import disagreement, relative_error
 from intarsia.rounding import Rounding
 
 
@@ -116,3 +116,27 @@ def test_without_runs_the_magnitudes_tell() -> None:
     truth = torch.tensor([-1e9, 0.04, 0.03])
     assert disagreement([truth * (1 + 1e-6)], [truth]) is None
     assert disagreement([torch.tensor([-1e9, 1.0, 0.03])], [truth]) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_tensors_of_many_slices_are_judged_as_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Magnitudes of two groups and special values lie in all slices; the model's answer is not touched."""
+    drawn = torch.Generator().manual_seed(0)
+    truth = torch.randn(40, 50, generator=drawn, dtype=torch.double)
+    truth[::2] *= 1e9
+    truth[3, 4], truth[30, 2], truth[31, 1] = float("inf"), float("nan"), 0.0
+    truth = truth.to(dtype)
+    eps = torch.finfo(dtype).eps
+    close = (truth.double() * (1 + eps * torch.randn(40, 50, generator=drawn).double())).to(dtype)
+    wrong, before = close.clone(), truth.clone()
+    wrong[33, 7] += 1
+    for length in (64, 1 << 17):
+        monkeypatch.setattr("intarsia.slices.SLICE", length)
+        assert disagreement([close], [truth]) is None
+        assert "at (33, 7)" in str(disagreement([wrong], [truth]))
+        assert "has NaN or infinity" in str(disagreement([close.nan_to_num(nan=0.0)], [truth]))
+        assert relative_error(close, truth) < 8 * eps
+        assert relative_error(close.nan_to_num(nan=0.0), truth) == float("inf")
+    assert torch.equal(truth.nan_to_num(nan=7.5), before.nan_to_num(nan=7.5))

@@ -8,12 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from intarsia.slices import slices_of
+
 ROUNDINGS = 4  # an element may always be off by so many of its own roundings
 MARGIN = 16  # and by so many times what rounding was seen to do to it and to values like it
 SAMPLES = (1, 8)  # runs to see that in; more than one only where one would condemn
 _UNKNOWN = 64  # without such runs: values like it are taken to carry so many roundings each
 _SPECIAL = "has NaN or infinity where PyTorch has not, or the reverse"
 _GAP = 10  # octaves without a value between values that are not alike
+_EXPONENTS = 1 << 11  # of a double
 
 
 class Spread(Protocol):
@@ -60,30 +63,49 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int
         answer, truth = torch.view_as_real(answer.resolve_conj()), torch.view_as_real(truth.resolve_conj())
     if not truth.is_floating_point():
         return _unequal(answer, truth, rounding, index)
-    a, b = answer.detach().double(), truth.detach().double()
-    finite = torch.isfinite(b)
-    if not torch.equal(torch.isfinite(a), finite):
-        return _SPECIAL
-    if not bool(finite.all()):
-        if not _same_specials(a[~finite], b[~finite]):
-            return _SPECIAL
-        a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
     limits = torch.finfo(truth.dtype)
-    error, size = (a - b).abs_(), b.abs()
-    allowed = (size * (ROUNDINGS * limits.eps)).add_(limits.tiny)
-    if bool((error <= allowed).all()):
+    exact, special = True, False
+    for given, right in slices_of(answer, truth):
+        pair = _finite(given, right)
+        if pair is None:
+            return _SPECIAL
+        a, b = pair
+        special = special or len(b) < len(right)
+        exact = exact and bool(((a - b).abs_() <= _roundings(b.abs(), limits)).all())
+    if exact:
         return None
-    groups = _alike(b)
+    if special:
+        answer, truth = (torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in (answer, truth))
+    alike = _Alike(truth)
     for samples in SAMPLES if rounding is not None else (0,):
         noise = rounding.spread(samples)[index] if rounding is not None else None
-        seen = size * (_UNKNOWN / MARGIN * limits.eps) if noise is None else noise
-        excess = error - torch.maximum(seen, _typical(seen, groups)).mul_(MARGIN).add_(allowed)
-        if bool((excess <= 0).all()):
+        if noise is None:
+            noise = truth.detach().double().abs().mul_(_UNKNOWN / MARGIN * limits.eps)
+        place = _worst(answer, truth, noise, alike)
+        if place is None:
             return None
-    place = int(excess.argmax())
-    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), excess.shape))
-    off, made, right = (float(t.flatten()[place]) for t in (error, a, b))
-    return f"is off by {off:.3g} at {where}: {made:.6g} where PyTorch makes {right:.6g}"
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), truth.shape))
+    made, meant = float(answer[where]), float(truth[where])
+    return f"is off by {abs(made - meant):.3g} at {where}: {made:.6g} where PyTorch makes {meant:.6g}"
+
+
+def _roundings(size: torch.Tensor, limits: torch.finfo) -> torch.Tensor:
+    """How far an element of this size may always be off."""
+    return (size * (ROUNDINGS * limits.eps)).add_(limits.tiny)
+
+
+def _worst(answer: torch.Tensor, truth: torch.Tensor, noise: torch.Tensor, alike: _Alike) -> int | None:
+    """The place of the element that is off by most beyond what it may be; None where none is."""
+    typical, limits = alike.typical(noise), torch.finfo(truth.dtype)
+    worst, place, start = 0.0, None, 0
+    for given, right, seen in slices_of(answer, truth, noise):
+        b = right.double()
+        allowed = torch.maximum(seen, alike.of(typical, b)).mul_(MARGIN).add_(_roundings(b.abs(), limits))
+        excess = (given.double() - b).abs_().sub_(allowed)
+        if not float(most := excess.max()) <= worst:  # nor is NaN
+            worst, place = float(most), start + int(excess.argmax())
+        start += len(b)
+    return place
 
 
 def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Spread | None, index: int) -> str | None:
@@ -97,37 +119,59 @@ def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Spread | None,
     return f"differs from PyTorch in {count} of {truth.numel()} elements" if count else None
 
 
-def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(torch.nan_to_num(a, nan=7.5), torch.nan_to_num(b, nan=7.5))
-
-
-def _alike(values: torch.Tensor) -> torch.Tensor | None:
-    """A number for each element; equal for elements whose magnitudes have no wide gap between them.
-
-    None where all of them are alike. Logits are millions: exponents are counted, not sorted.
-    """
-    exponents = torch.frexp(values)[1]
-    least = exponents.min()
-    exponents -= least
-    counts = torch.bincount(exponents.flatten())
-    is_zero = values == 0
-    if bool(is_zero.any()):  # said to have the exponent 0
-        counts[-int(least)] -= is_zero.sum()
-    used = counts.nonzero().flatten()
-    starts = torch.cat([used.new_zeros(1), (used.diff() > _GAP).long().cumsum(0)])
-    if not bool(starts[-1]):
+def _finite(given: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both as doubles, where they are finite; None where they differ in a NaN or an infinity."""
+    a, b = given.double(), right.double()
+    if bool(torch.isfinite(a.sum() + b.sum())):  # one that is not finite shows in the sum
+        return a, b
+    finite = torch.isfinite(b)
+    specials = (torch.nan_to_num(x[~finite], nan=7.5) for x in (a, b))
+    if not torch.equal(torch.isfinite(a), finite) or not torch.equal(*specials):
         return None
-    table = torch.zeros_like(counts).scatter_(0, used, starts)
-    return table[exponents].masked_fill_(is_zero, 0)  # a zero goes with the smallest values there are
+    return a[finite], b[finite]
 
 
-def _typical(noise: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
-    """The root mean square of the noise over values that are alike: one element may be lucky, all are not."""
-    if groups is None:
-        return noise.square().mean().sqrt()
-    flat = groups.flatten()
-    squares = torch.bincount(flat, noise.flatten().square())
-    return (squares / torch.bincount(flat).clamp(min=1)).sqrt()[groups]
+class _Alike:
+    """Which elements of a tensor are alike: between their magnitudes is no wide gap.
+
+    Logits are millions: exponents are counted, not sorted.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        counts = torch.zeros(_EXPONENTS, dtype=torch.long, device=values.device)
+        for (part,) in slices_of(values):
+            counts += torch.bincount(_exponents(part.double()), minlength=len(counts))
+        counts[0] = 0  # a zero goes with the smallest values there are
+        used = counts.nonzero().flatten()
+        starts = (used.diff(prepend=used[:1]) > _GAP).long().cumsum(0)
+        self._group = torch.zeros_like(counts).scatter_(0, used, starts)
+        self._several = bool(self._group.any())
+
+    def typical(self, noise: torch.Tensor) -> torch.Tensor:
+        """The root mean square of the noise of each group: one element may be lucky, all are not."""
+        if not self._several:
+            whole = torch.stack([seen.square().sum() for (seen,) in slices_of(noise)]).sum()
+            return (whole / noise.numel()).sqrt_()
+        squares = torch.zeros(len(self._group), dtype=torch.double, device=noise.device)
+        counts = torch.zeros_like(squares)
+        for part, seen in slices_of(self._values, noise):
+            groups = self._groups(part.double())
+            squares += torch.bincount(groups, seen.square(), len(squares))
+            counts += torch.bincount(groups, minlength=len(squares))
+        return (squares / counts.clamp_(min=1)).sqrt_()
+
+    def of(self, typical: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """What is typical of the group of each of these values."""
+        return typical[self._groups(values)] if self._several else typical
+
+    def _groups(self, values: torch.Tensor) -> torch.Tensor:
+        return self._group[_exponents(values)]
+
+
+def _exponents(values: torch.Tensor) -> torch.Tensor:
+    """The bits of the exponent of each double; 0 of a zero."""
+    return values.view(torch.int64).bitwise_right_shift(52).bitwise_and_(_EXPONENTS - 1)
 
 
 def relative_error(answer: object, truth: object) -> float:
@@ -138,12 +182,15 @@ def relative_error(answer: object, truth: object) -> float:
             continue
         if b.is_complex():
             a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-        x, y = a.detach().double(), b.detach().double()
-        both = torch.isfinite(x) & torch.isfinite(y)
-        if not torch.equal(torch.isfinite(x), torch.isfinite(y)) or not _same_specials(x[~both], y[~both]):
-            return float("inf")
-        if bool(both.any()):
-            worst = max(worst, float((x[both] - y[both]).abs().max() / y[both].abs().max().clamp(min=1e-30)))
+        error = size = 0.0
+        for given, right in slices_of(a, b):
+            pair = _finite(given, right)
+            if pair is None:
+                return float("inf")
+            if len(pair[1]):
+                error = max(error, float((pair[0] - pair[1]).abs_().max()))
+                size = max(size, float(pair[1].abs().max()))
+        worst = max(worst, error / max(size, 1e-30))
     return worst
 
 

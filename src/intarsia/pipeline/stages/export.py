@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
 from intarsia.pipeline.stages.batch import Axes
@@ -30,7 +31,8 @@ def export_model(
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
-            program = export_without_chance(partial(export, model, args, kwargs, dynamic_shapes=dynamic))
+            with short_stack_traces():
+                program = export_without_chance(partial(export, model, args, kwargs, dynamic_shapes=dynamic))
         except CaptureError:
             raise
         except Exception as error:
