@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -13,6 +14,9 @@ from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.inputs import input_check, told_of
 from intarsia.engines.guards.kinds import LONGEST_INPUT
 from intarsia.engines.ports import Ports
+
+# Bytes of a result that are copied sooner than memory of its own is bound: a token's keys and values, say.
+_COPIED = 1 << 16
 
 
 class CompiledModel(GuardedProgram):
@@ -48,6 +52,7 @@ class CompiledModel(GuardedProgram):
         if request is None:
             request = own["request"] = self._compiled.create_infer_request()
             own["bound"] = [None] * len(self._inputs)
+            own["small"] = self._small_outputs(request)
             if self._guards:
                 own["numbers"] = np.zeros(len(self._guards), np.float32)
                 request.set_output_tensor(
@@ -74,9 +79,10 @@ class CompiledModel(GuardedProgram):
             if memory != bound[place]:  # a cache of keys and values stands where it stood at the last call
                 request.set_input_tensor(port, self._share(tensor))
                 bound[place] = memory
+        small: dict[int, torch.Tensor] = own["small"]
         results: list[torch.Tensor | None] = []
         for index, (dtype, shape) in enumerate(self._outputs):
-            if shape is None:
+            if shape is None or index in small:
                 results.append(None)
                 continue
             out = torch.empty(shape, dtype=dtype)
@@ -88,9 +94,21 @@ class CompiledModel(GuardedProgram):
             broken = [guard for guard, fine in zip(self._guards, held, strict=True) if not fine]
             return self._left(tensors, told_of(broken, self._names, tensors))
         for index, (dtype, shape) in enumerate(self._outputs):
-            if shape is None:
+            if index in small:
+                results[index] = small[index].clone()
+            elif shape is None:
                 results[index] = _copy(request.get_output_tensor(index), dtype)
         return tuple(results)  # type: ignore[arg-type]
+
+    def _small_outputs(self, request: Any) -> dict[int, torch.Tensor]:
+        """Memory that a request writes small results to, by their place; it is bound for good."""
+        made = {}
+        for index, (dtype, shape) in enumerate(self._outputs):
+            if shape is None or not 0 < math.prod(shape) * dtype.itemsize <= _COPIED:
+                continue
+            made[index] = torch.empty(shape, dtype=dtype)
+            request.set_output_tensor(index, self._share(made[index]))
+        return made
 
     @property
     def guards(self) -> list[str]:
