@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from intarsia.engines.guards.known import tell_zeros, write
+
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """A layer of a `DynamicCache` whose keys and values are the filled part of longer memory.
@@ -85,8 +87,9 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
             self.move(_longer(self.keys, 2 * end), _longer(self.values, 2 * end))
-        self.key_store[:, :, start:end].copy_(keys)
-        self.value_store[:, :, start:end].copy_(values)
+        place = (slice(None), slice(None), slice(start, end))
+        write(self.key_store, place, keys)
+        write(self.value_store, place, values)
         self.show(end)
 
     def update(
@@ -193,7 +196,8 @@ def _longer(filled: torch.Tensor, room: int) -> torch.Tensor:
     """Zeros for so many tokens, the first of them filled: what is masked must be finite all the same."""
     rows, heads, length, size = filled.shape
     store = filled.new_zeros(rows, heads, max(room, length), size)
-    store[:, :, :length].copy_(filled)
+    tell_zeros(store)
+    write(store, (slice(None), slice(None), slice(length)), filled)
     return store
 
 

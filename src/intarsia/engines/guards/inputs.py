@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from intarsia.engines.guards.kinds import AnyGuard, ValueGuard
+from intarsia.engines.guards.known import squares_of
 
-# By one thread and by numpy: a pool that helped with this spins for milliseconds afterwards, on the cores
-# that the engine wants. A product of so few elements is not shared out by any BLAS.
-_PIECE = 8192
 Array = np.ndarray[Any, Any]
 
 
@@ -21,9 +19,7 @@ def input_check(guard: ValueGuard) -> Callable[[Array], bool]:
     low, high, limit = guard.low, guard.high, guard.high * guard.high
 
     def small_squares(array: Array) -> bool:
-        flat = _wide(array).reshape(-1)
-        pieces = (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
-        return sum(float(np.vdot(piece, piece)) for piece in pieces) <= limit
+        return squares_of(array) <= limit
 
     def total(array: Array) -> bool:
         return float(np.abs(array.astype(np.float64)).sum()) <= high
@@ -38,7 +34,7 @@ def input_check(guard: ValueGuard) -> Callable[[Array], bool]:
 
 
 def _wide(array: Array) -> Array:
-    """Half floats in single precision: numpy is fast there, and squares do not overflow."""
+    """Half floats in single precision: numpy is fast there."""
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 

@@ -12,6 +12,7 @@ import torch.utils.dlpack
 from intarsia.engines.base import GuardedProgram, Program
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.inputs import input_check, told_of
+from intarsia.engines.guards.known import is_known_to_hold
 from intarsia.engines.ports import Ports
 
 OUTPUT = "intarsia_guards"  # the last output, which has a number for each guard
@@ -56,7 +57,7 @@ class Session(GuardedProgram):
     def _broken_input(self, array_at: Callable[[int], Any], tensors: Sequence[Any]) -> str | None:
         for place, checks in self._given:
             for guard, holds in checks:
-                if not holds(array_at(place)):
+                if not is_known_to_hold(guard, tensors[place]) and not holds(array_at(place)):
                     return told_of([guard], self._names, tensors)
         return None
 

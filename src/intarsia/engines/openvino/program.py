@@ -13,6 +13,7 @@ from intarsia.engines.base import GuardedProgram
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.inputs import input_check, told_of
 from intarsia.engines.guards.kinds import LONGEST_INPUT
+from intarsia.engines.guards.known import is_known_to_hold
 from intarsia.engines.ports import Ports
 
 # Bytes of a result that are copied sooner than memory of its own is bound: a token's keys and values, say.
@@ -73,7 +74,7 @@ class CompiledModel(GuardedProgram):
             if checks:
                 array = tensor.numpy()
                 for guard, holds in checks:
-                    if not holds(array):
+                    if not is_known_to_hold(guard, tensor) and not holds(array):
                         return self._left(tensors, told_of([guard], self._names, tensors))
             memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
             if memory != bound[place]:  # a cache of keys and values stands where it stood at the last call
