@@ -52,9 +52,9 @@ class _EndOfStack:
         self.frames = frames
 
     @classmethod
-    def extract(cls) -> _EndOfStack:
+    def extract(cls, *, skip: int = 0) -> _EndOfStack:
         frames = []
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1 + skip)
         while frame is not None:
             code = frame.f_code
             # An empty line is not looked up, and not shown.
