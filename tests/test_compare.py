@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -140,3 +141,48 @@ def test_tensors_of_many_slices_are_judged_as_one(
         assert relative_error(close, truth) < 8 * eps
         assert relative_error(close.nan_to_num(nan=0.0), truth) == float("inf")
     assert torch.equal(truth.nan_to_num(nan=7.5), before.nan_to_num(nan=7.5))
+
+
+def test_results_of_odd_kinds_are_judged() -> None:
+    """Floats of 8 bits, lazily negated ones, the smallest of doubles, and those with gradients."""
+    eighth = torch.tensor([1.0, float("nan"), 3.0]).to(torch.float8_e4m3fn)
+    other = torch.tensor([1.0, float("nan"), 200.0]).to(torch.float8_e4m3fn)
+    assert disagreement([eighth], [eighth.clone()]) is None
+    assert "at (2,)" in str(disagreement([other], [eighth]))
+    lazy = torch.randn(8, dtype=torch.complex128).conj().imag
+    assert lazy.is_neg() and disagreement([lazy.clone()], [lazy]) is None
+    assert "is off by" in str(disagreement([lazy.resolve_neg() + 1], [lazy]))
+    smallest = torch.tensor([1e-310, 448.0], dtype=torch.double)
+    assert "at (0,)" in str(disagreement([torch.tensor([1e-14, 448.0], dtype=torch.double)], [smallest]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grown = torch.tensor([2.0], requires_grad=True)
+        assert "is off by 1" in str(disagreement([torch.tensor([1.0])], [grown]))
+    assert relative_error(torch.ones(2, 3), torch.ones(3, 2)) == float("inf")
+
+
+class Linear(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.inner(torch.relu(x)),)
+
+
+def test_no_run_is_made_where_the_last_rounding_alone_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is one that runs confirm: a sum over 64 terms is moved by the root of 64 roundings."""
+    x, model = torch.randn(32, 64), Linear().eval()
+    graph: Any = torch.export.export(model, (x,)).run_decompositions({}).module()
+    truth = graph(x)
+    rounding = Rounding(graph, (x,), truth)
+    share = rounding.least(0)
+    assert share == pytest.approx(torch.finfo(torch.float32).eps * (64 / 3) ** 0.5)
+    spread = rounding.spread(1)[0]
+    assert spread is not None
+    moved = spread.square().mean().sqrt() / truth[0].double().square().mean().sqrt()
+    assert float(moved) >= 0.9 * share
+    unrun = Rounding(graph, (x,), truth)
+    monkeypatch.setattr(unrun, "spread", lambda samples: pytest.fail("a run was made"))
+    assert disagreement([truth[0] * (1 + 2e-6)], truth, unrun) is None
+    assert disagreement([truth[0] * 1.01], truth, rounding) is not None

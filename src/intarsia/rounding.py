@@ -39,6 +39,23 @@ class Rounding:
         self._samples = 0
         self._spread: list[torch.Tensor | None] = [None] * len(expected)
 
+    def least(self, index: int) -> float:
+        """What a run would move an output by at least, as a share of itself, root mean square; 0 if unknown.
+
+        Whatever else is moved, the output itself is, by the rounding of the operator that makes it.
+        """
+        made = self._module.graph.output_node().args[0]
+        node = made[index] if isinstance(made, list | tuple) else made
+        while isinstance(node, fx.Node) and node.op == "call_function" and _moves(node.target):
+            node = node.args[0] if node.args else None
+        if not isinstance(node, fx.Node) or node.op != "call_function":
+            return 0.0
+        values = [source.meta.get("val") for source in (*node.all_input_nodes, node)]
+        if any(type(n) is not int for x in values if isinstance(x, torch.Tensor) for n in x.shape):
+            return 0.0
+        terms = _terms(_name(node), values[:-1], values[-1])
+        return max(torch.finfo(self._expected[index].dtype).eps, self._coarsest) * math.sqrt(terms / 3)
+
     def spread(self, samples: int) -> list[torch.Tensor | None]:
         """The largest change of each element in so many runs; None for what is no tensor."""
         while self._samples < samples:
@@ -60,7 +77,9 @@ def _change(other: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
         other, truth = torch.view_as_real(other.resolve_conj()), torch.view_as_real(truth.resolve_conj())
     if not truth.is_floating_point():
         return (other != truth).double()
-    change = torch.empty(truth.shape, dtype=torch.double, device=truth.device)
+    change = torch.zeros(truth.shape, dtype=torch.double, device=truth.device)
+    if other.shape != truth.shape:  # as many as the values say, which were moved: of no element it is known
+        return change
     for part, a, b in slices_of(change, other, truth):
         part.copy_(torch.nan_to_num_((a.double() - b.double()).abs_(), nan=0.0, posinf=0.0))
     return change
@@ -117,7 +136,8 @@ class _Nudged(fx.Interpreter):
         value = super().run_node(n)
         if n.op not in ("placeholder", "call_function") or _moves(n.target):
             return value
-        terms = self._terms(n, value) if n.op == "call_function" else 1.0
+        given = [self.env[source] for source in n.all_input_nodes]
+        terms = _terms(_name(n), given, value) if n.op == "call_function" else 1.0
         least = _tensor_float_rounding(_name(n)) if n.op == "call_function" else 0.0
         return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nudge(tensor, terms, least), value)
 
@@ -132,20 +152,19 @@ class _Nudged(fx.Interpreter):
         wide = value.float() if value.element_size() < 4 else value
         return _moved(wide, _noise_like(wide, self._generator), step).to(value.dtype)
 
-    def _terms(self, node: fx.Node, made: Any) -> float:
-        """About how many products or values are added up to make one number of the result."""
-        args = [self.env[source] for source in node.all_input_nodes]
-        given = [x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        first = made[0] if isinstance(made, list | tuple) and made else made
-        if not given or not isinstance(first, torch.Tensor) or not first.numel():
-            return 1.0
-        terms = max(x.numel() for x in given) / first.numel()
-        name = _name(node)
-        if "conv" in name and len(given) > 1:
-            terms = max(terms, given[1].numel() / max(1, given[1].shape[0]))
-        elif name in _PRODUCTS:
-            terms = max(terms, *(x.shape[-1] for x in given if x.ndim > 1))
-        return min(max(terms, 1.0), _LONGEST)
+
+def _terms(name: str, given: Sequence[Any], made: Any) -> float:
+    """About how many products or values an operator adds up to make one number of its result."""
+    floats = [x for x in given if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    first = made[0] if isinstance(made, list | tuple) and made else made
+    if not floats or not isinstance(first, torch.Tensor) or not first.numel():
+        return 1.0
+    terms = max(x.numel() for x in floats) / first.numel()
+    if "conv" in name and len(floats) > 1:
+        terms = max(terms, floats[1].numel() / max(1, floats[1].shape[0]))
+    elif name in _PRODUCTS:
+        terms = max(terms, *(x.shape[-1] for x in floats if x.ndim > 1))
+    return min(max(terms, 1.0), _LONGEST)
 
 
 def _name(node: fx.Node) -> str:

@@ -16,6 +16,6 @@ def slices_of(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     >>> [(a.tolist(), b.tolist()) for a, b in slices_of(torch.ones(2, 1), torch.zeros(2))]
     [([1.0, 1.0], [0.0, 0.0])]
     """
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    flat = [tensor.detach().resolve_neg().reshape(-1) for tensor in tensors]
     length = SLICE if flat[0].device.type == "cpu" else _ELSEWHERE
     return zip(*(torch.split(tensor, length) for tensor in flat), strict=True)

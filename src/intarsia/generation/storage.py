@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from intarsia.engines.guards.known import tell_zeros, write
+from intarsia.engines.guards.known import forget, tell_zeros, write
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
@@ -34,6 +34,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     @property
     def keys(self) -> Any:
         """The keys so far; None after `reset`."""
+        forget(self.key_store)
         return self._views()[0]
 
     @keys.setter
@@ -43,6 +44,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     @property
     def values(self) -> Any:
         """The values so far; None after `reset`."""
+        forget(self.value_store)
         return self._views()[1]
 
     @values.setter
@@ -67,26 +69,29 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         """Copy keys and values that were put in from outside (a reordering, say) into the memory."""
         if not self._replaced:
             return
-        if self.keys is None:  # after `reset`
+        keys, values = self._views()
+        if keys is None:  # after `reset`
             self.is_initialized = True
-            self.show(0)
+            self._shorten(0)
             return
-        if _is_start_of(self.keys, self.key_store) and _is_start_of(self.values, self.value_store):
-            self.show(self.keys.shape[-2])
+        length = keys.shape[-2]
+        if _is_start_of(keys, self.key_store) and _is_start_of(values, self.value_store):
+            self._shorten(length)
             return
-        keys, values, length = self.keys, self.values, self.keys.shape[-2]
         if not _fits(keys, self.key_store) or not _fits(values, self.value_store):
             self.move(_longer(keys, self.room), _longer(values, self.room))
         else:
             self.key_store[:, :, :length].copy_(keys)
             self.value_store[:, :, :length].copy_(values)
-        self.show(length)
+        self._shorten(length)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write further tokens behind the others; the memory grows where it is too short."""
         start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
-            self.move(_longer(self.keys, 2 * end), _longer(self.values, 2 * end))
+            self.move(*(_longer(part, 2 * end) for part in self._views()))
+        elif self.key_store.is_inference() and not torch.is_inference_mode_enabled():
+            self.move(self.key_store.clone(), self.value_store.clone())
         place = (slice(None), slice(None), slice(start, end))
         write(self.key_store, place, keys)
         write(self.value_store, place, values)
@@ -96,12 +101,13 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens, give all: what the model's own forward asks of a layer."""
-        if self.keys is None and key_states.shape[0] != self.key_store.shape[0]:
+        if self._views()[0] is None and key_states.shape[0] != self.key_store.shape[0]:
             self.show(0)
             self.move(_longer(key_states[:, :, :0], self.room), _longer(value_states[:, :, :0], self.room))
         self.settle()
         self.append(key_states, value_states)
-        return self.keys, self.values
+        filled, others = self._views()
+        return filled, others
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, stack: torch.Tensor | None = None) -> None:
         """Take other memory, part of a stack or not."""
@@ -111,6 +117,18 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def show(self, length: int) -> None:
         """Let the first so many places be the tokens so far."""
         self._length, self._shown, self._replaced = length, None, False
+
+    def _shorten(self, length: int) -> None:
+        """Let so many places be the tokens so far; what is masked behind them must be finite all the same."""
+        for store in (self.key_store, self.value_store) if length < self._length else ():
+            dropped = store[:, :, length : self._length]
+            if not bool(dropped.isfinite().all()):
+                dropped.zero_()
+        self.show(length)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Views are made again: pickled by themselves, they would be of no memory but their own."""
+        return self.__dict__ if self._replaced else self.__dict__ | {"_shown": None}
 
     def _views(self) -> list[Any]:
         if self._shown is None:

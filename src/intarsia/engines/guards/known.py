@@ -49,7 +49,12 @@ def write(tensor: torch.Tensor, place: tuple[slice, ...], values: torch.Tensor) 
     before = known_squares(tensor)
     tensor[place].copy_(values)
     if before is not None:
-        _told[tensor] = (tensor._version, before + squares_of(values.detach().to(tensor.dtype).numpy()))
+        _told[tensor] = (tensor._version, before + squares_of(tensor[place].numpy()))
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Know nothing of a tensor any more: others have it, who may write to it unseen."""
+    _told.pop(tensor, None)
 
 
 def known_squares(tensor: torch.Tensor) -> float | None:

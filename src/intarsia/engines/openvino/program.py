@@ -51,7 +51,7 @@ class CompiledModel(GuardedProgram):
         own = self._requests.__dict__
         request = own.get("request")
         if request is None:
-            request = own["request"] = self._compiled.create_infer_request()
+            request = self._compiled.create_infer_request()
             own["bound"] = [None] * len(self._inputs)
             own["small"] = self._small_outputs(request)
             if self._guards:
@@ -59,6 +59,7 @@ class CompiledModel(GuardedProgram):
                 request.set_output_tensor(
                     len(self._outputs), self._tensor(own["numbers"], shared_memory=True)
                 )
+            own["request"] = request
         if self._vary and self._too_long(tensors):
             return self._left(tensors, f"a dimension is longer than {LONGEST_INPUT}")
         read: list[torch.Tensor] = []  # the request does not keep alive the memory it reads
