@@ -186,3 +186,38 @@ def test_no_run_is_made_where_the_last_rounding_alone_explains_it(monkeypatch: p
     monkeypatch.setattr(unrun, "spread", lambda samples: pytest.fail("a run was made"))
     assert disagreement([truth[0] * (1 + 2e-6)], truth, unrun) is None
     assert disagreement([truth[0] * 1.01], truth, rounding) is not None
+
+
+ENDINGS = {
+    "a product": lambda x, w: x @ w,
+    "a product, converted down": lambda x, w: (x @ w).to(torch.bfloat16),
+    "a short product, converted up": lambda x, w: (x.bfloat16() @ w.bfloat16()).float(),
+    "written in place": lambda x, w: (x @ w).mul_(1e-6).add_(1000.5),
+    "a view": lambda x, w: (x @ w).t()[1:],
+    "a sum": lambda x, w: (x @ w).sum(0),
+    "elementwise": lambda x, w: torch.tanh(x @ w) * 1e3,
+    "an input": lambda x, w: x.t(),
+    "whole numbers": lambda x, w: (x @ w).round(),
+}
+
+
+class Ends(torch.nn.Module):
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self.ending = ENDINGS[ending]
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.ending(x, w),)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_is_known_without_a_run_is_no_more_than_runs_show(ending: str) -> None:
+    x, w = torch.randn(40, 64), torch.randn(64, 30)
+    graph: Any = torch.export.export(Ends(ending), (x, w)).graph_module
+    (truth,) = graph(x, w)
+    rounding = Rounding(graph, (x, w), (truth,))
+    spread = rounding.spread(1)[0]
+    assert spread is not None
+    wide = truth.double()
+    least = wide.abs().mul(rounding.least(0)).mul(wide != wide.trunc())
+    assert float(least.square().mean()) <= 1.2 * float(spread.square().mean())

@@ -47,14 +47,20 @@ class Rounding:
         made = self._module.graph.output_node().args[0]
         node = made[index] if isinstance(made, list | tuple) else made
         while isinstance(node, fx.Node) and node.op == "call_function" and _moves(node.target):
-            node = node.args[0] if node.args else None
+            # What is written in place is not moved anew.
+            node = None if node.target._schema.is_mutable else node.args[0]  # type: ignore[union-attr]
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return 0.0
-        values = [source.meta.get("val") for source in (*node.all_input_nodes, node)]
-        if any(type(n) is not int for x in values if isinstance(x, torch.Tensor) for n in x.shape):
+        *given, value = (each.meta.get("val") for each in (*node.all_input_nodes, node))
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return 0.0
-        terms = _terms(_name(node), values[:-1], values[-1])
-        return max(torch.finfo(self._expected[index].dtype).eps, self._coarsest) * math.sqrt(terms / 3)
+        eps = torch.finfo(value.dtype).eps
+        if eps < torch.finfo(self._expected[index].dtype).eps:  # a conversion rounds most moves away
+            return 0.0
+        if any(type(n) is not int for x in (*given, value) if isinstance(x, torch.Tensor) for n in x.shape):
+            return 0.0
+        terms = _terms(_name(node), given, value)
+        return max(eps, self._coarsest) * math.sqrt(terms / 3)
 
     def spread(self, samples: int) -> list[torch.Tensor | None]:
         """The largest change of each element in so many runs; None for what is no tensor."""

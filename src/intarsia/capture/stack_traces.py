@@ -1,8 +1,8 @@
 """The line of the user's code that a node comes from, found without reading the whole stack for each node.
 
 While it exports, torch writes down for every node the stack of the model's code. For that it reads the whole
-stack, source lines and the caller's frames included, and drops most of it: a fifth of an export's time or
-more. Here the stack is followed only up to the innermost `forward`.
+stack, source lines and the caller's frames included, and drops most of it, which takes a large part of
+an export. Here the stack is followed only up to the innermost `forward`.
 """
 
 from __future__ import annotations

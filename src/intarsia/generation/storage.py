@@ -106,8 +106,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
             self.move(_longer(key_states[:, :, :0], self.room), _longer(value_states[:, :, :0], self.room))
         self.settle()
         self.append(key_states, value_states)
-        filled, others = self._views()
-        return filled, others
+        keys, values = self._views()
+        return keys, values
 
     def move(self, keys: torch.Tensor, values: torch.Tensor, stack: torch.Tensor | None = None) -> None:
         """Take other memory, part of a stack or not."""
