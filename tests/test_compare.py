@@ -188,6 +188,27 @@ def test_no_run_is_made_where_the_last_rounding_alone_explains_it(monkeypatch: p
     assert disagreement([truth[0] * 1.01], truth, rounding) is not None
 
 
+class Product(torch.nn.Module):
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x @ w,)
+
+
+@pytest.mark.parametrize("terms", [64, 1024, 8192])
+@pytest.mark.parametrize(("dtype", "wrong"), [(torch.bfloat16, 0.2), (torch.float16, 0.025)])
+def test_short_floats_are_added_up_in_long_ones(dtype: torch.dtype, wrong: float, terms: int) -> None:
+    """The result is rounded once, however many terms it has: a fifth of a bfloat16 product is not rounding."""
+    drawn = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=drawn).to(dtype) for shape in ((40, terms), (terms, 30)))
+    graph: Any = torch.export.export(Product(), (x, w)).run_decompositions({}).module()
+    truth = graph(x, w)
+    rounding = Rounding(graph, (x, w), truth)
+    assert disagreement([truth[0] * (1 + wrong)], truth, rounding) is not None
+    in_blocks = sum(x[:, i::8].float() @ w[i::8].float() for i in range(8))
+    assert isinstance(in_blocks, torch.Tensor)
+    assert disagreement([in_blocks.to(dtype)], truth, rounding) is None
+    assert disagreement([(x.double() @ w.double()).to(dtype)], truth, rounding) is None
+
+
 ENDINGS = {
     "a product": lambda x, w: x @ w,
     "a product, converted down": lambda x, w: (x @ w).to(torch.bfloat16),

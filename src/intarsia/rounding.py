@@ -60,7 +60,7 @@ class Rounding:
         if any(type(n) is not int for x in (*given, value) if isinstance(x, torch.Tensor) for n in x.shape):
             return 0.0
         terms = _terms(_name(node), given, value)
-        return max(eps, self._coarsest) * math.sqrt(terms / 3)
+        return _step(_name(node), value.dtype, terms, self._coarsest) / math.sqrt(3)
 
     def spread(self, samples: int) -> list[torch.Tensor | None]:
         """The largest change of each element in so many runs; None for what is no tensor."""
@@ -143,20 +143,36 @@ class _Nudged(fx.Interpreter):
         if n.op not in ("placeholder", "call_function") or _moves(n.target):
             return value
         given = [self.env[source] for source in n.all_input_nodes]
-        terms = _terms(_name(n), given, value) if n.op == "call_function" else 1.0
-        least = _tensor_float_rounding(_name(n)) if n.op == "call_function" else 0.0
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nudge(tensor, terms, least), value)
+        name = _name(n) if n.op == "call_function" else ""
+        terms = _terms(name, given, value) if name else 1.0
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nudge(tensor, name, terms), value)
 
-    def _nudge(self, value: torch.Tensor, terms: float, on_cuda: float) -> torch.Tensor:
+    def _nudge(self, value: torch.Tensor, name: str, terms: float) -> torch.Tensor:
         if value.is_complex():
             parts = torch.view_as_real(value.resolve_conj())
-            return torch.view_as_complex(self._nudge(parts, terms, on_cuda))
+            return torch.view_as_complex(self._nudge(parts, name, terms))
         if not value.is_floating_point() or not value.numel():
             return value
-        shorter = on_cuda if value.is_cuda and value.dtype is torch.float32 else 0.0
-        step = max(torch.finfo(value.dtype).eps, self._coarsest, shorter) * math.sqrt(terms)
+        on_cuda = value.is_cuda and value.dtype is torch.float32
+        coarsest = max(self._coarsest, _tensor_float_rounding(name) if on_cuda else 0.0)
+        step = _step(name, value.dtype, terms, coarsest)
         wide = value.float() if value.element_size() < 4 else value
         return _moved(wide, _noise_like(wide, self._generator), step).to(value.dtype)
+
+
+def _step(name: str, dtype: torch.dtype, terms: float, coarsest: float) -> float:
+    """By how much of itself a number is moved that an operator added up from so many terms.
+
+    The roundings of a sum grow like the root of its terms. PyTorch adds up short floats in float32 and
+    rounds once, at the end; only what adds to its result where it lies rounds each time.
+    """
+    own = torch.finfo(dtype).eps
+    added = own if _adds_in_place(name) else min(own, torch.finfo(torch.float32).eps)
+    return max(own + added * (math.sqrt(terms) - 1), coarsest * math.sqrt(terms))
+
+
+def _adds_in_place(name: str) -> bool:
+    return any(part in name for part in ("scatter", "index", "put"))
 
 
 def _terms(name: str, given: Sequence[Any], made: Any) -> float:
