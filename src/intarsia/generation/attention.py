@@ -14,6 +14,7 @@ from intarsia.generation.masks import hidden
 
 TOKEN, PROMPT = "intarsia_token", "intarsia_prompt"
 ALIGNED = 8  # elements of 16 bits: a row that begins elsewhere is read by slower kernels of a GPU
+_UNSEEN = torch.finfo(torch.bfloat16).min  # a score of float32 that bfloat16 holds as well
 _UNKNOWN = ("softcap", "s_aux", "head_mask")  # what `sdpa` of transformers does with these
 
 
@@ -58,10 +59,10 @@ def token_attention(
     if position_bias is not None:  # (rows or 1, heads, 1, keys)
         scores = scores + position_bias.reshape(-1, groups, heads // groups, scores.shape[-1])
     if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, torch.finfo(torch.float32).min)
+        scores = scores.masked_fill(~attention_mask, _UNSEEN)
     room = past_keys.shape[2]
     if isinstance(key, Joined) and query.is_cuda:
-        scores = nn.functional.pad(scores, (0, ALIGNED - 1), value=torch.finfo(torch.float32).min)
+        scores = nn.functional.pad(scores, (0, ALIGNED - 1), value=_UNSEEN)
     shares = torch.softmax(scores, -1).to(query.dtype)
     if isinstance(key, Joined):
         mixed = shares[..., :room] @ past_values + shares[..., room : room + 1] * value.new

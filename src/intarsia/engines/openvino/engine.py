@@ -63,10 +63,12 @@ class OpenVINO(NetworkEngine):
         return refusals(nets, self.precision, self.guards)
 
     def build(self, net: Network) -> Program:
+        from intarsia.engines.openvino.gated import compiled
+
         try:
             model, weights, checks = self._guarded(net)
-            compiled = core().compile_model(model, "CPU", {**self._config(), **settings(model)})
-            return CompiledModel(Ports.of(net), compiled, weights, checks)
+            made, _ = compiled(model, {**self._config(), **settings(model)})
+            return CompiledModel(Ports.of(net), made, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
 
@@ -89,12 +91,12 @@ class OpenVINO(NetworkEngine):
         ports = Ports.from_json(about["ports"])
         checks = None if about["checks"] is None else Checks.from_json(about["checks"])
         try:
-            compiled, kept = imported(blob, self._config(), file.path)
+            made, kept = imported(blob, self._config(), file.path)
         except Exception as error:
             raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
-        if len(compiled.outputs) != len(ports.outputs) + bool(checks and checks.made):
-            raise EngineError(f"the packed model has {len(compiled.outputs)} outputs")
-        return CompiledModel(ports, compiled, kept, checks)
+        if len(made.outputs) != len(ports.outputs) + bool(checks and checks.made):
+            raise EngineError(f"the packed model has {len(made.outputs)} outputs")
+        return CompiledModel(ports, made, kept, checks)
 
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.model import guarded

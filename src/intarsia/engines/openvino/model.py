@@ -12,6 +12,7 @@ from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.halves import shorten
+from intarsia.engines.openvino.idioms import show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
 from intarsia.engines.openvino.tables import fold, fold_tables, has_short_weights
 from intarsia.engines.quantized import is_quantized
@@ -31,6 +32,7 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
     elif is_quantized(net) or has_short_weights(model):
         fold(model)  # with integers OpenVINO would round activations as well
     shorten(model)
+    show_rotations(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
     checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
     return model, weights, checks
