@@ -3,12 +3,14 @@
     python bench/generate.py [--size tiny|small|fifth|half] [--dtype float32|bfloat16] [--peer intarsia ...]
                              [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
                              [--results FILE.json] [--limit 220] [--built FOLDER] [--builders FOLDER]
+                             [--turns]
 
 A Llama-like decoder with random weights, greedy. "prompt" is generation of one token; "tokens" what each
 further token adds, each the best of some rounds; "at its median" what a round in the middle gave. Every peer
 runs in a process of its own, which `--limit` ends, so its memory is its own: weights of the model included
-where it needs the model. With `--results` what was measured is kept, and a run that was stopped goes on with
-the peers that are missing.
+where it needs the model. One peer comes after the other, or, with `--turns`, a round of each after the other:
+on a machine whose speed varies only that compares them. With `--results` what was measured is kept, and a
+run that was stopped goes on with the peers that are missing.
 
 onnxruntime-genai and OpenVINO GenAI run models that builders made, in `--built`; a peer that is not
 installed, or whose model cannot be built, is a line with the reason. Both may stand beside this package:
@@ -33,6 +35,8 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -230,23 +234,84 @@ def seconds(generate: Generate, tokens: int, device: str) -> float:
     return time.perf_counter() - begin
 
 
-def measured(name: str, told: argparse.Namespace) -> dict[str, Any]:
-    """What a peer does, in this process."""
+def serve(name: str, told: argparse.Namespace) -> None:
+    """A peer in this process: makes its model, then runs a round for each line it is given."""
     try:
         run = PEERS[name](told)
     except Unavailable as error:
-        return {"reason": str(error)}
+        print(json.dumps({"reason": str(error)}), flush=True)
+        return
     tokens = list(run(told.tokens + 1))
     run(1)
-    rounds = [
-        (seconds(run, 1, told.device), seconds(run, told.tokens + 1, told.device)) for _ in range(told.rounds)
-    ]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    if told.device != "cpu":
-        peak = torch.cuda.max_memory_allocated() / 2**20
-    packages = [name, "intarsia" if name.startswith("intarsia") else "torch"]
-    versions = [f"{one} {importlib.metadata.version(one)}" for one in packages if _is_known(one)]
-    return {"rounds": rounds, "tokens": tokens, "peak_mib": peak, "version": versions[:1]}
+    print(json.dumps({"tokens": tokens}), flush=True)
+    for _ in sys.stdin:
+        times = seconds(run, 1, told.device), seconds(run, told.tokens + 1, told.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        if told.device != "cpu":
+            peak = torch.cuda.max_memory_allocated() / 2**20
+        print(json.dumps({"round": times, "peak_mib": peak}), flush=True)
+
+
+class Peer:
+    """A peer in a process of its own; `row` is what is known of it, or why it cannot be measured."""
+
+    def __init__(self, name: str, told: argparse.Namespace) -> None:
+        self._limit = told.limit
+        command = [sys.executable, __file__, *sys.argv[1:], "--here", name]
+        environment = {**os.environ, "INTARSIA_CACHE_GB": os.environ.get("INTARSIA_CACHE_GB", "0")}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self._process = subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes)
+        self.row: dict[str, Any] = {"rounds": [], "version": self._version(name), **self._answer()}
+
+    def round(self) -> None:
+        if "reason" not in self.row:
+            assert self._process.stdin is not None
+            self._process.stdin.write("again\n")
+            made = self._answer()
+            self.row["rounds"] += [made.pop("round")] if "round" in made else []
+            self.row |= made
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line that is an answer; others are shown."""
+        timer = threading.Timer(self._limit, self._process.kill)
+        timer.start()
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                timer.cancel()
+                made: dict[str, Any] = json.loads(line)
+                return made
+            print(line, end="", flush=True)
+        in_time = timer.is_alive()
+        timer.cancel()
+        if not in_time:
+            return {"reason": f"it took longer than {self._limit:.0f} s", "again": True}
+        self._errors.seek(0)
+        said = [line for line in self._errors.read().splitlines() if line.strip()][-1:]
+        return {"reason": f"it ended with {self._process.wait()}: {' '.join(said)}", "again": True}
+
+    def _version(self, name: str) -> list[str]:
+        packages = [name, "intarsia" if name.startswith("intarsia") else "torch"]
+        return [f"{one} {importlib.metadata.version(one)}" for one in packages if _is_known(one)][:1]
+
+
+def measured(names: Sequence[str], told: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What these peers do, in turns if there are several."""
+    peers = {name: Peer(name, told) for name in names}
+    try:
+        for _ in range(told.rounds):
+            for peer in peers.values():
+                time.sleep(0.5)  # pools of the one before spin for a while
+                peer.round()
+    finally:
+        for peer in peers.values():
+            peer.close()
+    return {name: peer.row for name, peer in peers.items()}
 
 
 def _is_known(package: str) -> bool:
@@ -255,23 +320,6 @@ def _is_known(package: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
-
-
-def in_a_process(name: str, told: argparse.Namespace) -> dict[str, Any]:
-    """What a peer does, in a process of its own; a reason where it does not end, or ends badly."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--here", name]
-    environment = {**os.environ, "INTARSIA_CACHE_GB": os.environ.get("INTARSIA_CACHE_GB", "0")}
-    try:
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=told.limit)
-    except subprocess.TimeoutExpired:
-        return {"reason": f"it took longer than {told.limit:.0f} s", "again": True}
-    *lines, last = run.stdout.splitlines() or [""]
-    if run.returncode or not last.startswith("{"):
-        said = [line for line in run.stderr.splitlines() if line.strip()][-1:]
-        return {"reason": f"it ended with {run.returncode}: {' '.join(said)}", "again": True}
-    print("\n".join(lines), flush=True)
-    found: dict[str, Any] = json.loads(last)
-    return found
 
 
 def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
@@ -317,7 +365,8 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.3, help="of peers with short weights")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds to choose each of their programs")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds for a peer, all in all")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for a peer to answer")
+    parser.add_argument("--turns", action="store_true", help="a round of each, and again: all are held")
     parser.add_argument("--results", help="a JSON file that keeps what was measured, and is gone on with")
     parser.add_argument("--built", default="bench-results/generate", help="models in formats of others")
     parser.add_argument("--builders", help="a folder with optimum-intel and the transformers it asks for")
@@ -325,16 +374,15 @@ def main() -> None:
     told = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if told.here:
-        print(json.dumps(measured(told.here, told)))
+        serve(told.here, told)
         return
     kept = Path(told.results) if told.results else None
     asked = f"{told.size} {told.dtype} {told.device} {told.prompt}+{told.tokens}"
     known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     found: dict[str, dict[str, Any]] = known.setdefault(asked, {})
-    for name in told.peer or USUAL:
-        if name in found and not found[name].get("again"):
-            continue
-        found[name] = in_a_process(name, told)
+    missing = [name for name in told.peer or USUAL if name not in found or found[name].get("again")]
+    for group in [missing] if told.turns else [[name] for name in missing]:
+        found |= measured(group, told)
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(known))

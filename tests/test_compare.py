@@ -196,7 +196,7 @@ class Product(torch.nn.Module):
 @pytest.mark.parametrize("terms", [64, 1024, 8192])
 @pytest.mark.parametrize(("dtype", "wrong"), [(torch.bfloat16, 0.2), (torch.float16, 0.025)])
 def test_short_floats_are_added_up_in_long_ones(dtype: torch.dtype, wrong: float, terms: int) -> None:
-    """The result is rounded once, however many terms it has: a fifth of a bfloat16 product is not rounding."""
+    """The result is rounded once, however many terms it has: a fifth of it is not rounding."""
     drawn = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, generator=drawn).to(dtype) for shape in ((40, terms), (terms, 30)))
     graph: Any = torch.export.export(Product(), (x, w)).run_decompositions({}).module()

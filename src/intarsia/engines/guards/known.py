@@ -6,11 +6,12 @@ to; else guards look at all of it again for every token.
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from intarsia.engines.guards.kinds import ValueGuard
 
@@ -19,13 +20,24 @@ from intarsia.engines.guards.kinds import ValueGuard
 _PIECE = 8192
 _DTYPES = (torch.float16, torch.float32, torch.float64)
 
-_told: Any = WeakTensorKeyDictionary()  # the count of writes when it was told, and the sum
+
+class _Told(NamedTuple):
+    of: weakref.ref[torch.Tensor]
+    version: int  # the count of writes when it was told
+    squares: float
+
+
+# By the identity of tensors. torch has a dictionary for it, which takes ten times as long to find one, and a
+# token looks for two in every layer.
+_told: dict[int, _Told] = {}
 
 
 def squares_of(array: np.ndarray[Any, Any]) -> float:
     """The sum of the squares of an array; not finite where an element is not."""
     wide = array.astype(np.float32) if array.dtype == np.float16 else array  # squares do not overflow there
     flat = wide.reshape(-1)
+    if flat.size <= _PIECE:
+        return float(np.vdot(flat, flat))
     pieces = (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
     return sum(float(np.vdot(piece, piece)) for piece in pieces)
 
@@ -33,7 +45,7 @@ def squares_of(array: np.ndarray[Any, Any]) -> float:
 def tell_zeros(tensor: torch.Tensor) -> None:
     """Say that a tensor holds zeros alone."""
     if tensor.device.type == "cpu" and tensor.dtype in _DTYPES and not tensor.is_inference():
-        _told[tensor] = (tensor._version, 0.0)
+        _tell(tensor, 0.0)
 
 
 def write(tensor: torch.Tensor, place: tuple[slice, ...], values: torch.Tensor) -> None:
@@ -47,20 +59,40 @@ def write(tensor: torch.Tensor, place: tuple[slice, ...], values: torch.Tensor) 
     >>> known_squares(memory.mul_(2))
     """
     before = known_squares(tensor)
-    tensor[place].copy_(values)
+    part = tensor[place]
+    part.copy_(values)
     if before is not None:
-        _told[tensor] = (tensor._version, before + squares_of(tensor[place].numpy()))
+        _tell(tensor, before + squares_of(part.numpy()))
 
 
 def forget(tensor: torch.Tensor) -> None:
     """Know nothing of a tensor any more: others have it, who may write to it unseen."""
-    _told.pop(tensor, None)
+    _told.pop(id(tensor), None)
 
 
 def known_squares(tensor: torch.Tensor) -> float | None:
     """The most that the squares of a tensor add up to; None where it is not known."""
-    told = _told.get(tensor)
-    return told[1] if told is not None and told[0] == tensor._version else None
+    told = _told.get(id(tensor))
+    if told is None or told.of() is not tensor or told.version != tensor._version:
+        return None
+    return told.squares
+
+
+def _tell(tensor: torch.Tensor, squares: float) -> None:
+    key, told = id(tensor), _told.get(id(tensor))
+    of = told.of if told is not None and told.of() is tensor else weakref.ref(tensor, _forgetting(key))
+    _told[key] = _Told(of, tensor._version, squares)
+
+
+def _forgetting(key: int) -> Callable[[weakref.ref[torch.Tensor]], None]:
+    """What takes an entry out when its tensor ends, unless another tensor has its place by then."""
+
+    def forget_dead(dead: weakref.ref[torch.Tensor]) -> None:
+        told = _told.get(key)
+        if told is not None and told.of is dead:
+            _told.pop(key, None)
+
+    return forget_dead
 
 
 def is_known_to_hold(guard: ValueGuard, tensor: Any) -> bool:

@@ -75,11 +75,14 @@ class OpenVINO(NetworkEngine):
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         try:
             model, _weights, checks = self._guarded(net)
-            blob = export(model, {**self._config(), **settings(model)}, file)
+            packed = export(model, {**self._config(), **settings(model)}, file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error
+        if packed is None:
+            return None
+        blob, more = packed
         told = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}
-        return None if blob is None else Packed(blob, told)
+        return Packed(blob, {**told, "settings": dict(more)})
 
     def unpack(
         self,
@@ -91,7 +94,7 @@ class OpenVINO(NetworkEngine):
         ports = Ports.from_json(about["ports"])
         checks = None if about["checks"] is None else Checks.from_json(about["checks"])
         try:
-            made, kept = imported(blob, self._config(), file.path)
+            made, kept = imported(blob, {**self._config(), **about.get("settings", {})}, file.path)
         except Exception as error:
             raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
         if len(made.outputs) != len(ports.outputs) + bool(checks and checks.made):

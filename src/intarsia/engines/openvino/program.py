@@ -72,11 +72,9 @@ class CompiledModel(GuardedProgram):
             elif tensor.requires_grad:
                 tensor = tensor.detach()
             read.append(tensor := tensor.contiguous())
-            if checks:
-                array = tensor.numpy()
-                for guard, holds in checks:
-                    if not is_known_to_hold(guard, tensor) and not holds(array):
-                        return self._left(tensors, told_of([guard], self._names, tensors))
+            for guard, holds in checks:
+                if not is_known_to_hold(guard, tensor) and not holds(tensor.numpy()):
+                    return self._left(tensors, told_of([guard], self._names, tensors))
             memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
             if memory != bound[place]:  # a cache of keys and values stands where it stood at the last call
                 request.set_input_tensor(port, self._share(tensor))

@@ -1,0 +1,187 @@
+"""What OpenVINO's fusions look for is there for them to see, and only where it is what they take it for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.engines.openvino import engine as openvino_engine
+from intarsia.engines.openvino import gated, halves
+
+F = nn.functional
+pytest.importorskip("openvino")
+
+
+def _turned(x: torch.Tensor, half: int) -> torch.Tensor:
+    return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+class Rotary(nn.Module):
+    """Angles of positions, as decoders compute them, for four heads of 16."""
+
+    def __init__(self, half: int = 8) -> None:
+        super().__init__()
+        self.half, self.query = half, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        query = self.query(x).reshape(rows, length, 4, 16).transpose(1, 2)
+        angles = positions[:, None, :, None].float() * 10 ** -torch.linspace(0, 4, 16)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return query * cos + _turned(query, self.half) * sin
+
+
+class Widened(nn.Module):
+    """One head is turned by the angles of four."""
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        return x * angles.cos() + _turned(x, 8) * angles.sin()
+
+
+class Block(nn.Module):
+    """A norm and a gate, as decoders have them."""
+
+    def __init__(self, size: int = 64, biased: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+        self.gate, self.up = nn.Linear(size, 96, bias=biased), nn.Linear(size, 96, bias=biased)
+        self.down = nn.Linear(96, size, bias=biased)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        normed = self.weight * wide.to(x.dtype)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """The models that are compiled, and what to; bfloat16 arithmetic is taken to be there."""
+    seen: list[tuple[Any, Any]] = []
+    before = gated.compiled
+
+    def watched(model: Any, config: Any) -> Any:
+        found = before(model, config)
+        seen.append((model, found[0]))
+        return found
+
+    monkeypatch.setattr(gated, "compiled", watched)
+    monkeypatch.setattr(halves, "capabilities", lambda: ["BF16"])
+    return seen
+
+
+def _equal(model: nn.Module, *args: torch.Tensor) -> None:
+    fast = intarsia.compile(model.eval(), args, engines=["openvino"])
+    assert fast.plan.engines == ("openvino",)
+    with torch.no_grad():
+        found, expected = fast(*args), model(*args)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    bound = 2**-6 if expected.dtype == torch.bfloat16 else 1e-5
+    assert (found - expected).abs().max() <= bound * expected.abs().max()
+
+
+def _kinds(compiled: Any) -> Counter[str]:
+    layers = compiled.get_runtime_model().get_ops()
+    return Counter(layer.get_rt_info()["layerType"].astype(str) for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_embeddings_are_one_kernel(made: list[tuple[Any, Any]], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, positions = torch.randn(2, 5, 64).to(dtype), torch.arange(900, 905).expand(2, 5)
+    _equal(Rotary().to(dtype), x, positions)
+    assert _kinds(made[0][1])["RoPE"] == 1
+
+
+def test_parts_that_are_no_halves_are_not_taken_for_them(made: list[tuple[Any, Any]]) -> None:
+    torch.manual_seed(0)
+    _equal(Rotary(half=6), torch.randn(2, 5, 64), torch.arange(900, 905).expand(2, 5))
+    assert not _kinds(made[0][1])["RoPE"]
+
+
+def test_what_grows_as_it_is_turned_is_not_taken_for_a_rotation(made: list[tuple[Any, Any]]) -> None:
+    torch.manual_seed(0)
+    _equal(Widened(), torch.randn(1, 1, 5, 16), torch.randn(1, 4, 5, 16))
+    assert not _kinds(made[0][1])["RoPE"]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (3, 5, 64), (7, 64)], ids=str)
+def test_norms_and_gates_of_bfloat16_have_no_layers_between(
+    made: list[tuple[Any, Any]], shape: tuple[int, ...], biased: bool
+) -> None:
+    torch.manual_seed(0)
+    _equal(Block(biased=biased).bfloat16(), torch.randn(shape).bfloat16())
+    model, compiled = made[0]
+    assert _kinds(compiled)["RMS"] == 1
+    kinds = Counter(layer.get_type_name() for layer in model.get_ops())
+    assert kinds["MatMul"] == 3 and not kinds["Reshape"]
+    assert {
+        op.get_element_type().get_type_name() for op in model.get_ops() if op.get_type_name() == "Sigmoid"
+    } == {"bf16"}
+
+
+def test_lengths_that_vary_keep_their_rank(made: list[tuple[Any, Any]]) -> None:
+    torch.manual_seed(0)
+    model, x = Block().bfloat16().eval(), torch.randn(1, 6, 64).bfloat16()
+    length = torch.export.Dim("length", min=2, max=64)
+    fast = intarsia.compile(model, (x,), dynamic_shapes={"x": {1: length}}, engines=["openvino"])
+    for count in (2, 17, 64):
+        x = torch.randn(1, count, 64).bfloat16()
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x), rtol=2**-6, atol=2**-6)
+    assert not any(op.get_type_name() == "Reshape" for op in made[0][0].get_ops())
+
+
+def test_what_may_be_rounded_is_what_is_rounded_anyway(made: list[tuple[Any, Any]]) -> None:
+    """The layers of a norm, once it is one kernel, and layers between numbers of bfloat16; no others."""
+    torch.manual_seed(0)
+    _equal(Block().bfloat16(), torch.randn(1, 3, 64).bfloat16())
+    model = made[0][0]
+    (weighted,) = (op for op in model.get_ops() if len(gated._layers_of_norm(op, _names(model))) == 7)
+    assert weighted.get_type_name() == "Multiply"
+    assert not gated._layers_of_norm(weighted, set()), "without the kernel it would be rounded in between"
+    long = [op for op in model.get_ops() if gated._is_long(op)]
+    assert len(long) == 7 and not any(map(gated._is_sandwiched, long))
+
+
+class Sums(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = x.float()
+        return wide.sum(-1).to(x.dtype), wide.exp().sum(-1)
+
+
+def test_a_sum_of_short_numbers_may_be_short_and_others_not(made: list[tuple[Any, Any]]) -> None:
+    torch.manual_seed(0)
+    engine, x = openvino_engine.OpenVINO(guards=False), torch.randn(4, 64).bfloat16()
+    fast = intarsia.compile(Sums(), (x,), engines=[engine], min_block_size=1)
+    assert all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(fast(x), Sums()(x), strict=True))
+    may = [
+        (op.get_type_name(), gated._is_sandwiched(op)) for op in made[0][0].get_ops() if gated._is_long(op)
+    ]
+    assert sorted(may) == [("Exp", False), ("ReduceSum", False), ("ReduceSum", True)]
+
+
+@pytest.mark.parametrize(
+    ("scale", "fits"), [(1.0, True), (1e-6, False), (1e6, False), (float("nan"), False), (0.0, True)]
+)
+def test_weights_that_float16_cannot_hold_keep_the_kernel_away(
+    made: list[tuple[Any, Any]], scale: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated, "capabilities", lambda: ["BF16"])
+    torch.manual_seed(0)
+    block = Block().bfloat16().eval()
+    with torch.no_grad():
+        block.up.weight[5] *= scale
+    engine = openvino_engine.OpenVINO(guards=False)
+    intarsia.compile(block, (torch.randn(1, 3, 64).bfloat16(),), engines=[engine])
+    assert gated._has_gate(made[0][0]) is fits
+
+
+def _names(model: Any) -> set[str]:
+    return {op.get_friendly_name() for op in model.get_ops()}
