@@ -8,33 +8,96 @@ import numpy as np
 
 
 def show_rotations(model: Any) -> None:
-    """Let the halves of a rotary embedding be put together along axis -1.
+    """Let the halves of rotary embeddings be put together along axis -1.
 
-    Only then does OpenVINO see the embedding, and compute it in one kernel instead of five. It would also
-    take parts for halves that are none, and what it rotates for as large as the result: those stay hidden.
+    Only then does OpenVINO see an embedding, and compute it in one kernel instead of five. It would take more
+    for one than is (halves in their own places, an angle for a whole row): those stay hidden.
     """
     for operation in model.get_ops():
-        if operation.get_type_name() == "Concat" and _is_of_halves(operation):
-            operation.set_attribute("axis", -1)
+        if operation.get_type_name() == "Add" and (halves := _rotated_halves(operation)) is not None:
+            halves.set_attribute("axis", -1)
 
 
-def _is_of_halves(operation: Any) -> bool:
-    parts = [value.get_partial_shape() for value in operation.input_values()]
-    if len(parts) != 2 or any(shape.rank.is_dynamic or shape.rank.get_length() != 4 for shape in parts):
+def _rotated_halves(total: Any) -> Any:
+    """The layer that makes (-b, a) of (a, b), if a sum is (a, b) * cos + (-b, a) * sin; else None."""
+    for straight, turned in _both_ways(total):
+        if (
+            straight.get_node().get_type_name() != "Multiply"
+            or turned.get_node().get_type_name() != "Multiply"
+        ):
+            return None
+        for joined, sin in _both_ways(turned.get_node()):
+            whole = _turned(joined.get_node())
+            for value, cos in _both_ways(straight.get_node()) if whole is not None else ():
+                if value == whole and _spans(cos, whole) and _spans(sin, whole):
+                    return joined.get_node()
+    return None
+
+
+def _both_ways(operation: Any) -> list[list[Any]]:
+    """What a sum or a product reads, in either order."""
+    return [operation.input_values(), operation.input_values()[::-1]]
+
+
+def _turned(joined: Any) -> Any:
+    """The value (a, b) of four dimensions whose halves a layer puts together as (-b, a); None of others."""
+    if joined.get_type_name() != "Concat" or joined.get_attributes()["axis"] != 3:
+        return None
+    parts = joined.input_values()
+    if len(parts) != 2 or parts[0].get_node().get_type_name() != "Negative":
+        return None
+    last, first = _part(parts[0].get_node().input_value(0)), _part(parts[1])
+    if last is None or first is None or last[0] != first[0]:
+        return None
+    whole = first[0]
+    size = whole.get_partial_shape()[3].get_length()
+    return whole if first[1:] == (0, size // 2) and last[1:] == (size // 2, size) and size % 2 == 0 else None
+
+
+def _part(value: Any) -> tuple[Any, int, int] | None:
+    """Of which value it is a part, along the last of four dimensions, from where to where."""
+    node = value.get_node()
+    kind = node.get_type_name()
+    if kind not in ("Slice", "Split", "VariadicSplit"):
+        return None
+    source, *told = node.input_values()
+    shape = source.get_partial_shape()
+    numbers = [_integers(one) for one in told]
+    if shape.rank.is_dynamic or shape.rank.get_length() != 4 or shape[3].is_dynamic or None in numbers:
+        return None
+    size = int(shape[3].get_length())
+    if kind == "Slice":
+        if any(len(one) != 1 for one in numbers if one is not None) or len(numbers) != 4:
+            return None
+        start, stop, step, axis = (one[0] for one in numbers if one is not None)
+        if step != 1 or axis not in (3, -1):
+            return None
+        return source, *(min(max(at + size if at < 0 else at, 0), size) for at in (start, stop))
+    if numbers[0] not in ([3], [-1]):
+        return None
+    place = value.get_index()
+    lengths = numbers[1] if len(numbers) > 1 else None
+    if lengths is None:
+        each = size // int(node.get_attributes()["num_splits"])
+        return source, place * each, (place + 1) * each
+    if min(lengths) < 0:
+        return None
+    return source, sum(lengths[:place]), sum(lengths[: place + 1])
+
+
+def _integers(value: Any) -> list[int] | None:
+    node = value.get_node()
+    if node.get_type_name() != "Constant":
+        return None
+    return [int(number) for number in np.atleast_1d(node.get_data()).reshape(-1)]
+
+
+def _spans(angle: Any, whole: Any) -> bool:
+    """Whether there is an angle for each number of a row, and none beyond what is turned."""
+    given, shape = angle.get_partial_shape(), whole.get_partial_shape()
+    if given.rank.is_dynamic or given.rank.get_length() != 4 or given[3] != shape[3]:
         return False
-    one, other = (shape[3] for shape in parts)
-    if one.is_dynamic or one != other or operation.get_attributes()["axis"] != 3:
-        return False
-    made = operation.get_output_partial_shape(0)
-    return all(_is_product(port.get_node(), made) for port in operation.output(0).get_target_inputs())
-
-
-def _is_product(operation: Any, shape: Any) -> bool:
-    """Whether it is a product of this shape; of bfloat16 numbers there is float32 in between."""
-    if operation.get_type_name() == "Convert":
-        readers = operation.output(0).get_target_inputs()
-        return all(_is_product(port.get_node(), shape) for port in readers)
-    return bool(operation.get_type_name() == "Multiply" and operation.get_output_partial_shape(0) == shape)
+    return all(given[axis] == shape[axis] or given[axis] == 1 for axis in range(3))
 
 
 def drop_neutral(model: Any) -> None:
@@ -43,7 +106,7 @@ def drop_neutral(model: Any) -> None:
         neutral = {"Multiply": 1.0, "Add": 0.0}.get(operation.get_type_name())
         if neutral is None:
             continue
-        for value, other in zip(operation.input_values(), reversed(operation.input_values()), strict=True):
+        for value, other in _both_ways(operation):
             if _is_scalar(value, neutral) and other.get_partial_shape() == operation.get_output_partial_shape(
                 0
             ):
