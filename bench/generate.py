@@ -333,11 +333,10 @@ def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
             made.add_row(name, "-", "-", "-", "-", "-")
             continue
         first = min(one for one, _ in row["rounds"])
-        whole = min(all_ for _, all_ in row["rounds"])
-        middle = statistics.median(all_ - one for one, all_ in row["rounds"])
+        further = [all_ - one for one, all_ in row["rounds"]]
         same = "?" if expected is None else _agreement(row["tokens"], expected)
-        further = told.tokens / max(whole - first, 1e-9)
-        figures = (f"{told.prompt / first:.0f}", f"{further:.1f}", f"{told.tokens / max(middle, 1e-9):.1f}")
+        best, middle = (told.tokens / max(one, 1e-9) for one in (min(further), statistics.median(further)))
+        figures = (f"{told.prompt / first:.0f}", f"{best:.1f}", f"{middle:.1f}")
         made.add_row(name, *figures, f"{row['peak_mib']:.0f}", same)
     return made
 

@@ -166,8 +166,8 @@ def test_what_may_be_rounded_is_what_is_rounded_anyway(made: list[tuple[Any, Any
     (weighted,) = (op for op in model.get_ops() if len(gated._layers_of_norm(op, _names(model))) == 7)
     assert weighted.get_type_name() == "Multiply"
     assert not gated._layers_of_norm(weighted, set()), "without the kernel it would be rounded in between"
-    long = [op for op in model.get_ops() if gated._is_long(op)]
-    assert len(long) == 7 and not any(map(gated._is_sandwiched, long))
+    long = [op for op in model.get_ops() if gated._touches_float32(op)]
+    assert len(long) == 7 and not any(map(gated._may_round, long))
 
 
 class Sums(nn.Module):
@@ -181,10 +181,53 @@ def test_a_sum_of_short_numbers_may_be_short_and_others_not(made: list[tuple[Any
     engine, x = openvino_engine.OpenVINO(guards=False), torch.randn(4, 64).bfloat16()
     fast = intarsia.compile(Sums(), (x,), engines=[engine], min_block_size=1)
     assert all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(fast(x), Sums()(x), strict=True))
-    may = [
-        (op.get_type_name(), gated._is_sandwiched(op)) for op in made[0][0].get_ops() if gated._is_long(op)
-    ]
+    touching = [op for op in made[0][0].get_ops() if gated._touches_float32(op)]
+    may = [(op.get_type_name(), gated._may_round(op)) for op in touching]
     assert sorted(may) == [("Exp", False), ("ReduceSum", False), ("ReduceSum", True)]
+
+
+class Compares(nn.Module):
+    """Positions beyond what bfloat16 counts, numbers that bfloat16 takes for equal, and what is moved."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x > y, places.float() * 0.5, torch.cat([x, y], 1).t() * 2, x.bfloat16() > y.bfloat16()
+
+
+def test_what_reads_float32_or_moves_it_may_not_round(made: list[tuple[Any, Any]]) -> None:
+    x = torch.ones(4, 64)
+    engine, places = openvino_engine.OpenVINO(guards=False), torch.arange(5000, 5064).expand(4, 64)
+    fast = intarsia.compile(Compares(), (x + 1e-3, x, places), engines=[engine], min_block_size=1)
+    assert fast(x + 1e-3, x, places)[0].all()
+    touching = [op for op in made[0][0].get_ops() if gated._touches_float32(op)]
+    may = {op.get_type_name() for op in touching if not gated._may_round(op)}
+    assert {"Less", "Convert", "Concat", "Transpose"} <= may
+    assert sorted(gated._may_round(op) for op in touching if op.get_type_name() == "Less") == [False, True]
+
+
+class Rows(nn.Module):
+    """What looks like a bias is one of rows, and what looks like a weight is a vector."""
+
+    def __init__(self, kind: str, count: int) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(96, 64))
+        self.rows, self.vector = nn.Parameter(torch.randn(count, 1)), nn.Parameter(torch.randn(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        flat = x.reshape(-1, 64)
+        if self.kind == "vector":
+            return torch.mv(flat, self.vector).reshape(rows, length, 1) * 2
+        return (flat @ self.weight.t() + self.rows).reshape(rows, length, 96)
+
+
+@pytest.mark.parametrize("kind", ["vector", "rows"])
+@pytest.mark.parametrize("shape", [(3, 1, 64), (1, 3, 64), (3, 3, 64), (4, 2, 64)], ids=str)
+def test_rows_are_no_columns(made: list[tuple[Any, Any]], kind: str, shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Rows(kind, shape[0] * shape[1]).bfloat16().eval(), torch.randn(shape).bfloat16()
+    fast = intarsia.compile(model, (x,), engines=["openvino"], min_block_size=1)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=2**-6, atol=2**-5)
 
 
 @pytest.mark.parametrize(

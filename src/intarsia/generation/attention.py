@@ -14,7 +14,6 @@ from intarsia.generation.masks import hidden
 
 TOKEN, PROMPT = "intarsia_token", "intarsia_prompt"
 ALIGNED = 8  # elements of 16 bits: a row that begins elsewhere is read by slower kernels of a GPU
-_UNSEEN = torch.finfo(torch.bfloat16).min  # a score of float32 that bfloat16 holds as well
 _UNKNOWN = ("softcap", "s_aux", "head_mask")  # what `sdpa` of transformers does with these
 
 
@@ -56,13 +55,15 @@ def token_attention(
     if isinstance(key, Joined):
         scores = torch.cat([scores, (asked * key.new).sum(-1, keepdim=True)], -1)
     scores = scores.float()
+    # In bfloat16, a number that it holds: engines may then as well compute the softmax in it.
+    unseen = torch.finfo(torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32).min
     if position_bias is not None:  # (rows or 1, heads, 1, keys)
         scores = scores + position_bias.reshape(-1, groups, heads // groups, scores.shape[-1])
     if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, _UNSEEN)
+        scores = scores.masked_fill(~attention_mask, unseen)
     room = past_keys.shape[2]
     if isinstance(key, Joined) and query.is_cuda:
-        scores = nn.functional.pad(scores, (0, ALIGNED - 1), value=_UNSEEN)
+        scores = nn.functional.pad(scores, (0, ALIGNED - 1), value=unseen)
     shares = torch.softmax(scores, -1).to(query.dtype)
     if isinstance(key, Joined):
         mixed = shares[..., :room] @ past_values + shares[..., room : room + 1] * value.new

@@ -12,14 +12,14 @@ from intarsia.engines.openvino.halves import is_short, is_widened
 
 _HINT = {"INFERENCE_PRECISION_HINT": "bf16"}
 _KERNEL, _NORM = "LLMMLP", "RMS"  # what OpenVINO calls the layers that it makes of gates and norms
-_ASIDE = frozenset({"Constant", "Convert", "Parameter", "Result", "ShapeOf"})
+_ASIDE = frozenset({"Constant", "Parameter", "Result", "ShapeOf"})
 _MOVES = frozenset(
     {"Broadcast", "Concat", "Gather", "Reshape", "Select", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
     | {"Split", "VariadicSplit"}
 )
-# The kernel keeps weights as float16: the largest there is, and what some number of a row must reach, or what
-# float16 rounds away would show beside it.
-_LARGEST, _LEAST = 65504.0, 2.0**-12
+# The kernel keeps weights as float16. That has no number beyond the largest, and below 2**-14 only multiples of
+# 2**-24; some number of each row must reach the least, so that what is rounded away is 2**-17 of it at most.
+_LARGEST, _LEAST = 65504.0, 2.0**-8
 
 
 def compiled(model: Any, config: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
@@ -48,7 +48,7 @@ def _has_gate(model: Any) -> bool:
 
 
 def _fits_float16(weight: Any) -> bool:
-    if weight.get_type_name() == "Convert":
+    while weight.get_type_name() in ("Convert", "Reshape", "Transpose"):
         weight = weight.input_value(0).get_node()
     if weight.get_type_name() != "Constant":
         return True
@@ -60,41 +60,56 @@ def _fits_float16(weight: Any) -> bool:
         numbers = weight.get_data()
     else:
         return False
-    rows = np.maximum(numbers.max(axis=-1, initial=0), -numbers.min(axis=-1, initial=0))
-    return bool(((rows == 0) | ((rows >= _LEAST) & (rows <= _LARGEST))).all())
+    return numbers.ndim == 2 and all(_reaches(numbers, axis) for axis in (0, 1))  # either may be the rows
+
+
+def _reaches(numbers: np.ndarray[Any, np.dtype[np.float32]], axis: int) -> bool:
+    most = np.maximum(numbers.max(axis=axis, initial=0), -numbers.min(axis=axis, initial=0))
+    return bool(((most == 0) | ((most >= _LEAST) & (most <= _LARGEST))).all())
 
 
 def _rounds_no_more(made: Any, model: Any) -> bool:
     """Whether the kernel is there, and what computes in float32 does so still, or might as well not."""
-    long, norms, found = set[str](), set[str](), False
+    long, short, norms, found = set[str](), set[str](), set[str](), False
     for operation in made.get_runtime_model().get_ops():
         told = {key: value.astype(str) for key, value in operation.get_rt_info().items() if key in _TOLD}
         names = told["originalLayersNames"].split(",")
         found = found or told["layerType"] == _KERNEL
         if told["layerType"] == _NORM:
             norms.update(names)
-        if "bf16" not in told["runtimePrecision"] + told["outputPrecisions"]:
+        elif "bf16" in told["runtimePrecision"] + told["outputPrecisions"]:
+            short.update(names)
+        else:
             long.update(names)
-    layers = model.get_ops() if found else []
-    for layer in layers:
-        if layer.get_type_name() == "Multiply":
-            long.update(_layers_of_norm(layer, norms))
-    return found and all(
-        op.get_friendly_name() in long or _is_sandwiched(op) for op in layers if _is_long(op)
-    )
+    if not found:
+        return False
+    touching = [operation for operation in model.get_ops() if _touches_float32(operation)]
+    for operation in touching:
+        if operation.get_type_name() == "Multiply":
+            layers = _layers_of_norm(operation, norms)
+            long.update(layers if short.isdisjoint(layers) else [])
+    return all(op.get_friendly_name() in long - short or _may_round(op) for op in touching)
 
 
 _TOLD = frozenset({"layerType", "originalLayersNames", "outputPrecisions", "runtimePrecision"})
 
 
-def _is_long(operation: Any) -> bool:
-    """Whether a layer computes float32 numbers."""
-    return operation.get_type_name() not in _ASIDE | _MOVES and _type(operation.output(0)) == "f32"
+def _touches_float32(operation: Any) -> bool:
+    """Whether a layer reads or makes float32 numbers, other than to widen or to round those of bfloat16."""
+    if operation.get_type_name() in _ASIDE:
+        return False
+    types = [_type(value) for value in (*operation.input_values(), *operation.outputs())]
+    return "f32" in types and not (operation.get_type_name() == "Convert" and "bf16" in types)
 
 
-def _is_sandwiched(operation: Any) -> bool:
-    """Whether a layer reads numbers of bfloat16 and is rounded to it: then it may as well compute in it."""
-    return all(map(_holds_short, operation.input_values())) and _is_rounded(operation.output(0))
+def _may_round(operation: Any) -> bool:
+    """Whether nothing changes if a layer reads and makes bfloat16: it is given such, and rounded to it.
+
+    A layer that moves numbers needs one of both, and what makes truth values or integers the first.
+    """
+    given = all(map(_holds_short, operation.input_values()))
+    rounded = all(_type(value) != "f32" or _is_rounded(value) for value in operation.outputs())
+    return (given or rounded) if operation.get_type_name() in _MOVES else (given and rounded)
 
 
 def _holds_short(value: Any) -> bool:
@@ -125,7 +140,7 @@ def _layers_of_norm(last: Any, norms: set[str]) -> list[str]:
     for kind in ("Multiply", "Divide", "Sqrt", "Add", "ReduceMean", "Power"):
         read = [value.get_node() for value in layers[-1].input_values()]
         found = [node for node in read if node.get_type_name() == kind]
-        if len(found) != 1:
+        if len(found) != 1 or len(found[0].output(0).get_target_inputs()) != 1:
             return []
         layers += found
     source, names = layers[-1].input_value(0), [layer.get_friendly_name() for layer in layers]

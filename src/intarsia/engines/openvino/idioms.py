@@ -181,10 +181,10 @@ def keep_rank(model: Any) -> None:
             continue
         rows, weight = product.input_values()
         flags = product.get_attributes()
-        if rows.get_node().get_type_name() != "Reshape" or not _is_weight(weight) or flags["transpose_a"]:
+        if rows.get_node().get_type_name() != "Reshape" or not _is_matrix(weight) or flags["transpose_a"]:
             continue
         source = rows.get_node().input_value(0)
-        if bias is not None and not _is_weight(bias):
+        if bias is not None and not _is_of_columns(bias):
             continue
         if not _differ_in_last(source.get_partial_shape(), operation.get_output_partial_shape(0)):
             continue
@@ -198,12 +198,21 @@ def keep_rank(model: Any) -> None:
         replace(operation.output(0), whole.output(0))
 
 
-def _is_weight(value: Any) -> bool:
-    """Whether it is a constant of at most two dimensions, maybe to be rounded."""
+def _is_matrix(value: Any) -> bool:
+    return _is_constant(value) and len(value.get_shape()) == 2
+
+
+def _is_of_columns(value: Any) -> bool:
+    """Whether it is a constant with a number for each column, the same for all rows."""
+    return _is_constant(value) and len(value.get_shape()) > 0 and value.get_shape()[:-1] in ([], [1])
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is a constant, maybe to be rounded."""
     node = value.get_node()
     if node.get_type_name() == "Convert":
         node = node.input_value(0).get_node()
-    return bool(node.get_type_name() == "Constant" and value.get_partial_shape().rank.get_length() <= 2)
+    return bool(node.get_type_name() == "Constant")
 
 
 def _differ_in_last(one: Any, other: Any) -> bool:
