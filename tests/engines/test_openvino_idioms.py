@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 import intarsia
 from intarsia.engines.openvino import engine as openvino_engine
 from intarsia.engines.openvino import gated, halves
+from intarsia.engines.openvino.core import core
 
 F = nn.functional
 pytest.importorskip("openvino")
@@ -60,7 +62,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
     def watched(model: Any, config: Any) -> Any:
         found = before(model, config)
-        seen.append((model, found[0]))
+        seen.append((model, found))
         return found
 
     monkeypatch.setattr(gated, "compiled", watched)
@@ -244,6 +246,27 @@ def test_weights_that_float16_cannot_hold_keep_the_kernel_away(
     engine = openvino_engine.OpenVINO(guards=False)
     intarsia.compile(block, (torch.randn(1, 3, 64).bfloat16(),), engines=[engine])
     assert gated._has_gate(made[0][0]) is fits
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 64])
+def test_without_pairs_of_threads_the_kernel_is_not_tried(
+    made: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """With one thread it would end the process; a process has no more than the cores it may use."""
+    tried: list[str] = []
+    real = core()
+
+    class Watched:
+        def compile_model(self, model: Any, device: str, config: dict[str, Any]) -> Any:
+            tried.append(config["INFERENCE_PRECISION_HINT"])
+            return real.compile_model(model, device, {**config, "INFERENCE_PRECISION_HINT": "f32"})
+
+    monkeypatch.setattr(gated, "capabilities", lambda: ["BF16"])
+    monkeypatch.setattr(gated, "core", Watched)
+    engine = openvino_engine.OpenVINO(threads=threads)
+    intarsia.compile(Block().bfloat16().eval(), (torch.randn(1, 3, 64).bfloat16(),), engines=[engine])
+    has_pairs = min(threads, len(os.sched_getaffinity(0))) % 2 == 0
+    assert tried and ("bf16" in tried) is has_pairs
 
 
 def _names(model: Any) -> set[str]:

@@ -67,7 +67,7 @@ class OpenVINO(NetworkEngine):
 
         try:
             model, weights, checks = self._guarded(net)
-            made, _ = compiled(model, {**self._config(), **settings(model)})
+            made = compiled(model, {**self._config(), **settings(model)})
             return CompiledModel(Ports.of(net), made, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
@@ -75,14 +75,11 @@ class OpenVINO(NetworkEngine):
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         try:
             model, _weights, checks = self._guarded(net)
-            packed = export(model, {**self._config(), **settings(model)}, file)
+            blob = export(model, {**self._config(), **settings(model)}, file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error
-        if packed is None:
-            return None
-        blob, more = packed
         told = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}
-        return Packed(blob, {**told, "settings": dict(more)})
+        return None if blob is None else Packed(blob, told)
 
     def unpack(
         self,
@@ -94,7 +91,7 @@ class OpenVINO(NetworkEngine):
         ports = Ports.from_json(about["ports"])
         checks = None if about["checks"] is None else Checks.from_json(about["checks"])
         try:
-            made, kept = imported(blob, {**self._config(), **about.get("settings", {})}, file.path)
+            made, kept = imported(blob, self._config(), file.path)
         except Exception as error:
             raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
         if len(made.outputs) != len(ports.outputs) + bool(checks and checks.made):

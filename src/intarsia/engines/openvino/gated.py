@@ -17,26 +17,29 @@ _MOVES = frozenset(
     {"Broadcast", "Concat", "Gather", "Reshape", "Select", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
     | {"Split", "VariadicSplit"}
 )
-# The kernel keeps weights as float16. That has no number beyond the largest, and below 2**-14 only multiples of
-# 2**-24; some number of each row must reach the least, so that what is rounded away is 2**-17 of it at most.
+# The kernel keeps weights as float16, which has no number beyond the largest, and below 2**-14 multiples of
+# 2**-24 alone; some number of each row must reach the least: what is rounded away is 2**-17 of it at most.
 _LARGEST, _LEAST = 65504.0, 2.0**-8
+# It gives halves of 32 numbers or more to pairs of threads: of less it adds what it has not computed, and
+# without a pair it divides by 0, which ends the process, or writes where it has no memory (2026.4).
+_SHORTEST = 64
 
 
-def compiled(model: Any, config: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The compiled model, and with which settings beside those that were told.
+def compiled(model: Any, config: Mapping[str, Any]) -> Any:
+    """The compiled model, with that kernel where it may be.
 
     OpenVINO looks for its kernel only where it may compute all in bfloat16. So it may, and what came of it is
     looked at: if something is rounded that a network computes in float32 for its own sake, it may not.
     """
-    if config.get("INFERENCE_PRECISION_HINT") == "f32" and _has_gate(model):
+    if config.get("INFERENCE_PRECISION_HINT") == "f32" and _has_gate(model) and _threads(config) % 2 == 0:
         made = core().compile_model(model, "CPU", {**config, **_HINT})
         if _rounds_no_more(made, model):
-            return made, dict(_HINT)
-    return core().compile_model(model, "CPU", dict(config)), {}
+            return made
+    return core().compile_model(model, "CPU", dict(config))
 
 
 def _has_gate(model: Any) -> bool:
-    """Whether a product of bfloat16 is multiplied by its sigmoid, and float16 can hold all weights."""
+    """Whether a product of bfloat16 is multiplied by its sigmoid, and the kernel can hold all weights."""
     if "BF16" not in capabilities():
         return False
     short = [op for op in model.get_ops() if op.get_output_size() and _type(op.output(0)) == "bf16"]
@@ -44,10 +47,10 @@ def _has_gate(model: Any) -> bool:
     gated = [op.input_value(0).get_node() for op in short if op.get_type_name() == "Sigmoid"]
     if not any(op.get_type_name() == "MatMul" for op in gated):
         return False
-    return all(_fits_float16(op.input_value(1).get_node()) for op in products)
+    return all(_fits_kernel(op.input_value(1).get_node()) for op in products)
 
 
-def _fits_float16(weight: Any) -> bool:
+def _fits_kernel(weight: Any) -> bool:
     while weight.get_type_name() in ("Convert", "Reshape", "Transpose"):
         weight = weight.input_value(0).get_node()
     if weight.get_type_name() != "Constant":
@@ -60,12 +63,24 @@ def _fits_float16(weight: Any) -> bool:
         numbers = weight.get_data()
     else:
         return False
-    return numbers.ndim == 2 and all(_reaches(numbers, axis) for axis in (0, 1))  # either may be the rows
+    if numbers.ndim != 2 or min(numbers.shape) < _SHORTEST:
+        return False
+    return all(_reaches(numbers, axis) for axis in (0, 1))  # either may be the rows
 
 
 def _reaches(numbers: np.ndarray[Any, np.dtype[np.float32]], axis: int) -> bool:
     most = np.maximum(numbers.max(axis=axis, initial=0), -numbers.min(axis=axis, initial=0))
     return bool(((most == 0) | ((most >= _LEAST) & (most <= _LARGEST))).all())
+
+
+def _threads(config: Mapping[str, Any]) -> int:
+    """How many threads a model has that is compiled so: as told, or as many as the process may use."""
+    import openvino
+    from openvino import opset13 as ov
+
+    value = ov.parameter([1], np.float32)
+    made = core().compile_model(openvino.Model([ov.relu(value)], [value]), "CPU", dict(config))
+    return int(made.get_property("INFERENCE_NUM_THREADS"))
 
 
 def _rounds_no_more(made: Any, model: Any) -> bool:

@@ -23,20 +23,15 @@ _ALIGNMENT = 64
 _DIVISIONS = ("Mod", "FloorMod", "Divide")
 
 
-def export(
-    model: Any, config: Mapping[str, Any], file: GrowingFile
-) -> tuple[bytes, Mapping[str, str]] | None:
-    """The model, compiled, and with which settings beside those told.
-
-    None for one with bodies, or constants of one name, whose places cannot be told, and for one that OpenVINO
-    cannot read again (Swin's, in 2026.4; integers that are divided) or that then answers otherwise.
+def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | None:
+    """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told,
+    and for one that OpenVINO cannot read again (Swin's, in 2026.4; integers that are divided) or that then
+    answers otherwise.
 
     The model is written as OpenVINO's own description, in which every constant is then said to lie in our
     file; read from there and compiled, it is exported without weights.
     """
     import openvino
-
-    from intarsia.engines.openvino.gated import compiled
 
     if any(_divides_integers(op) for op in model.get_ops()):
         return None
@@ -58,11 +53,11 @@ def export(
             data.set("offset", str(places[str(layer.get("name"))]))
         tree.write(described)
         read = core().read_model(described, file.path)
-        made, settings = compiled(read, {**config, **_WITHOUT_WEIGHTS})
-        blob = bytes(made.export_model().getvalue())
+        compiled = core().compile_model(read, "CPU", {**config, **_WITHOUT_WEIGHTS})
+        blob = bytes(compiled.export_model().getvalue())
         try:
-            again, _kept = imported(memoryview(bytearray(blob)), {**config, **settings}, file.path)
-            return (blob, settings) if _answer_alike(made, again) else None
+            again, _kept = imported(memoryview(bytearray(blob)), config, file.path)
+            return blob if _answer_alike(compiled, again) else None
         except Exception:  # what OpenVINO refuses of its own is not worth a file's space
             return None
 
