@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,9 +15,11 @@ import intarsia
 from intarsia.engines.openvino import engine as openvino_engine
 from intarsia.engines.openvino import gated, halves
 from intarsia.engines.openvino.core import core
+from intarsia.errors import EngineError
 
+openvino = pytest.importorskip("openvino")
+ov = pytest.importorskip("openvino.opset13")
 F = nn.functional
-pytest.importorskip("openvino")
 
 
 def _turned(x: torch.Tensor, half: int) -> torch.Tensor:
@@ -245,7 +248,7 @@ def test_weights_that_float16_cannot_hold_keep_the_kernel_away(
         block.up.weight[5] *= scale
     engine = openvino_engine.OpenVINO(guards=False)
     intarsia.compile(block, (torch.randn(1, 3, 64).bfloat16(),), engines=[engine])
-    assert gated._has_gate(made[0][0]) is fits
+    assert gated._suits(made[0][0]) is fits
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
@@ -267,6 +270,22 @@ def test_without_pairs_of_threads_the_kernel_is_not_tried(
     intarsia.compile(Block().bfloat16().eval(), (torch.randn(1, 3, 64).bfloat16(),), engines=[engine])
     has_pairs = min(threads, len(os.sched_getaffinity(0))) % 2 == 0
     assert tried and ("bf16" in tried) is has_pairs
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.gelu])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_short_arithmetic_without_pairs_of_threads_refuses_gates(activation: Any, threads: int) -> None:
+    """Where OpenVINO computes all in bfloat16 anyway, nothing else keeps its kernel away."""
+    x, weights = ov.parameter([1, 3, 64], np.float32), [np.ones((64, 64), np.float32)] * 3
+    gate, up = (ov.matmul(x, ov.constant(weight), False, True) for weight in weights[:2])
+    gate = ov.swish(gate, ov.constant(np.float32(1))) if activation is F.silu else ov.gelu(gate, "tanh")
+    down = ov.matmul(ov.multiply(gate, up), ov.constant(weights[2]), False, True)
+    told = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": str(threads)}
+    if threads % 2 == 0 and len(os.sched_getaffinity(0)) > 1:
+        assert gated.compiled(openvino.Model([down], [x]), told)
+        return
+    with pytest.raises(EngineError, match="pairs of threads, and there are 1"):
+        gated.compiled(openvino.Model([down], [x]), told)
 
 
 def _names(model: Any) -> set[str]:

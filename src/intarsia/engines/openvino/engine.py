@@ -73,8 +73,14 @@ class OpenVINO(NetworkEngine):
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
+        from intarsia.engines.openvino.gated import is_gated
+
         try:
             model, _weights, checks = self._guarded(net)
+            if self.precision != "f32" and is_gated(model):
+                return (
+                    None  # its kernel asks for pairs of threads, and there may be others where it is loaded
+                )
             blob = export(model, {**self._config(), **settings(model)}, file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error

@@ -9,6 +9,7 @@ import numpy as np
 
 from intarsia.engines.openvino.core import capabilities, core
 from intarsia.engines.openvino.halves import is_short, is_widened
+from intarsia.errors import EngineError
 
 _HINT = {"INFERENCE_PRECISION_HINT": "bf16"}
 _KERNEL, _NORM = "LLMMLP", "RMS"  # what OpenVINO calls the layers that it makes of gates and norms
@@ -31,16 +32,33 @@ def compiled(model: Any, config: Mapping[str, Any]) -> Any:
     OpenVINO looks for its kernel only where it may compute all in bfloat16. So it may, and what came of it is
     looked at: if something is rounded that a network computes in float32 for its own sake, it may not.
     """
-    if config.get("INFERENCE_PRECISION_HINT") == "f32" and _has_gate(model) and _threads(config) % 2 == 0:
+    hint = config["INFERENCE_PRECISION_HINT"]
+    if hint == "f32" and _suits(model) and _threads(config) % 2 == 0:
         made = core().compile_model(model, "CPU", {**config, **_HINT})
         if _rounds_no_more(made, model):
             return made
+    if hint != "f32" and is_gated(model) and (threads := _threads(config)) % 2:
+        raise EngineError(f"its kernel for gated layers takes pairs of threads, and there are {threads}")
     return core().compile_model(model, "CPU", dict(config))
 
 
-def _has_gate(model: Any) -> bool:
+def is_gated(model: Any) -> bool:
+    """Whether a product reads what two values that vary were multiplied to."""
+    for operation in model.get_ops():
+        if operation.get_type_name() != "MatMul":
+            continue
+        source = operation.input_value(0).get_node()
+        while source.get_type_name() in ("Convert", "Reshape"):
+            source = source.input_value(0).get_node()
+        factors = [value.get_node().get_type_name() for value in source.input_values()]
+        if source.get_type_name() == "Multiply" and "Constant" not in factors:
+            return True
+    return False
+
+
+def _suits(model: Any) -> bool:
     """Whether a product of bfloat16 is multiplied by its sigmoid, and the kernel can hold all weights."""
-    if "BF16" not in capabilities():
+    if "BF16" not in capabilities() or not is_gated(model):
         return False
     short = [op for op in model.get_ops() if op.get_output_size() and _type(op.output(0)) == "bf16"]
     products = [op for op in short if op.get_type_name() == "MatMul"]
