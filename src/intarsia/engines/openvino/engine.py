@@ -78,9 +78,7 @@ class OpenVINO(NetworkEngine):
         try:
             model, _weights, checks = self._guarded(net)
             if self.precision != "f32" and is_gated(model):
-                return (
-                    None  # its kernel asks for pairs of threads, and there may be others where it is loaded
-                )
+                return None  # its kernel asks for pairs of threads: where it is loaded there may be one
             blob = export(model, {**self._config(), **settings(model)}, file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error

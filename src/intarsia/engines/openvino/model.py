@@ -56,6 +56,7 @@ def read(net: Network) -> tuple[Any, object]:
         constant = openvino.op.Constant(_shared(openvino, data, array.dtype))
         constant.set_friendly_name(name)
         parameter = parameters[name]
+        constant.output(0).set_names(parameter.output(0).get_names())  # guards look for values by name
         for reader in parameter.output(0).get_target_inputs():
             reader.replace_source_output(constant.output(0))
         model.remove_parameter(parameter)
