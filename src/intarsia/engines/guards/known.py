@@ -60,9 +60,21 @@ def write(tensor: torch.Tensor, place: tuple[slice, ...], values: torch.Tensor) 
     """
     before = known_squares(tensor)
     part = tensor[place]
-    part.copy_(values)
-    if before is not None:
-        _tell(tensor, before + squares_of(part.numpy()))
+    if before is None:
+        part.copy_(values)
+    elif _is_alike(values, part):  # it lies together, as a part of a longer memory does not
+        added = squares_of(values.detach().numpy())
+        part.copy_(values)
+        _tell(tensor, before + added)
+    else:
+        part.copy_(values)
+        _tell(tensor, before + squares_of(part.detach().numpy()))
+
+
+def _is_alike(values: torch.Tensor, part: torch.Tensor) -> bool:
+    if values.dtype != part.dtype or values.device != part.device or values.shape != part.shape:
+        return False
+    return not values.is_neg()
 
 
 def forget(tensor: torch.Tensor) -> None:
