@@ -413,3 +413,12 @@ def test_guards_find_weights_by_their_names() -> None:
     places[0, 7] = 64
     with pytest.raises(Exception, match=r"out of (bounds|range)"):
         fast(x, places)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_sum_with_zero_makes_zero_of_its_negative(dtype: torch.dtype) -> None:
+    """OpenVINO leaves such a sum out, and 1 / x then has the other sign."""
+    x = torch.randn(4, 64).to(dtype)
+    fast = compiled(lambda x: 1 / (x + 0.0), x)
+    x[0, :4] = torch.tensor([-0.0, 0.0, float("nan"), float("inf")]).to(dtype)
+    torch.testing.assert_close(fast(x), 1 / (x + 0.0), equal_nan=True)

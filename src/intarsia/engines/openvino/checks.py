@@ -30,6 +30,23 @@ def correct(model: Any) -> None:
         elif kind == "Mod" and operation.get_element_type().is_real():
             rest = _remainder(ov, operation.input_value(0), operation.input_value(1))
             _replace(operation.output(0), rest.output(0))
+        elif kind == "Add" and (other := _plus_zero(operation)) is not None:
+            # OpenVINO leaves out a sum with 0, which makes 0 of -0.0.
+            zero = ov.constant(np.array(0.0), other.get_element_type())
+            _replace(operation.output(0), ov.select(ov.equal(other, zero), zero, other).output(0))
+
+
+def _plus_zero(total: Any) -> Any:
+    """What a single 0 is added to; None in any other sum."""
+    if total.get_element_type().get_type_name() not in ("f16", "f32", "f64"):
+        return None
+    for value, other in (total.input_values(), total.input_values()[::-1]):
+        node = value.get_node()
+        if node.get_type_name() == "Constant" and math.prod(value.get_shape()) == 1:
+            number = float(node.get_data().item())
+            if number == 0 and not math.copysign(1, number) < 0:
+                return other if other.get_partial_shape() == total.get_output_partial_shape(0) else None
+    return None
 
 
 def _remainder(ov: Any, a: Any, b: Any) -> Any:

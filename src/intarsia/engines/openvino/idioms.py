@@ -103,18 +103,18 @@ def _spans(angle: Any, whole: Any) -> bool:
 def drop_neutral(model: Any) -> None:
     """Take out the factors 1 and the summand 0 that the reader of a Gemm makes."""
     for operation in model.get_ordered_ops():
-        neutral = {"Multiply": 1.0, "Add": 0.0}.get(operation.get_type_name())
-        if neutral is None:
-            continue
-        for value, other in _both_ways(operation):
-            if _is_scalar(value, neutral) and other.get_partial_shape() == operation.get_output_partial_shape(
-                0
-            ):
+        kind, made = operation.get_type_name(), operation.get_output_partial_shape(0)
+        for value, other in _both_ways(operation) if kind in ("Add", "Multiply") else ():
+            if other.get_partial_shape() != made:
+                continue
+            # A model's own sum with 0 makes 0 of -0.0.
+            is_bias = kind == "Add" and other.get_node().get_type_name() == "MatMul" and _is_scalar(value, 0)
+            if is_bias or (kind == "Multiply" and _is_scalar(value, 1)):
                 replace(operation.output(0), other)
                 break
 
 
-def _is_scalar(value: Any, number: float) -> bool:
+def _is_scalar(value: Any, number: int) -> bool:
     node = value.get_node()
     if node.get_type_name() != "Constant" or value.get_element_type().get_type_name() != "f32":
         return False
