@@ -255,7 +255,7 @@ def test_weights_that_float16_cannot_hold_keep_the_kernel_away(
 def test_without_pairs_of_threads_the_kernel_is_not_tried(
     made: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """With one thread it would end the process; a process has no more than the cores it may use."""
+    """With one thread it would divide by 0; a process has no more than the cores it may use."""
     tried: list[str] = []
     real = core()
 

@@ -22,7 +22,7 @@ _MOVES = frozenset(
 # 2**-24 alone; some number of each row must reach the least: what is rounded away is 2**-17 of it at most.
 _LARGEST, _LEAST = 65504.0, 2.0**-8
 # It gives halves of 32 numbers or more to pairs of threads: of less it adds what it has not computed, and
-# without a pair it divides by 0, which ends the process, or writes where it has no memory (2026.4).
+# by its source, without a pair, it divides by 0, which ends a process, or writes where it has no memory.
 _SHORTEST = 64
 
 
