@@ -26,6 +26,7 @@ that builder alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
@@ -267,7 +268,8 @@ class Peer:
     def round(self) -> None:
         if "reason" not in self.row:
             assert self._process.stdin is not None
-            self._process.stdin.write("again\n")
+            with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says how
+                self._process.stdin.write("again\n")
             made = self._answer()
             self.row["rounds"] += [made.pop("round")] if "round" in made else []
             self.row |= made

@@ -10,6 +10,7 @@ import numpy as np
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.kinds import AnyGuard, Guards, Index, NonZero, Product, Quotient, ValueGuard
 from intarsia.engines.guards.planner import LOOKED_AT
+from intarsia.engines.openvino.idioms import replace
 from intarsia.network import Network
 
 
@@ -24,16 +25,14 @@ def correct(model: Any) -> None:
             "GreaterEqual",
         ):  # OpenVINO holds them to be true of NaN, but not their opposites
             turned = ov.less if kind == "Greater" else ov.less_equal
-            _replace(
-                operation.output(0), turned(operation.input_value(1), operation.input_value(0)).output(0)
-            )
+            replace(operation.output(0), turned(operation.input_value(1), operation.input_value(0)).output(0))
         elif kind == "Mod" and operation.get_element_type().is_real():
             rest = _remainder(ov, operation.input_value(0), operation.input_value(1))
-            _replace(operation.output(0), rest.output(0))
+            replace(operation.output(0), rest.output(0))
         elif kind == "Add" and (other := _plus_zero(operation)) is not None:
             # OpenVINO leaves out a sum with 0, which makes 0 of -0.0.
             zero = ov.constant(np.array(0.0), other.get_element_type())
-            _replace(operation.output(0), ov.select(ov.equal(other, zero), zero, other).output(0))
+            replace(operation.output(0), ov.select(ov.equal(other, zero), zero, other).output(0))
 
 
 def _plus_zero(total: Any) -> Any:
@@ -180,8 +179,3 @@ def _float(ov: Any, output: Any) -> Any:
 
 def _scalar(ov: Any, value: float) -> Any:
     return ov.constant(np.float32(value))
-
-
-def _replace(old: Any, new: Any) -> None:
-    for reader in old.get_target_inputs():
-        reader.replace_source_output(new)
