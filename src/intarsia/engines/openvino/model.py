@@ -15,6 +15,7 @@ from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
 from intarsia.engines.openvino.tables import fold, fold_tables, has_short_weights
+from intarsia.engines.openvino.tied import separate
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -33,6 +34,7 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
         fold(model)  # with integers OpenVINO would round activations as well
     shorten(model)
     show_rotations(model)
+    separate(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
     checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
     return model, weights, checks

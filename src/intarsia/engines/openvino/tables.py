@@ -27,7 +27,7 @@ def fold_tables(model: Any) -> None:
 
     for gather in [op for op in model.get_ops() if op.get_type_name() == "Gather"]:
         table = gather.input_value(0)
-        if table.get_node().get_type_name() == "Constant" or not _is_constant(table.get_node()):
+        if table.get_node().get_type_name() == "Constant" or not is_constant(table.get_node()):
             continue
         fold(openvino.Model([table], [], "table"))
 
@@ -41,7 +41,7 @@ def fold(model: Any) -> None:
     passes.run_passes(model)
 
 
-def _is_constant(node: Any) -> bool:
+def is_constant(node: Any) -> bool:
     """Whether only constants lead to a node."""
     waiting, seen = [node], set()
     while waiting:
