@@ -261,3 +261,25 @@ def test_the_file_is_closed_with_its_module(saved: tuple[str, Path, torch.Tensor
         intarsia.load(saved[1])
         gc.collect()
     assert not [str(w.message) for w in told if issubclass(w.category, ResourceWarning)]
+
+
+class Ends(nn.Module):
+    """The ends of slices are the largest integers of 64 bits, as export writes them."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.relu(x)[:, 2:], torch.sin(x)[:, -3:], (x * 2)[:, :-1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_slices_to_the_end_of_sizes_that_vary(engine: str, tmp_path: Path) -> None:
+    """OpenVINO read the end of one as -1, and the last column was lost."""
+    shapes = {"x": {1: torch.export.Dim("width", min=1, max=64)}}
+    fast = intarsia.compile(Ends(), (X,), engines=engine, dynamic_shapes=shapes, min_block_size=1)
+    assert fast.plan.engines == (engine,)
+    intarsia.save(fast, tmp_path / "m")
+    loaded = intarsia.load(tmp_path / "m")
+    for width in (1, 2, 3, 4, 64):
+        x = torch.randn(2, width)
+        for ours, theirs, expected in zip(fast(x), loaded(x), Ends()(x), strict=True):
+            torch.testing.assert_close(ours, expected)
+            torch.testing.assert_close(theirs, expected)

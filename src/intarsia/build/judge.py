@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from intarsia.build.protect import undisturbed
 from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
+from intarsia.capture.output_objects import open_objects
 from intarsia.compare import disagreement
 from intarsia.lower import Lowered, Role
 from intarsia.lower.lowered import example_inputs
@@ -56,7 +57,7 @@ class Judge:
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model):
             made = (function or self.model)(*args, **kwargs)
-            leaves, structure = pytree.tree_flatten(made)
+            leaves, structure = pytree.tree_flatten(open_objects(made))
             # What is returned may lie in a buffer, which is about to be put back.
             leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
             buffers = {name: buffer.detach().clone() for name, buffer in self._state()}

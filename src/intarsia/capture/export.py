@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.fast_path import fast_paths_traced
 from intarsia.capture.input import honest_sizes
+from intarsia.capture.output_objects import opening
 from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 
@@ -60,7 +61,7 @@ def capture(
 def _export(
     model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic_shapes: Any
 ) -> ExportedProgram:
-    with evaluating(model), fast_paths_traced(model), short_stack_traces(), torch.no_grad():
+    with evaluating(model), fast_paths_traced(model), short_stack_traces(), opening(model), torch.no_grad():
         return torch.export.export(model, *call, dynamic_shapes=dynamic_shapes, strict=False)
 
 

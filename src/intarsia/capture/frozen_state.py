@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -173,5 +174,6 @@ def _note_clock(clocks: dict[str, str], frame: FrameType, function: Any) -> None
     owner = getattr(function, "__self__", None)
     of_day = name in _DATES and isinstance(owner, type) and issubclass(owner, datetime.date)
     file = frame.f_code.co_filename
-    if (of_time or of_day) and "/torch/" not in file and not _collects_garbage(frame):
+    is_own = "/torch/" not in file and file != logging.__file__  # the time of a message is no result
+    if (of_time or of_day) and is_own and not _collects_garbage(frame):
         clocks[f"{file}:{frame.f_lineno}"] = name

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.export import evaluating
+from intarsia.capture.output_objects import open_objects
 from intarsia.capture.size_guards import input_path
 from intarsia.compare import disagreement
 from intarsia.lower import Lowered, Role
@@ -63,7 +64,7 @@ def _answers_alike(
         flat = {item.index: value for item, value in zip(lowered.inputs, inputs, strict=True)}
         args, kwargs = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
         with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=[]):
-            expected, shape = pytree.tree_flatten(model(*args, **kwargs))
+            expected, shape = pytree.tree_flatten(open_objects(model(*args, **kwargs)))
             answers = lowered.module(*inputs)
     except Exception:  # the model or the graph has no answer at this size: the guard stands
         return False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from intarsia.capture.output_objects import kept_open
 from intarsia.lower.decompositions import Decomposition, composite_names
 
 _composites_of: dict[frozenset[str], frozenset[Any]] = {}  # the last set, by what the dispatcher knew then
@@ -23,7 +24,7 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     private = _private()
     names = composite_names()
     if private is None or names is None:
-        with torch.no_grad():
+        with torch.no_grad(), kept_open():
             return program.run_decompositions(table)  # type: ignore[no-any-return]
     decompose, composites, whole = private
     if names not in _composites_of:
@@ -32,7 +33,7 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     known = _composites_of[names]
     rules: dict[Any, Any] = dict.fromkeys(known - table.keys(), whole)
     rules |= {op: table[op] for op in known & table.keys() if not _is_own_kernel(op, table[op])}
-    with torch.no_grad():
+    with torch.no_grad(), kept_open():
         made: ExportedProgram = decompose(
             program,
             cia_to_decomp=rules,

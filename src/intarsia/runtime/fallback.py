@@ -68,6 +68,7 @@ class WithFallback:
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.failure is not None:
             return self.otherwise(*inputs)
+        made: tuple[Any, ...] = ()
         try:
             made = self.program(*inputs)
             reason = self._unlike(made)
@@ -75,10 +76,10 @@ class WithFallback:
                 return made
         except Exception as error:
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        answer = self.otherwise(
-            *inputs
-        )  # where PyTorch fails too, the call is at fault, and its error is told
-        if self.failure is None:
+        # Where PyTorch fails too, the call is at fault, and its error is told.
+        answer = self.otherwise(*inputs)
+        # Export takes `x[:1]` to have a row, also of sizes that may be 0: then the graph is at fault.
+        if self.failure is None and makes_of(made) != makes_of(answer):
             self.failure = reason
             warnings.warn(
                 f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.object_form import leaf_names
+from intarsia.capture.output_objects import Opened, open_objects
 from intarsia.errors import InputError
 from intarsia.lower.lowered import Role
 from intarsia.runtime import Compiled
@@ -79,7 +81,8 @@ class Interface:
     def run(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Call the module: what it returns, by name, tensors on the CPU."""
         args, kwargs = pytree.tree_unflatten(list(flat), self.compiled.lowered.in_spec)
-        made = pytree.tree_leaves(self.compiled(*args, **kwargs), is_leaf=lambda value: value is None)
+        result = open_objects(self.compiled(*args, **kwargs))
+        made = pytree.tree_leaves(result, is_leaf=lambda value: value is None)
         return {
             name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
             for name, value in zip(self.outputs, made, strict=True)
@@ -184,6 +187,8 @@ def _names(spec: pytree.TreeSpec) -> list[str]:
 
 def _keys(spec: pytree.TreeSpec, below: Sequence[pytree.TreeSpec]) -> list[str]:
     context = spec.context
+    if spec.type is Opened:
+        return leaf_names(context)
     if isinstance(context, list | tuple) and context and isinstance(context[0], list):
         context = context[0]  # a registered dataclass: its fields, then those that are None
     if isinstance(context, list | tuple) and len(context) == len(below):

@@ -21,12 +21,13 @@ _ALIGNMENT = 64
 # Reading a model, OpenVINO computes the range of indices before it has the constants: a division by one that
 # is still 0 ends the process (2026.4).
 _DIVISIONS = ("Mod", "FloorMod", "Divide")
+_NARROW = (-(2**31), 2**31 - 1)
 
 
 def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | None:
     """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told,
-    and for one that OpenVINO cannot read again (Swin's, in 2026.4; integers that are divided) or that then
-    answers otherwise.
+    and for one that OpenVINO cannot read again (Swin's, in 2026.4; integers that are divided; weights beyond 32
+    bits) or that then answers otherwise.
 
     The model is written as OpenVINO's own description, in which every constant is then said to lie in our
     file; read from there and compiled, it is exported without weights.
@@ -36,6 +37,8 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
     if any(_divides_integers(op) for op in model.get_ops()):
         return None
     constants = {op.get_friendly_name(): op for op in model.get_ops() if op.get_type_name() == "Constant"}
+    if any(name in file.places and _is_wide(op) for name, op in constants.items()):
+        return None
     with tempfile.TemporaryDirectory() as folder:
         described = Path(folder, "model.xml")
         openvino.serialize(model, described, os.devnull)
@@ -96,8 +99,20 @@ def _appended(constants: Mapping[str, Any], file: GrowingFile) -> dict[str, int]
     return {name: start + place for name, place in at.items()}
 
 
+def _is_wide(op: Any) -> bool:
+    """Whether a constant holds integers beyond 32 bits.
+
+    OpenVINO computes with 32. Compiling, it takes the nearest of a larger one (the end of a slice that has
+    none, say); reading a compiled model it takes the lower bits (2026.4): -1 for the largest.
+    """
+    if op.data.dtype not in (np.int64, np.uint64, np.uint32) or op.data.size == 0:
+        return False
+    low, high = _NARROW
+    return bool(op.data.min() < low or op.data.max() > high)
+
+
 def _bytes(op: Any) -> bytes:
-    raw = bytes(op.data.tobytes())
+    raw = bytes((op.data.clip(*_NARROW).astype(op.data.dtype) if _is_wide(op) else op.data).tobytes())
     if len(raw) != op.get_byte_size():
         raise ValueError(f"{op.get_friendly_name()} has {len(raw)} bytes, not {op.get_byte_size()}")
     return raw

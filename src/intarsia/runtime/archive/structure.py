@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.output_objects import Opened as Opened  # which is registered by it
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.values import Json, from_json, to_json
 
@@ -46,7 +47,7 @@ def spec_from_json(found: Json) -> pytree.TreeSpec:
     except NotImplementedError as error:
         raise ArchiveError(
             f"{error} Import the module that defines the type (for models of transformers,"
-            " transformers.modeling_outputs), then load"
+            " transformers.modeling_outputs and transformers.cache_utils), then load"
         ) from error
 
 
