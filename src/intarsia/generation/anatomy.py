@@ -50,12 +50,20 @@ class Anatomy:
         return any(window is not None for _, window in self.windows)
 
     @property
-    def stacked(self) -> bool:
-        """Whether the memory of all layers is one tensor: for a GPU, which takes many small copies slowly.
+    def alike(self) -> bool:
+        """Whether the layers' keys and values have the same sizes.
 
-        On a CPU each layer has its own, which an engine reads where it stands.
+        Their memory is one tensor then, and so is what a token adds to it, by one copy.
         """
-        return self.device.type == "cuda" and len({sizes for layer in self.heads for sizes in layer}) == 1
+        return len({sizes for layer in self.heads for sizes in layer}) == 1
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a token's program takes the memory of all layers as one tensor.
+
+        That is less to pass to a GPU. A CPU's engines read each layer's part where it stands.
+        """
+        return self.device.type == "cuda" and self.alike
 
     def room(self, tokens: int) -> int:
         """How many places the memory of a layer has, to hold so many tokens."""

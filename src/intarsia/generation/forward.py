@@ -179,6 +179,8 @@ class GeneratingForward(ReplacedForward):
             if any(layer.room != room for layer in layers):
                 return f"its cache was made for {layers[0].room} tokens, and compiled for are {room}"
             found.append(layers)
+        if self.anatomy.alike:
+            stack_of(found[0])
         return _Memory(found[0], found[1] if source is not None else [])
 
     def _masks(
@@ -221,7 +223,7 @@ class GeneratingForward(ReplacedForward):
         if not self.anatomy.keeps:
             logits = logits[:, :new]
             logits = logits[:, -call.kept :] if call.kept else logits
-        if len(slices) == 1:
+        if len(slices) == 1:  # a token, of layers that are alike
             append_to(memory.tokens, slices[0])
         else:
             for layer, keys, values in zip(memory.tokens, slices[:end:2], slices[1:end:2], strict=True):

@@ -53,8 +53,10 @@ class PromptStep(nn.Module):
 
 
 class TokenStep(nn.Module):
-    """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone:
-    both as a tensor for the keys and one for the values of each layer, or, stacked, as one of all.
+    """One token for each row; takes masks and the cache's memory, gives logits and the new slices alone.
+
+    Both are a tensor for the keys and one for the values of each layer; where layers are alike, the slices
+    are one of all, and so is, stacked, the memory.
 
     With an encoder, a mask of its states follows the other masks unless their number is fixed, and the keys
     and values of the states follow the memory. With `in_place`, attention reads the memory where it stands
@@ -89,7 +91,7 @@ class TokenStep(nn.Module):
         with attending(self.model, TOKEN) if self.in_place else nullcontext():
             logits = _logits(self, input_ids, position_ids, masks, cache, given)
         slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
-        return (logits, torch.stack(slices)) if self.anatomy.stacked else (logits, *slices)
+        return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
 
 class _PastLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types

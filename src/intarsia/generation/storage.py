@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from intarsia.engines.guards.known import forget, tell_zeros, write
+from intarsia.engines.guards.known import forget, stacked, tell_zeros, write
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
@@ -25,7 +25,10 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self._length = 0
         super().__init__()
         self.key_store, self.value_store = key_store, value_store
-        self.stack: torch.Tensor | None = None  # the memory of all layers, if this one's is a part of it
+        self.stack: tuple[torch.Tensor | None, int] = (
+            None,
+            0,
+        )  # the memory of all layers, and which part it is
         self.is_sliding = is_sliding
         self.dtype, self.device = key_store.dtype, key_store.device
         self.is_initialized = True
@@ -109,10 +112,15 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         keys, values = self._views()
         return keys, values
 
-    def move(self, keys: torch.Tensor, values: torch.Tensor, stack: torch.Tensor | None = None) -> None:
-        """Take other memory, part of a stack or not."""
-        self.key_store, self.value_store, self.stack = keys, values, stack
+    def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take other memory."""
+        self.key_store, self.value_store, self.stack = keys, values, (None, 0)
         self.show(self._length)
+
+    def move_into(self, stack: torch.Tensor, place: int) -> None:
+        """Take a part of a stack for memory: keys and values of a layer follow each other there."""
+        self.move(stack[2 * place], stack[2 * place + 1])
+        self.stack = stack, place
 
     def show(self, length: int) -> None:
         """Let the first so many places be the tokens so far."""
@@ -128,7 +136,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def __getstate__(self) -> dict[str, Any]:
         """Views are made again: pickled by themselves, they would be of no memory but their own."""
-        return self.__dict__ if self._replaced else self.__dict__ | {"_shown": None}
+        told = self.__dict__ | {"stack": (None, 0)}
+        return told if self._replaced else told | {"_shown": None}
 
     def _views(self) -> list[Any]:
         if self._shown is None:
@@ -179,19 +188,26 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
 
 def stack_of(layers: list[StoredLayer]) -> torch.Tensor:
     """The memory of all layers as one tensor, keys and values in turn; they are moved there if need be."""
-    stack = layers[0].stack
-    if stack is None or any(layer.stack is not stack for layer in layers):
-        stack = torch.stack([store for layer in layers for store in (layer.key_store, layer.value_store)])
+    stack, _ = layers[0].stack
+    if stack is None or not _are_in(stack, layers):
+        stack = stacked([store for layer in layers for store in (layer.key_store, layer.value_store)])
         for place, layer in enumerate(layers):
-            layer.move(stack[2 * place], stack[2 * place + 1], stack)
+            layer.move_into(stack, place)
     return stack
+
+
+def _are_in(stack: torch.Tensor, layers: list[StoredLayer]) -> bool:
+    """Whether the memory of layers is that of a stack, in their order, and may be written to."""
+    if stack.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    return all(layer.stack[0] is stack and layer.stack[1] == place for place, layer in enumerate(layers))
 
 
 def append_to(layers: list[StoredLayer], slices: torch.Tensor) -> None:
     """Write a further token of every layer behind the others, by one copy; the slices are stacked alike."""
     stack, start = stack_of(layers), layers[0].length
     end = start + slices.shape[-2]
-    stack[..., start:end, :].copy_(slices)
+    write(stack, (..., slice(start, end), slice(None)), slices)
     for layer in layers:
         layer.show(end)
 

@@ -7,7 +7,7 @@ to; else guards look at all of it again for every token.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,11 +44,24 @@ def squares_of(array: np.ndarray[Any, Any]) -> float:
 
 def tell_zeros(tensor: torch.Tensor) -> None:
     """Say that a tensor holds zeros alone."""
-    if tensor.device.type == "cpu" and tensor.dtype in _DTYPES and not tensor.is_inference():
+    if _is_countable(tensor):
         _tell(tensor, 0.0)
 
 
-def write(tensor: torch.Tensor, place: tuple[slice, ...], values: torch.Tensor) -> None:
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts as one tensor, of which it is known what was known of each."""
+    stack = torch.stack([*parts])
+    squares = [known_squares(part) for part in parts]
+    if _is_countable(stack) and None not in squares:
+        _tell(stack, sum(number for number in squares if number is not None))
+    return stack
+
+
+def _is_countable(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in _DTYPES and not tensor.is_inference()
+
+
+def write(tensor: torch.Tensor, place: tuple[Any, ...], values: torch.Tensor) -> None:
     """Write values to a place of a tensor; what it adds up to stays known, as the most it may be.
 
     >>> memory = torch.zeros(4)
@@ -58,17 +71,20 @@ def write(tensor: torch.Tensor, place: tuple[slice, ...], values: torch.Tensor) 
     (25.0, [0.0, 3.0, 4.0, 0.0])
     >>> known_squares(memory.mul_(2))
     """
-    before = known_squares(tensor)
+    told = _known(tensor)
     part = tensor[place]
-    if before is None:
+    if told is None:
         part.copy_(values)
-    elif _is_alike(values, part):  # it lies together, as a part of a longer memory does not
+        return
+    whole = told.of()
+    assert whole is not None  # it is the tensor, or what the tensor is a part of
+    if _is_alike(values, part):  # it lies together, as a part of a longer memory does not
         added = squares_of(values.detach().numpy())
         part.copy_(values)
-        _tell(tensor, before + added)
     else:
         part.copy_(values)
-        _tell(tensor, before + squares_of(part.detach().numpy()))
+        added = squares_of(part.detach().numpy())
+    _tell(whole, told.squares + added)
 
 
 def _is_alike(values: torch.Tensor, part: torch.Tensor) -> bool:
@@ -80,14 +96,26 @@ def _is_alike(values: torch.Tensor, part: torch.Tensor) -> bool:
 def forget(tensor: torch.Tensor) -> None:
     """Know nothing of a tensor any more: others have it, who may write to it unseen."""
     _told.pop(id(tensor), None)
+    if tensor._base is not None:
+        _told.pop(id(tensor._base), None)
 
 
 def known_squares(tensor: torch.Tensor) -> float | None:
     """The most that the squares of a tensor add up to; None where it is not known."""
+    told = _known(tensor)
+    return None if told is None else told.squares
+
+
+def _known(tensor: torch.Tensor) -> _Told | None:
+    """What was told of a tensor, or of what it is a part of: a view, whose writes are counted together."""
     told = _told.get(id(tensor))
-    if told is None or told.of() is not tensor or told.version != tensor._version:
+    if told is None:
+        base = tensor._base
+        if base is None or (told := _told.get(id(base))) is None or told.of() is not base:
+            return None
+    elif told.of() is not tensor:
         return None
-    return told.squares
+    return told if told.version == tensor._version else None
 
 
 def _tell(tensor: torch.Tensor, squares: float) -> None:
