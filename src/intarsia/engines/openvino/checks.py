@@ -174,7 +174,7 @@ def _axes(ov: Any, output: Any) -> Any:
 
 
 def _float(ov: Any, output: Any) -> Any:
-    return ov.convert(output, "f32")
+    return output if output.get_element_type().get_type_name() == "f32" else ov.convert(output, "f32")
 
 
 def _scalar(ov: Any, value: float) -> Any:

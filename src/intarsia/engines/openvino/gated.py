@@ -173,7 +173,10 @@ def _layers_of_norm(last: Any, norms: set[str]) -> list[str]:
     for kind in ("Multiply", "Divide", "Sqrt", "Add", "ReduceMean", "Power"):
         read = [value.get_node() for value in layers[-1].input_values()]
         found = [node for node in read if node.get_type_name() == kind]
-        if len(found) != 1 or len(found[0].output(0).get_target_inputs()) != 1:
+        if len(found) != 1:
+            return []
+        # Squares are computed once more for whoever else reads them, as guards do.
+        if kind != "Power" and len(found[0].output(0).get_target_inputs()) != 1:
             return []
         layers += found
     source, names = layers[-1].input_value(0), [layer.get_friendly_name() for layer in layers]
