@@ -11,6 +11,7 @@ from tests.generation.readers import FAMILIES, reading, tiny
 from tests.generation.test_families import LINE_UPS, compare_long_answers
 from tests.generation.test_generate import Ear, both
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
 
 import intarsia
 from intarsia.errors import InputError
@@ -137,12 +138,20 @@ def _change_hands(made: Generation, family: str) -> None:
                 if step == 5:
                     for cache in (truth, ours):
                         cache.self_attention_cache.crop(-2)
-                if step == 6:  # a second sentence in the same cache
+                if step == 6 and _empties():  # a second sentence in the same cache
                     for cache in (truth, ours):
                         cache.reset()
                 ids = expected.logits[:, -1].argmax(-1, keepdim=True)
             assert truth.get_seq_length() == ours.get_seq_length()
     made.enable()
+
+
+def _empties() -> bool:
+    """Whether `reset` empties a cache: that of transformers 5.17 leaves zeros, to which models append."""
+    layer = DynamicLayer()
+    layer.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
+    layer.reset()
+    return layer.get_seq_length() == 0
 
 
 def test_streaming_and_tuples(bart: Generation) -> None:
