@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -206,6 +208,32 @@ def test_caches_are_as_long_as_the_prompt(make: Callable[[], nn.Module], tmp_pat
         agrees(loaded, model, ids)
     names = Interface.of(loaded).outputs
     assert names[:2] == ("logits", "past_key_values.layers.0.keys")
+
+
+_REGISTERED = """
+import torch, intarsia, transformers as hf
+from transformers.integrations.executorch import register_dynamic_cache_export_support as register
+register()
+sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+config = hf.MistralConfig(**sizes, num_key_value_heads=1, sliding_window=4)
+model, ids = hf.MistralForCausalLM(config).eval(), torch.arange(1, 7)[None]
+fast = intarsia.compile(model, (ids,), engines="pytorch")
+cache = fast(ids).past_key_values
+print(type(fast).__name__, cache.layers[0].cumulative_length)
+with torch.no_grad():
+    token, logits = ids[:, :1], model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1]
+    told = {"past_key_values": cache}
+    fast = intarsia.compile(model, (token,), told, engines="pytorch")
+    made = fast(token, **told)
+    print(type(fast).__name__, cache.layers[0].cumulative_length, made.past_key_values is cache)
+    torch.testing.assert_close(made.logits[:, -1], logits)
+"""
+
+
+def test_caches_that_transformers_registers_keep_their_counts() -> None:
+    """And a cache that is given is changed, as the model changes it."""
+    done = subprocess.run([sys.executable, "-c", _REGISTERED], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["Compiled 6", "PartlyCompiled 7 True"], done.stdout + done.stderr
 
 
 def test_both_caches_of_an_encoder_and_its_decoder() -> None:

@@ -333,6 +333,18 @@ def test_gpt2_with_its_cache():
     assert all(torch.equal(a.keys, b) for a, b in zip(got.past_key_values.layers, keys, strict=True))
 
 
+def test_a_sliding_cache_knows_how_many_tokens_it_has_seen():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4}
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads)).eval()
+    parts = split(model, (IDS,), stages=2, by="memory")
+    want, got = model(IDS).past_key_values, parts(IDS).past_key_values
+    assert parts.report.way == "graph" and IDS.shape[1] > 4
+    assert [layer.cumulative_length for layer in got.layers] == [IDS.shape[1]] * 2
+    assert got.get_seq_length() == want.get_seq_length()
+
+
 def test_the_first_block_of_the_document_runs_as_typed():
     transformers = pytest.importorskip("transformers")
     text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.fast_path import fast_paths_traced
 from intarsia.capture.input import honest_sizes
-from intarsia.capture.output_objects import opening
+from intarsia.capture.output_objects import is_cache, opening
 from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 
@@ -43,6 +43,11 @@ def capture(
     if not isinstance(args, list | tuple):
         raise CaptureError(f"args must be a tuple of inputs, not a {type(args).__name__}")
     call = tuple(args), dict(kwargs or {})
+    for cache in filter(is_cache, pytree.tree_leaves(call, is_leaf=is_cache)):
+        raise CaptureError(
+            f"{type(model).__name__} is given a {type(cache).__name__}, which it changes in Python, where no"
+            " graph sees it"
+        )
     if dynamic_shapes is not None:
         # A named Dim promises every size of its range to export, which gives up where the model treats 1 by
         # itself; an unnamed one writes the exception down as a guard.

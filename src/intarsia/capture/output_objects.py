@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.object_form import Form, NoFormError, form_from_json, form_of, form_to_json, restored
 
+# What transformers registers of its caches, on demand, loses the counts in them.
+_ALWAYS_OPENED = ("transformers.cache_utils",)
 _kept_open: ContextVar[bool] = ContextVar("_kept_open", default=False)
 
 
@@ -45,7 +47,12 @@ def open_objects(result: Any) -> Any:
     >>> type(made).__name__, made.keys, made.filled
     ('Cache', [tensor([0.])], True)
     """
-    return pytree.tree_map(_opened, result)
+    return pytree.tree_map(_opened, result, is_leaf=is_cache)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a cache of transformers: opened in results, and no input that a graph could change."""
+    return type(value).__module__ in _ALWAYS_OPENED
 
 
 @contextlib.contextmanager
@@ -58,7 +65,9 @@ def opening(model: nn.Module) -> Iterator[None]:
 
     def opened(_module: nn.Module, _args: Any, result: Any) -> Any:
         kept = _kept_by(model)
-        return pytree.tree_map(lambda leaf: leaf if id(leaf) in kept else _opened(leaf), result)
+        return pytree.tree_map(
+            lambda leaf: leaf if id(leaf) in kept else _opened(leaf), result, is_leaf=is_cache
+        )
 
     hook = model.register_forward_hook(opened)
     try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.output_objects import opening
 from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
@@ -25,13 +25,11 @@ def export_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
 ) -> ExportedProgram:
     """The model as `torch.export` sees it, with the batch or the sizes of `dynamic_shapes` left open."""
-    if "transformers" in sys.modules:
-        _register_caches()
     shapes = _open_batch(model, args, kwargs, axes) if dynamic_shapes is None else dynamic_shapes
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
-            with short_stack_traces():
+            with short_stack_traces(), opening(model):
                 program = export_without_chance(partial(export, model, args, kwargs, dynamic_shapes=dynamic))
         except CaptureError:
             raise
@@ -43,19 +41,6 @@ def export_model(
         return program
     first = str(reason).strip().splitlines()
     raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
-
-
-@cache
-def _register_caches() -> None:
-    """Let export see into the key-value caches of Hugging Face models, which they return by default."""
-    try:
-        from transformers.integrations.executorch import register_dynamic_cache_export_support
-    except ImportError:
-        return  # an older version, which registers them itself or not at all
-    try:
-        register_dynamic_cache_export_support()  # type: ignore[no-untyped-call, unused-ignore]
-    except ValueError:  # somebody else did
-        return
 
 
 def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:
