@@ -32,7 +32,6 @@ from intarsia.build.faithful import (
 from intarsia.build.judge import Judge
 from intarsia.build.part_names import check_names_of_parts, names_within
 from intarsia.build.parts import CompileOne, compile_parts
-from intarsia.build.protect import undisturbed
 from intarsia.build.refit import as_before, new_state, relowered
 from intarsia.build.rewriter import rewriter
 from intarsia.capture.autocast import refuse_autocast
@@ -40,6 +39,7 @@ from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import further_calls, resolve_call
+from intarsia.capture.protect import undisturbed
 from intarsia.capture.random_state import kept_random_state
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose

@@ -33,6 +33,18 @@ class Reshaped(Products):
         return x @ square, F.linear(x, square), x @ square.t(), (square @ x.t()).t()
 
 
+class Viewed(nn.Module):
+    """As many rows and columns, of other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE // 2) / 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        half = x[:, : SIZE // 2]
+        return F.linear(half, self.weight), half @ self.weight.view(SIZE // 2, SIZE)
+
+
 class Filters(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +56,7 @@ class Filters(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 4, 128])
-@pytest.mark.parametrize("kind", [Products, Straight, Reshaped])
+@pytest.mark.parametrize("kind", [Products, Straight, Reshaped, Viewed])
 def test_a_weight_is_read_by_rows_and_by_columns(
     kind: type[nn.Module], rows: int, dtype: torch.dtype
 ) -> None:

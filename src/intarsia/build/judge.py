@@ -11,10 +11,10 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.build.protect import undisturbed
 from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
 from intarsia.capture.output_objects import open_objects
+from intarsia.capture.protect import undisturbed
 from intarsia.compare import disagreement
 from intarsia.lower import Lowered, Role
 from intarsia.lower.lowered import example_inputs

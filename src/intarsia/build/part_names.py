@@ -7,9 +7,9 @@ from fnmatch import fnmatchcase
 
 from torch import fx, nn
 
-from intarsia.build.protect import undisturbed
 from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
+from intarsia.capture.protect import undisturbed
 from intarsia.capture.random_state import kept_random_state
 from intarsia.errors import PartitionError
 from intarsia.partition.names import (

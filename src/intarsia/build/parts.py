@@ -12,10 +12,10 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from intarsia.build.protect import undisturbed
 from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call
 from intarsia.capture.frozen_state import attributes_of, changing_modules
+from intarsia.capture.protect import undisturbed
 from intarsia.capture.random_state import kept_random_state
 from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError

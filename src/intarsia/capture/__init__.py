@@ -2,5 +2,5 @@
 
 from intarsia.capture.annotate import run_on as run_on
 from intarsia.capture.export import capture as capture
-from intarsia.capture.export import evaluating as evaluating
 from intarsia.capture.input import Input as Input
+from intarsia.capture.protect import evaluating as evaluating

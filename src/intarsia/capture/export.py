@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 from intarsia.capture.fast_path import fast_paths_traced
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import is_cache, opening
+from intarsia.capture.protect import evaluating
 from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 
@@ -66,7 +66,13 @@ def capture(
 def _export(
     model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], dynamic_shapes: Any
 ) -> ExportedProgram:
-    with evaluating(model), fast_paths_traced(model), short_stack_traces(), opening(model), torch.no_grad():
+    with (
+        evaluating(model),
+        fast_paths_traced(model),
+        short_stack_traces(),
+        opening(model, call),
+        torch.no_grad(),
+    ):
         return torch.export.export(model, *call, dynamic_shapes=dynamic_shapes, strict=False)
 
 
@@ -98,22 +104,6 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
         constants=dict(program.constants),
         verifiers=program.verifiers,
     )
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; each submodule's own mode comes back after."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-    except Exception:  # such as an exported module, whose mode is part of its graph
-        for module in modes:
-            module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

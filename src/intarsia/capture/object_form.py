@@ -20,26 +20,29 @@ class NoFormError(Exception):
     """An object is more than its attributes, or holds what is."""
 
 
-def form_of(value: Any) -> tuple[Form, list[Any]]:
-    """The form of a value and its leaves, in order; NoFormError where it has none.
+def form_of(value: Any) -> tuple[Form, list[Any], list[Any]]:
+    """The form of a value, its leaves in order, and all in it that can be changed; NoFormError of others.
 
-    >>> form_of([1, True, [torch.zeros(1)]])
+    >>> form, leaves, parts = form_of([1, True, [torch.zeros(1)]])
+    >>> form, leaves
     (('list', ('leaf',), ('plain', True), ('list', ('leaf',))), [1, tensor([0.])])
     """
     reader = _Reader()
-    return reader.form_of(value), reader.leaves
+    form = reader.form_of(value)
+    return form, reader.leaves, reader.parts
 
 
 class _Reader:
     def __init__(self) -> None:
         self.leaves: list[Any] = []
-        self._met: dict[int, tuple[int, Any]] = {}  # each with its number, and held: an id is not used again
+        self.parts: list[Any] = []
+        self._met: dict[int, int] = {}  # the place of each part; they are held, so that no id is used again
 
     def form_of(self, value: Any) -> Form:
         if isinstance(value, _LEAVES) or type(value) is int:  # what is a number here is a size that may vary
             self.leaves.append(value)
             return ("leaf",)
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN:
             return ("plain", value)
         if isinstance(value, type):
             return ("class", value)
@@ -47,8 +50,9 @@ class _Reader:
         if kind is tuple:
             return ("tuple", *map(self.form_of, value))
         if id(value) in self._met:
-            return ("again", self._met[id(value)][0])
-        self._met[id(value)] = len(self._met), value
+            return ("again", self._met[id(value)])
+        self._met[id(value)] = len(self.parts)
+        self.parts.append(value)
         if kind is list:
             return ("list", *map(self.form_of, value))
         if kind is dict:
@@ -107,7 +111,9 @@ def leaf_names(form: Form) -> list[str]:
     if word == "object":
         named = parts[1:]
     elif word == "dict":
-        named = [(str(key[-1]), item) for key, item in parts]
+        named = []
+        for at, (key, item) in enumerate(parts):
+            named += [(f"{at}.key", key), (str(key[1] if key[0] == "plain" else at), item)]
     else:
         named = [(str(at), part) for at, part in enumerate(parts)] if word in ("list", "tuple") else []
     return [f"{name}.{inner}".rstrip(".") for name, item in named for inner in leaf_names(item)]
@@ -120,7 +126,10 @@ def form_to_json(form: Form) -> Any:
         return [word, *_plain_to_json(parts[0])]
     if word in ("class", "object"):
         held = [[name, form_to_json(item)] for name, item in parts[1:]]
-        return [word, f"{parts[0].__module__}:{parts[0].__qualname__}", *held]
+        name = f"{parts[0].__module__}:{parts[0].__qualname__}"
+        if _class(name, word) is not parts[0]:
+            raise NotImplementedError(f"{name} is another class.")
+        return [word, name, *held]
     if word == "dict":
         return [word, *([form_to_json(key), form_to_json(item)] for key, item in parts)]
     return [word, *(part if isinstance(part, int) else form_to_json(part) for part in parts)]

@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.call import Call
+from intarsia.capture.example import copied_call
 from intarsia.capture.object_form import Form, NoFormError, form_from_json, form_of, form_to_json, restored
+from intarsia.capture.protect import undisturbed
+from intarsia.errors import CaptureError
 
 # What transformers registers of its caches, on demand, loses the counts in them.
 _ALWAYS_OPENED = ("transformers.cache_utils",)
@@ -30,12 +34,14 @@ class Opened:
 
     leaves: Sequence[Any]
     form: Form
+    parts: Sequence[Any] = field(default=(), compare=False)  # it and all in it that can be changed
 
 
 def open_objects(result: Any) -> Any:
     """The result with an `Opened` for every object that holds tensors and is of no registered type.
 
-    What has no form (it has slots, or holds a module, a function, a file) stays as it is.
+    What has no form (it has slots, or holds a module, a function, a file) stays as it is, and all do where
+    one of them, or a part, is in two places: made again, there would be two.
 
     >>> class Cache:
     ...     def __init__(self, keys):
@@ -47,7 +53,7 @@ def open_objects(result: Any) -> Any:
     >>> type(made).__name__, made.keys, made.filled
     ('Cache', [tensor([0.])], True)
     """
-    return pytree.tree_map(_opened, result, is_leaf=is_cache)
+    return _opened_in(result)[0]
 
 
 def is_cache(value: Any) -> bool:
@@ -56,24 +62,48 @@ def is_cache(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def opening(model: nn.Module) -> Iterator[None]:
-    """Under this, calls of the model give their results opened.
+def opening(model: nn.Module, call: Call) -> Iterator[None]:
+    """Under this, the model gives its results opened.
 
-    What the model itself keeps is left: whoever gets it twice gets one object, and finds in it what was
-    written to it since.
+    At the end, if there were any, the model is run twice: CaptureError where it gives one of the same objects
+    again, in which the next call's caller would look for what happened since, or other plain values.
     """
+    found: list[Opened] = []
 
     def opened(_module: nn.Module, _args: Any, result: Any) -> Any:
-        kept = _kept_by(model)
-        return pytree.tree_map(
-            lambda leaf: leaf if id(leaf) in kept else _opened(leaf), result, is_leaf=is_cache
-        )
+        made, found[:] = _opened_in(result)
+        return made
 
     hook = model.register_forward_hook(opened)
     try:
         yield
     finally:
         hook.remove()
+    if not found:
+        return
+    # Not of the trace: export gives the model copies of its lists afterwards.
+    first, again = _opened_by(model, call), _opened_by(model, call)
+    if not len(found) == len(first) == len(again):
+        raise CaptureError(f"{type(model).__name__} gives other objects at each call")
+    held = {id(part) for one in first for part in one.parts}
+    for traced, one, other in zip(found, first, again, strict=True):
+        name = f"{type(model).__name__} gives a {type(one.parts[0]).__name__}"
+        if not held.isdisjoint(map(id, other.parts)):
+            raise CaptureError(f"{name} that it keeps, or that holds what it keeps")
+        for answer in (one, other):
+            if traced.form != answer.form or not all(map(_are_alike, traced.leaves, answer.leaves)):
+                raise CaptureError(f"{name} that holds other values at each call")
+
+
+def _opened_by(model: nn.Module, call: Call) -> list[Opened]:
+    args, kwargs = copied_call(call)
+    with undisturbed(model):
+        return _opened_in(model(*args, **kwargs))[1]
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether plain integers are equal; of a size that varies a trace has no integer."""
+    return type(one) is not int or one == other
 
 
 @contextlib.contextmanager
@@ -90,24 +120,37 @@ def _closed(leaves: Iterable[Any], form: Form) -> Any:
     return Opened([*leaves], form) if _kept_open.get() else restored(form, leaves)
 
 
-def _opened(value: Any) -> Any:
-    if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__"):
-        return value
-    try:
-        form, leaves = form_of(value)
-    except NoFormError:
-        return value
-    return Opened(leaves, form) if any(isinstance(leaf, torch.Tensor) for leaf in leaves) else value
+def _opened_in(result: Any) -> tuple[Any, list[Opened]]:
+    """The result with its objects opened, and what was."""
+    found: list[Opened] = []
+
+    def opened(value: Any) -> Any:
+        if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__"):
+            return value
+        try:
+            form, leaves, parts = form_of(value)
+        except NoFormError:
+            return value
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return value
+        found.append(Opened(leaves, form, parts))
+        return found[-1]
+
+    made = pytree.tree_map(opened, result, is_leaf=is_cache)
+    places = [id(part) for one in found for part in one.parts]
+    if found and len({*places, *map(id, containers := _containers(result))}) < len(places) + len(containers):
+        return result, []
+    return made, found
 
 
-def _kept_by(model: nn.Module) -> set[int]:
-    """What modules hold as attributes, and in lists and dictionaries of theirs."""
-    kept = set()
-    for module in model.modules():
-        for value in vars(module).values():
-            items = [*value.values()] if isinstance(value, dict) else value
-            kept |= {id(value), *(map(id, items) if isinstance(items, list | tuple) else ())}
-    return kept
+def _containers(value: Any) -> list[Any]:
+    """The lists and dictionaries of a result."""
+    if isinstance(value, dict):
+        return [value, *(inner for item in value.values() for inner in _containers(item))]
+    if isinstance(value, list | tuple):
+        own = [value] if isinstance(value, list) else []
+        return [*own, *(inner for item in value for inner in _containers(item))]
+    return []
 
 
 pytree.register_pytree_node(

@@ -137,6 +137,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def __getstate__(self) -> dict[str, Any]:
         """Views are made again: pickled by themselves, they would be of no memory but their own."""
         told = self.__dict__ | {"stack": (None, 0)}
+        if self.stack[0] is not None:  # of a part the whole would be written
+            told |= {"key_store": self.key_store.clone(), "value_store": self.value_store.clone()}
         return told if self._replaced else told | {"_shown": None}
 
     def _views(self) -> list[Any]:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.export import evaluating
 from intarsia.capture.output_objects import open_objects
+from intarsia.capture.protect import evaluating
 from intarsia.capture.size_guards import input_path
 from intarsia.compare import disagreement
 from intarsia.lower import Lowered, Role

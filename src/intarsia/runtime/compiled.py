@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.autocast import under_autocast
-from intarsia.capture.export import evaluating
+from intarsia.capture.protect import evaluating
 from intarsia.capture.size_guards import check_guards, read_guards
 from intarsia.engines import Program
 from intarsia.errors import InputError, RefitError

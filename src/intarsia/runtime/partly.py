@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.capture.export import evaluating
+from intarsia.capture.protect import evaluating
 from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled

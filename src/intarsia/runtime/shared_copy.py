@@ -7,7 +7,7 @@ import inspect
 import torch
 from torch import nn
 
-from intarsia.capture.export import evaluating
+from intarsia.capture.protect import evaluating
 
 # Weights and hooks: a model may install hooks when it is first run, which must not run in its copy's stead.
 _TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict))

@@ -17,7 +17,7 @@ def separate(model: Any) -> None:
 
     OpenVINO (2026.4) knows packed weights by where they lie and by their sizes. Of a square matrix that is
     read by rows here and by columns there, and of filters that are used in both directions, there was one
-    packed form: the others got wrong numbers.
+    packed form: the others got wrong numbers. A matrix that is read in another shape may be mistaken, too.
     """
     import openvino
 
@@ -35,12 +35,9 @@ def separate(model: Any) -> None:
                 port.replace_source_output(copy.output(0))
 
 
-def _readers(model: Any) -> dict[int, dict[object, list[Any]]]:
-    """The ports of products, by the place of the weight that they read and the way in which they do.
-
-    Where all dimensions differ nothing can be mistaken.
-    """
-    found: dict[int, dict[object, list[Any]]] = defaultdict(lambda: defaultdict(list))
+def _readers(model: Any) -> dict[object, dict[object, list[Any]]]:
+    """The ports of products, by the place of the weight that they read and its packed sizes, and the way."""
+    found: dict[object, dict[object, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for product in model.get_ordered_ops():
         if product.get_type_name() not in _PRODUCTS:
             continue
@@ -51,10 +48,19 @@ def _readers(model: Any) -> dict[int, dict[object, list[Any]]]:
             if value.get_partial_shape().is_dynamic or not is_constant(value.get_node()):
                 continue
             shape = tuple(value.get_shape())
-            if len(set(shape)) < len(shape):
-                place, changes = _origin(value.get_node())
-                found[place][product.get_type_name(), port.get_index(), *flags, shape, changes].append(port)
+            place, changes = _origin(value.get_node())
+            way = (product.get_type_name(), port.get_index(), *flags, shape, changes)
+            found[place, _packed_sizes(shape, way)][way].append(port)
     return found
+
+
+def _packed_sizes(shape: tuple[int, ...], way: tuple[object, ...]) -> tuple[int, ...]:
+    """Sizes that two ways must differ in, not to be mistaken for each other: of a matrix rows and columns."""
+    kind, port, _, turned = way[:4]
+    if kind != "MatMul" or port != 1 or len(shape) < 2:
+        return tuple(sorted(shape))
+    *rest, rows, columns = shape
+    return (*rest, columns, rows) if turned else shape
 
 
 def _origin(node: Any) -> tuple[int, tuple[object, ...]]:
@@ -62,7 +68,9 @@ def _origin(node: Any) -> tuple[int, tuple[object, ...]]:
     changes: list[object] = []
     while node.get_type_name() != "Constant":
         told = [value.get_node() for value in node.input_values()[1:]]
-        numbers = [one.data.tobytes() for one in told if one.get_type_name() == "Constant"]
-        changes.append((node.get_type_name(), *numbers))
+        numbers = [
+            one.data.tobytes() if one.get_type_name() == "Constant" else one.get_name() for one in told
+        ]
+        changes.append((node.get_type_name(), repr(node.get_attributes()), *numbers))
         node = node.input_value(0).get_node()
     return node.data.ctypes.data, tuple(changes)

@@ -29,7 +29,7 @@ def export_model(
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
-            with short_stack_traces(), opening(model):
+            with short_stack_traces(), opening(model, (args, kwargs)):
                 program = export_without_chance(partial(export, model, args, kwargs, dynamic_shapes=dynamic))
         except CaptureError:
             raise

@@ -9,10 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.capture.export import evaluating
-
 # Weights, submodules, and hooks, which a model may install when it is first run (transformers' models do).
 _TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; each submodule's own mode comes back after."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+    except Exception:  # such as an exported module, whose mode is part of its graph
+        for module in modes:
+            module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 @contextmanager
