@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from intarsia.engines.guards.kinds import AnyGuard, ValueGuard
-from intarsia.engines.guards.known import squares_of
+from intarsia.engines.guards.known import REACH, squares_of
 
 Array = np.ndarray[Any, Any]
 
 
 def input_check(guard: ValueGuard) -> Callable[[Array], bool]:
     """Whether an input holds what it must; asked before the engine runs, at every call."""
-    low, high, limit = guard.low, guard.high, guard.high * guard.high
+    low, high, limit = guard.low, guard.high, REACH * guard.high * guard.high
 
     def small_squares(array: Array) -> bool:
         return squares_of(array) <= limit

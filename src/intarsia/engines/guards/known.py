@@ -18,6 +18,8 @@ from intarsia.engines.guards.kinds import ValueGuard
 # By one thread and by numpy: a pool that helped with this spins for milliseconds afterwards, on the cores
 # that the engine wants. A product of so few elements is not shared out by any BLAS.
 _PIECE = 8192
+# Of a bound on squares, what such sums may reach: each is rounded some thousand times in single precision.
+REACH = 1 - 2**-10
 _DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
@@ -140,4 +142,4 @@ def is_known_to_hold(guard: ValueGuard, tensor: Any) -> bool:
     if not guard.total or guard.low >= 0 or not isinstance(tensor, torch.Tensor) or tensor.is_inference():
         return False
     squares = known_squares(tensor)
-    return squares is not None and squares <= guard.high * guard.high
+    return squares is not None and squares <= REACH * guard.high * guard.high
