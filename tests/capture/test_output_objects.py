@@ -120,6 +120,10 @@ def test_a_file_names_no_class_of_a_module_that_is_not_imported() -> None:
         form_from_json(["object", "threading:_DeleteDummyThreadOnDel"])  # has a __del__
     with pytest.raises(NotImplementedError, match="torch has no constant 'save'"):
         form_from_json(["plain", "torch", "save"])
+    with pytest.raises(NotImplementedError, match="No object has a 'call'"):
+        form_from_json(["list", ["call", ["leaf"]]])
+    with pytest.raises(NotImplementedError, match="No object has a plain 'eval'"):
+        form_from_json(["plain", "eval", "1"])
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,7 @@ def test_objects_in_two_places_and_other_numbers_are_left_to_the_model(make: typ
     fast = intarsia.compile(make(), (x,), verify=False)
     assert not isinstance(fast, Compiled)
     if make is Twice:
+        assert "Twice gives an object, or what it holds, in two places" in fast.notes[0]
         box, outer = fast(x)
         assert outer.inner is box
     else:

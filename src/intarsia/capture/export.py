@@ -43,7 +43,8 @@ def capture(
     if not isinstance(args, list | tuple):
         raise CaptureError(f"args must be a tuple of inputs, not a {type(args).__name__}")
     call = tuple(args), dict(kwargs or {})
-    for cache in filter(is_cache, pytree.tree_leaves(call, is_leaf=is_cache)):
+    cache = next(filter(is_cache, pytree.tree_leaves(call, is_leaf=is_cache)), None)
+    if cache is not None:
         raise CaptureError(
             f"{type(model).__name__} is given a {type(cache).__name__}, which it changes in Python, where no"
             " graph sees it"

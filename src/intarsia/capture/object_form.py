@@ -144,6 +144,8 @@ def form_from_json(found: Any) -> Form:
         return (word, _class(parts[0], word), *((name, form_from_json(item)) for name, item in parts[1:]))
     if word == "dict":
         return (word, *((form_from_json(key), form_from_json(item)) for key, item in parts))
+    if word not in ("again", "leaf", "list", "tuple"):
+        raise NotImplementedError(f"No object has a {word!r}.")
     return (word, *(part if isinstance(part, int) else form_from_json(part) for part in parts))
 
 
@@ -161,7 +163,9 @@ def _plain_from_json(kind: str, value: Any) -> Any:
         if not isinstance(constant, _NAMED):
             raise NotImplementedError(f"torch has no constant {value!r}.")
         return constant
-    return {"device": torch.device, "float": float}[kind](value) if kind != "as it is" else value
+    if kind not in ("as it is", "device", "float"):
+        raise NotImplementedError(f"No object has a plain {kind!r}.")
+    return value if kind == "as it is" else {"device": torch.device, "float": float}[kind](value)
 
 
 def _class(name: str, word: str) -> type:

@@ -53,7 +53,8 @@ def open_objects(result: Any) -> Any:
     >>> type(made).__name__, made.keys, made.filled
     ('Cache', [tensor([0.])], True)
     """
-    return _opened_in(result)[0]
+    made, found = _opened_in(result)
+    return result if _is_in_two_places(found, result) else made
 
 
 def is_cache(value: Any) -> bool:
@@ -72,6 +73,8 @@ def opening(model: nn.Module, call: Call) -> Iterator[None]:
 
     def opened(_module: nn.Module, _args: Any, result: Any) -> Any:
         made, found[:] = _opened_in(result)
+        if _is_in_two_places(found, result):
+            raise CaptureError(f"{type(model).__name__} gives an object, or what it holds, in two places")
         return made
 
     hook = model.register_forward_hook(opened)
@@ -136,11 +139,14 @@ def _opened_in(result: Any) -> tuple[Any, list[Opened]]:
         found.append(Opened(leaves, form, parts))
         return found[-1]
 
-    made = pytree.tree_map(opened, result, is_leaf=is_cache)
+    return pytree.tree_map(opened, result, is_leaf=is_cache), found
+
+
+def _is_in_two_places(found: Sequence[Opened], result: Any) -> bool:
+    """Whether an object of a result, or something in it that can be changed, is there twice."""
     places = [id(part) for one in found for part in one.parts]
-    if found and len({*places, *map(id, containers := _containers(result))}) < len(places) + len(containers):
-        return result, []
-    return made, found
+    others = {*map(id, _containers(result))} if found else set()
+    return len(others.union(places)) < len(others) + len(places)
 
 
 def _containers(value: Any) -> list[Any]:

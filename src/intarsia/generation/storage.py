@@ -25,10 +25,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self._length = 0
         super().__init__()
         self.key_store, self.value_store = key_store, value_store
-        self.stack: tuple[torch.Tensor | None, int] = (
-            None,
-            0,
-        )  # the memory of all layers, and which part it is
+        # The memory of all layers, if this one's is a part of it, and which.
+        self.stack: tuple[torch.Tensor | None, int] = None, 0
         self.is_sliding = is_sliding
         self.dtype, self.device = key_store.dtype, key_store.device
         self.is_initialized = True
