@@ -48,6 +48,7 @@ class Packs(nn.Module):
 class Result:
     scores: torch.Tensor
     count: int
+    seen: set[int]  # a set has no form: with plain attributes alone it would be captured whole
 
 
 class GivesDataclass(nn.Module):
@@ -56,7 +57,7 @@ class GivesDataclass(nn.Module):
         self.body = mlp()
 
     def forward(self, x: torch.Tensor) -> Result:
-        return Result(self.body(x), len(x))
+        return Result(self.body(x), len(x), {len(x)})
 
 
 class Detects(nn.Module):
