@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.processors import BFLOAT16, needs_bfloat16
 from torch import nn
 
 import intarsia
@@ -89,7 +90,7 @@ def _kinds(compiled: Any) -> Counter[str]:
     return Counter(layer.get_rt_info()["layerType"].astype(str) for layer in layers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 def test_rotary_embeddings_are_one_kernel(made: list[tuple[Any, Any]], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, positions = torch.randn(2, 5, 64).to(dtype), torch.arange(900, 905).expand(2, 5)
@@ -136,6 +137,7 @@ def test_what_is_no_rotation_is_not_taken_for_one(made: list[tuple[Any, Any]], k
     assert made and all(kind == "squares" or not _kinds(compiled)["RoPE"] for _, compiled in made)
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 64), (3, 5, 64), (7, 64)], ids=str)
 def test_norms_and_gates_of_bfloat16_have_no_layers_between(
@@ -152,6 +154,7 @@ def test_norms_and_gates_of_bfloat16_have_no_layers_between(
     } == {"bf16"}
 
 
+@needs_bfloat16
 def test_lengths_that_vary_keep_their_rank(made: list[tuple[Any, Any]]) -> None:
     torch.manual_seed(0)
     model, x = Block().bfloat16().eval(), torch.randn(1, 6, 64).bfloat16()
@@ -164,6 +167,7 @@ def test_lengths_that_vary_keep_their_rank(made: list[tuple[Any, Any]]) -> None:
     assert not any(op.get_type_name() == "Reshape" for op in made[0][0].get_ops())
 
 
+@needs_bfloat16
 def test_what_may_be_rounded_is_what_is_rounded_anyway(made: list[tuple[Any, Any]]) -> None:
     """The layers of a norm, once it is one kernel, and layers between numbers of bfloat16; no others."""
     torch.manual_seed(0)
@@ -176,6 +180,7 @@ def test_what_may_be_rounded_is_what_is_rounded_anyway(made: list[tuple[Any, Any
     assert len(long) == 7 and not any(map(gated._may_round, long))
 
 
+@needs_bfloat16
 def test_a_guard_of_its_squares_leaves_a_norm_one_kernel(made: list[tuple[Any, Any]]) -> None:
     """In deep decoders the squares of a norm are guarded; the last 23 of 49 were not taken for norms."""
 
@@ -195,6 +200,7 @@ class Sums(nn.Module):
         return wide.sum(-1).to(x.dtype), wide.exp().sum(-1)
 
 
+@needs_bfloat16
 def test_a_sum_of_short_numbers_may_be_short_and_others_not(made: list[tuple[Any, Any]]) -> None:
     torch.manual_seed(0)
     engine, x = openvino_engine.OpenVINO(guards=False), torch.randn(4, 64).bfloat16()
@@ -212,6 +218,7 @@ class Compares(nn.Module):
         return x > y, places.float() * 0.5, torch.cat([x, y], 1).t() * 2, x.bfloat16() > y.bfloat16()
 
 
+@needs_bfloat16
 def test_what_reads_float32_or_moves_it_may_not_round(made: list[tuple[Any, Any]]) -> None:
     x = torch.ones(4, 64)
     engine, places = openvino_engine.OpenVINO(guards=False), torch.arange(5000, 5064).expand(4, 64)
@@ -252,6 +259,7 @@ def test_rows_are_no_columns(made: list[tuple[Any, Any]], kind: str, shape: tupl
 @pytest.mark.parametrize(
     ("scale", "fits"), [(1.0, True), (1e-6, False), (1e6, False), (float("nan"), False), (0.0, True)]
 )
+@needs_bfloat16
 def test_weights_that_float16_cannot_hold_keep_the_kernel_away(
     made: list[tuple[Any, Any]], scale: float, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +273,7 @@ def test_weights_that_float16_cannot_hold_keep_the_kernel_away(
     assert gated._suits(made[0][0]) is fits
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
 def test_without_pairs_of_threads_the_kernel_is_not_tried(
     made: list[tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch, threads: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.engines.test_openvino_guards import Lambda, compiled
+from tests.processors import BFLOAT16
 from torch import nn
 
 import intarsia
@@ -37,7 +38,7 @@ def test_guards_find_weights_by_their_names() -> None:
         fast(x, places)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
 def test_a_sum_with_zero_makes_zero_of_its_negative(dtype: torch.dtype) -> None:
     """OpenVINO leaves such a sum out, and 1 / x then has the other sign."""
     x = torch.randn(4, 64).to(dtype)

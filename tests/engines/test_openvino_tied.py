@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.processors import BFLOAT16
 from torch import nn
 from torch.nn import functional as F
 
@@ -54,7 +55,7 @@ class Filters(nn.Module):
         return F.conv_transpose2d(F.conv2d(x, self.weight, padding=1), self.weight, padding=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("rows", [1, 4, 128])
 @pytest.mark.parametrize("kind", [Products, Straight, Reshaped, Viewed])
 def test_a_weight_is_read_by_rows_and_by_columns(

@@ -28,6 +28,7 @@ from intarsia.engines import (
 )
 from intarsia.engines.onnxruntime.silent import silent_tool
 from intarsia.engines.openvino import compressed
+from intarsia.engines.openvino.arm import is_arm
 from intarsia.engines.openvino.program import CompiledModel
 from intarsia.errors import EngineError
 
@@ -106,7 +107,9 @@ def test_products_of_openvino(
     kinds = [
         t["runtimePrecision"].astype(str) for t in told if t["layerType"].astype(str) == "FullyConnected"
     ]
-    assert len(kinds) == 5 and set(kinds) <= {"u8", f"u{engine.bits}"} and f"u{engine.bits}" in kinds
+    # OpenVINO has no kernels for short weights on ARM: it makes float32 of them.
+    short = {"f32"} if is_arm() else {"u8", f"u{engine.bits}"}
+    assert len(kinds) == 5 and set(kinds) <= short and (is_arm() or f"u{engine.bits}" in kinds)
     assert 1e-6 < relative_error(fast(IDS), model(IDS)) < ERROR[engine.bits]
     assert capfd.readouterr().out == "" and logging.getLogger("nncf").level in (level, logging.INFO)
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
 from intarsia.engines.guards.limits import FINITE, of_rounded_product
+from intarsia.engines.openvino.arm import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
@@ -54,9 +55,9 @@ _MOVES = frozenset(
 )
 # fmt: on
 # These compute in 32 bits, unless they are fused with one that computes in float32.
-_NATIVE = frozenset(
-    {"Abs", "Add", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Max", "Min", "Mul", "Neg", "Sub"}
-)
+_BITWISE = frozenset({"BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"})
+_ARITHMETIC = frozenset({"Abs", "Add", "Max", "Min", "Mul", "Neg", "Sub"})
+_NATIVE = _BITWISE if is_arm() else _BITWISE | _ARITHMETIC
 # They multiply numbers with each other, or with themselves: of large ones not even an infinity is left.
 _SQUARES = frozenset(
     {
@@ -94,6 +95,8 @@ def _refuses(layer: Layer) -> str | None:
     for made in outputs:
         if made.value.dtype == ir.DataType.DOUBLE:
             return _double(made)
+    if is_arm() and (reason := _refuses_on_arm(layer)) is not None:
+        return reason
     touched = [tensor for tensor in layer.get_inputs() if tensor is not None]
     for tensor in (*touched, *outputs):
         if layer.kind not in _TAKES_EMPTY and tensor.value.shape is not None and 0 in tensor.shape:
@@ -101,6 +104,17 @@ def _refuses(layer: Layer) -> str | None:
                 f"{layer.kind} of the empty tensor {tensor.name}{list(tensor.shape)} is not safe in OpenVINO"
             )
     return None
+
+
+def _refuses_on_arm(layer: Layer) -> str | None:
+    made = layer.get_outputs(0)[0]
+    if made.dtype != ir.DataType.BFLOAT16:
+        return None
+    given = layer.get_inputs(0)[0]
+    moved = layer.kind in _MOVES and (
+        layer.kind != "Cast" or given is None or given.dtype not in dtypes.FLOATS
+    )
+    return None if moved else f"{made.name} is rounded to bfloat16, which OpenVINO does wrongly on ARM"
 
 
 class OpenVINOLimits:

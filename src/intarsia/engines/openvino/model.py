@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.planner import plan_guards
+from intarsia.engines.openvino.arm import is_arm, mend
 from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.halves import shorten
@@ -37,6 +38,8 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
     separate(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
     checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
+    if is_arm():
+        mend(model)  # guards too are layers
     return model, weights, checks
 
 

@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from intarsia.engines.base import GrowingFile
+from intarsia.engines.openvino import snippets
 from intarsia.engines.openvino.core import core
 
 # OpenVINO leaves weights out of what it exports if it has read them from a file: it knows their places there.
@@ -56,7 +57,7 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
             data.set("offset", str(places[str(layer.get("name"))]))
         tree.write(described)
         read = core().read_model(described, file.path)
-        compiled = core().compile_model(read, "CPU", {**config, **_WITHOUT_WEIGHTS})
+        compiled = snippets.compiled(read, {**config, **_WITHOUT_WEIGHTS})
         blob = bytes(compiled.export_model().getvalue())
         try:
             again, _kept = imported(memoryview(bytearray(blob)), config, file.path)

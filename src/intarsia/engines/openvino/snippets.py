@@ -1,8 +1,11 @@
-"""Where OpenVINO may not put elementwise layers together (its "snippets"), since it would not survive it."""
+"""Where OpenVINO may not put elementwise layers together (its "snippets"), and where it cannot."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from intarsia.engines.openvino.core import core
 
 _OFF = {"SNIPPETS_MODE": "DISABLE"}
 _PROJECTIONS = frozenset({"Convolution", "GroupConvolution", "MatMul"})
@@ -16,6 +19,16 @@ def settings(model: Any) -> dict[str, str]:
     `relu(relu(x) + scaled_dot_product_attention(x, x, x))`, if a guard looks at both summands too.
     """
     return dict(_OFF) if _joins_attention(model) else {}
+
+
+def compiled(model: Any, config: Mapping[str, Any]) -> Any:
+    """The compiled model, without snippets where one of them asks for more registers than there are."""
+    try:
+        return core().compile_model(model, "CPU", dict(config))
+    except RuntimeError as error:
+        if "registers for a snippet" not in str(error):
+            raise
+        return core().compile_model(model, "CPU", {**config, **_OFF})
 
 
 def _joins_attention(model: Any) -> bool:

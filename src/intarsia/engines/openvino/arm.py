@@ -1,0 +1,182 @@
+"""Exact layers in the place of those that OpenVINO's kernels for ARM processors get wrong.
+
+They compute integers in float32, which rounds and saturates; the logarithm is a polynomial that knows neither
+0 nor infinities nor NaN; and a layer that converts becomes part of one that adds its result to another's, or
+the like, whose first operand is then read as what was to be converted (2026.4). OpenVINO for x86 needs none
+of this.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from intarsia.engines.openvino.idioms import replace
+from intarsia.errors import EngineError
+
+_TINY = 2.0**-126  # the least number that the logarithm's kernel takes for what it is
+_TERMS = tuple(range(1, 17, 2))  # of a series in at most 1/3, to the last bit of float32
+_NARROW = {"i8": 8, "u8": 8, "i16": 16, "u16": 16}
+# They leave no fraction, and what is converted of constants is computed elsewhere.
+_WHOLE = frozenset({"Ceiling", "Constant", "FakeQuantize", "Floor", "Round"})
+_TRANSPOSED = ("ConvolutionBackpropData", "GroupConvolutionBackpropData")
+_OF_TWO = frozenset(
+    {"Add", "Divide", "Equal", "FloorMod", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"}
+    | {"LogicalOr", "LogicalXor", "Maximum", "Minimum", "Mod", "Multiply", "NotEqual", "PRelu", "Power"}
+    | {"SquaredDifference", "Subtract", "BitwiseAnd", "BitwiseOr", "BitwiseXor"}
+)
+
+
+@functools.cache
+def is_arm() -> bool:
+    return platform.machine().lower() in ("aarch64", "arm64")
+
+
+def mend(model: Any) -> None:
+    """Put exact layers in the place of those that are not, on ARM."""
+    from openvino import opset13 as ov
+
+    for operation in model.get_ordered_ops():
+        made = _exact(ov, operation)
+        if made is not None:
+            replace(operation.output(0), made.output(0))
+    for operation in model.get_ordered_ops():
+        if operation.get_type_name() == "Convert":
+            _keep_apart(ov, operation)
+    model.validate_nodes_and_infer_types()
+
+
+def _exact(ov: Any, operation: Any) -> Any:
+    """What to compute instead of an operation; None if it is exact."""
+    kind = operation.get_type_name()
+    if kind == "Log":
+        return _log(ov, operation.input_value(0))
+    if kind == "SoftPlus":
+        return _softplus(ov, operation.input_value(0))
+    if kind == "LessEqual":  # being the opposite of "more", it is true of NaN
+        a, b = operation.input_values()
+        return ov.logical_or(ov.less(a, b), ov.equal(a, b))
+    if kind in _TRANSPOSED and len(operation.get_output_partial_shape(0)) == 3:
+        return _as_plane(ov, operation)
+    if kind == "Divide" and operation.get_element_type().is_integral_number():
+        return _quotient(ov, operation)
+    if kind == "Convert" and operation.get_element_type().is_integral_number():
+        return _integer(ov, operation)
+    return None
+
+
+def _scalar(ov: Any, like: Any, value: float) -> Any:
+    return ov.constant(np.array(value), like.get_element_type())
+
+
+def _log(ov: Any, x: Any) -> Any:
+    """The logarithm; OpenVINO's own is off by 5e-6, and has a number for everything."""
+    number = functools.partial(_scalar, ov, x)
+    small = ov.less(x, number(_TINY))
+    scaled = ov.select(small, ov.multiply(x, number(2.0**24)), x)
+    rough = ov.log(scaled)
+    root = ov.exp(ov.multiply(rough, number(-0.5)))  # twice, since exp(-rough) may be too small for float32
+    better = ov.add(rough, ov.subtract(ov.multiply(ov.multiply(scaled, root), root), number(1.0)))
+    far = ov.subtract(better, ov.select(small, number(24 * math.log(2)), number(0.0)))
+    near = _twice_atanh(ov, ov.divide(ov.subtract(x, number(1.0)), ov.add(x, number(1.0))), number)
+    finite = ov.select(ov.less(ov.abs(ov.subtract(x, number(1.25))), number(0.75)), near, far)
+    positive = ov.select(ov.less(x, number(math.inf)), finite, x)
+    beside = ov.select(ov.equal(x, number(0.0)), number(-math.inf), number(math.nan))
+    return ov.select(ov.less(number(0.0), x), positive, beside)
+
+
+def _softplus(ov: Any, x: Any) -> Any:
+    """log(1 + exp(x)); OpenVINO's own is off by 6e-4, and is 4e-4 where it should be 0."""
+    number = functools.partial(_scalar, ov, x)
+    power = ov.exp(ov.negative(ov.abs(x)))
+    rest = _twice_atanh(ov, ov.divide(power, ov.add(power, number(2.0))), number)  # log(1 + power)
+    return ov.select(ov.less(x, number(0.0)), rest, ov.add(x, rest))
+
+
+def _twice_atanh(ov: Any, z: Any, number: Callable[[float], Any]) -> Any:
+    """log((1 + z) / (1 - z)) of z up to 1/3."""
+    square = ov.multiply(z, z)
+    total = number(2 / _TERMS[-1])
+    for term in reversed(_TERMS[:-1]):
+        total = ov.add(ov.multiply(total, square), number(2 / term))
+    return ov.multiply(z, total)
+
+
+def _quotient(ov: Any, division: Any) -> Any:
+    """The quotient of integers towards 0; OpenVINO's own goes down. Guards keep it exact in float32."""
+    a, b = (_apart(ov, ov.convert(value, "f32")) for value in division.input_values())
+    quotient = _towards_zero(ov, ov.divide(a, b))
+    return ov.convert(quotient, division.get_element_type().get_type_name())
+
+
+def _as_plane(ov: Any, convolution: Any) -> Any:
+    """A transposed convolution of one dimension as one of two; of one, OpenVINO gets all wrong."""
+    data, kernel, *told = convolution.input_values()
+    if told:
+        raise EngineError("a transposed convolution of one dimension that is told its size is not handled")
+    kind = convolution.get_type_name()
+    made = (
+        ov.convolution_backprop_data
+        if kind == "ConvolutionBackpropData"
+        else ov.group_convolution_backprop_data
+    )
+    given = convolution.get_attributes()
+    before = ov.constant(np.array([-2]))
+    plane = made(
+        ov.unsqueeze(data, before),
+        ov.unsqueeze(kernel, before),
+        [1, *given["strides"]],
+        pads_begin=[0, *given["pads_begin"]],
+        pads_end=[0, *given["pads_end"]],
+        dilations=[1, *given["dilations"]],
+        auto_pad=given["auto_pad"],
+        output_padding=[0, *given["output_padding"]],
+    )
+    return ov.squeeze(plane, before)
+
+
+def _towards_zero(ov: Any, x: Any) -> Any:
+    output = x.output(0) if hasattr(x, "output") else x
+    return ov.select(ov.less(x, _scalar(ov, output, 0.0)), ov.ceiling(x), ov.floor(x))
+
+
+def _integer(ov: Any, convert: Any) -> Any:
+    """An integer of what may be computed in float32: without fraction, and its last bits of a longer one."""
+    source, kind = convert.input_value(0), convert.get_element_type().get_type_name()
+    if source.get_node().get_type_name() in _WHOLE:
+        return None
+    if source.get_element_type().is_real():
+        return ov.convert(_towards_zero(ov, source), kind)
+    bits = _NARROW.get(kind, 64)
+    if source.get_element_type().get_type_name() == "boolean" or source.get_element_type().bitwidth <= bits:
+        return None
+    last = ov.bitwise_and(source, _scalar(ov, source, 2**bits - 1))
+    if kind.startswith("i"):
+        sign = _scalar(ov, source, 2 ** (bits - 1))
+        last = ov.subtract(ov.bitwise_xor(last, sign), sign)
+    return ov.convert(last, kind)
+
+
+def _keep_apart(ov: Any, convert: Any) -> None:
+    """Put a layer between one that converts and those that read it second, lest it become part of them."""
+    readers = [
+        port
+        for port in convert.output(0).get_target_inputs()
+        if port.get_index() == 1 and port.get_node().get_type_name() in _OF_TWO
+    ]
+    if readers and convert.input_value(0).get_node().get_type_name() != "Constant":
+        apart = _apart(ov, convert).output(0)
+        for port in readers:
+            port.replace_source_output(apart)
+
+
+def _apart(ov: Any, convert: Any) -> Any:
+    """The same numbers by a layer that OpenVINO neither leaves out nor makes part of the next."""
+    if convert.get_element_type().is_real():
+        return ov.negative(ov.negative(convert))
+    return ov.bitwise_not(ov.bitwise_not(convert))
