@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from intarsia.engines.openvino.arm import is_arm
+from intarsia.engines.processor import is_arm
 
 needs_bfloat16 = pytest.mark.skipif(
     is_arm(), reason="OpenVINO rounds to bfloat16 wrongly on ARM, and is given none there"

@@ -123,9 +123,11 @@ def test_remainders_are_exact(target: Any, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", drivers.ENGINES)
 def test_remainders_by_huge_and_tiny_divisors(engine: str) -> None:
-    a = torch.tensor([3e32, 3e38, 1e-20, 1e20, 5.0, -5.0, 1e-37, 5.0])
+    a = torch.tensor([3e32, 3e38, 1e-20, 1e18, 5.0, -5.0, 1e-37, 5.0])
     b = torch.tensor([1e32, 7e37, 3e-36, 3e-20, INF, 1e33, 3e-38, -INF])
     check(*answers_of_both(aten.fmod.Tensor, a, b, engine=engine))
+    # A quotient that overflows: torch's kernel for vectors, of four elements on ARM, makes NaN of it.
+    a, b = torch.cat([a, torch.tensor([1e20])]), torch.cat([b, torch.tensor([3e-20])])
     for one, other in zip(a, b, strict=True):
         check(*answers_of_both(aten.fmod.Tensor, one.expand(3), other.expand(3), engine=engine))
 

@@ -41,6 +41,7 @@ CONVERTED: dict[str, Function] = {
     "quotient downwards": lambda x, n: torch.div(n * 7, -3, rounding_mode="floor"),
     "remainder": lambda x, n: n % 3 + torch.fmod(n, 4),
     "remainder of floats": lambda x, n: torch.remainder(x, 0.3) + torch.fmod(x, n + 0.5),
+    "integers in order": lambda x, n: torch.sort(n * 3, 0).values + torch.topk(n - 4, 2, 0).indices[:1],
     "positions": lambda x, n: x + torch.arange(x.shape[1])[:, None],
 }
 
@@ -131,6 +132,23 @@ def test_logarithms(name: str) -> None:
         warnings.simplefilter("ignore")  # that a call was left to PyTorch
         found = fast(x, torch.zeros(1))
     torch.testing.assert_close(found, SMOOTH[name](x), rtol=2e-6, atol=2e-7, equal_nan=True)
+
+
+def test_a_row_of_minus_infinities_is_nan() -> None:
+    model = Applied(lambda x, n: F.softmax(x.masked_fill(n < 0, -math.inf), -1))
+    x, n = torch.randn(3, 8), torch.arange(8) - 4
+    fast = intarsia.compile(model, (x, n), engines=["openvino"], min_block_size=1)
+    assert fast.plan.engines == ("openvino",)
+    for mask in (n, n - 8):
+        torch.testing.assert_close(fast(x, mask), model(x, mask), equal_nan=True)
+
+
+def test_weights_of_a_transposed_convolution_that_change() -> None:
+    model = Applied(lambda x, n: F.conv_transpose1d(x, n, stride=2))
+    x = torch.randn(2, 4, 9)
+    fast = intarsia.compile(model, (x, torch.randn(4, 3, 5)), engines=["openvino"], min_block_size=1)
+    for weight in (torch.randn(4, 3, 5), torch.zeros(4, 3, 5)):
+        torch.testing.assert_close(fast(x, weight), model(x, weight), rtol=1e-4, atol=1e-5)
 
 
 def test_a_snippet_without_registers_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from intarsia.engines import OpenVINO
-from intarsia.engines.openvino.arm import is_arm
+from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F

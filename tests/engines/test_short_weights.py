@@ -28,8 +28,8 @@ from intarsia.engines import (
 )
 from intarsia.engines.onnxruntime.silent import silent_tool
 from intarsia.engines.openvino import compressed
-from intarsia.engines.openvino.arm import is_arm
 from intarsia.engines.openvino.program import CompiledModel
+from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 
 ENGINES = [OnnxRuntimeInt8Weights(), OnnxRuntimeInt4Weights(), OpenVINOInt8Weights(), OpenVINOInt4Weights()]

@@ -14,8 +14,11 @@ from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.kinds import Guards
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.onnxruntime.checks import add_checks
+from intarsia.engines.onnxruntime.halves import compute_in_float32
 from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits, RoundedProductLimits
+from intarsia.engines.onnxruntime.reciprocals import divide_for_reciprocals
 from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
+from intarsia.engines.processor import is_arm
 from intarsia.network import Network
 from intarsia.network.serialize import Weights, to_proto
 
@@ -60,6 +63,9 @@ def guarded(
     if device == "cpu":
         keep_signed_zeros(net, proto)
     checks = add_checks(net, proto, planned, look_at_inputs=device == "cpu")
+    if device == "cpu" and is_arm():
+        divide_for_reciprocals(net, proto)
+        compute_in_float32(net, proto)  # last: it renames what others look for
     return Model(proto, _values(weights), _weights_on_gpu(weights), checks)
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+from intarsia.engines.onnxruntime.protos import names_read
 from intarsia.engines.onnxruntime.silent import silent_tool
 from intarsia.errors import EngineError
 from intarsia.network import Network
@@ -88,19 +89,8 @@ def _product(
 
 def _still_read(proto: Any, weights: Weights) -> Weights:
     """The weights that are still read; the others leave the model."""
-    unread = set(weights) - _names_read(proto.graph)
+    unread = set(weights) - names_read(proto.graph)
     kept = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(kept)
     return {name: array for name, array in weights.items() if name not in unread}
-
-
-def _names_read(graph: Any) -> set[str]:
-    """Names that are read in a graph, in the bodies of its nodes too."""
-    found = {value.name for value in graph.output}
-    for node in graph.node:
-        found.update(node.input)
-        for attribute in node.attribute:
-            bodies = [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
-            found.update(*map(_names_read, bodies))
-    return found

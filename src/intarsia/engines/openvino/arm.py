@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import functools
 import math
-import platform
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from intarsia.engines.openvino.idioms import replace
+from intarsia.engines.openvino.idioms import rename, replace
 from intarsia.errors import EngineError
 
 _TINY = 2.0**-126  # the least number that the logarithm's kernel takes for what it is
@@ -24,6 +23,7 @@ _TERMS = tuple(range(1, 17, 2))  # of a series in at most 1/3, to the last bit o
 _NARROW = {"i8": 8, "u8": 8, "i16": 16, "u16": 16}
 # They leave no fraction, and what is converted of constants is computed elsewhere.
 _WHOLE = frozenset({"Ceiling", "Constant", "FakeQuantize", "Floor", "Round"})
+_SCALES = frozenset({"Divide", "Multiply", "Reshape", "Transpose"})
 _TRANSPOSED = ("ConvolutionBackpropData", "GroupConvolutionBackpropData")
 _OF_TWO = frozenset(
     {"Add", "Divide", "Equal", "FloorMod", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"}
@@ -32,18 +32,14 @@ _OF_TWO = frozenset(
 )
 
 
-@functools.cache
-def is_arm() -> bool:
-    return platform.machine().lower() in ("aarch64", "arm64")
-
-
 def mend(model: Any) -> None:
     """Put exact layers in the place of those that are not, on ARM."""
     from openvino import opset13 as ov
 
     for operation in model.get_ordered_ops():
-        made = _exact(ov, operation)
-        if made is not None:
+        if operation.get_type_name() == "TopK":
+            _order_floats(ov, operation)
+        elif (made := _exact(ov, operation)) is not None:
             replace(operation.output(0), made.output(0))
     for operation in model.get_ordered_ops():
         if operation.get_type_name() == "Convert":
@@ -61,6 +57,8 @@ def _exact(ov: Any, operation: Any) -> Any:
     if kind == "LessEqual":  # being the opposite of "more", it is true of NaN
         a, b = operation.input_values()
         return ov.logical_or(ov.less(a, b), ov.equal(a, b))
+    if kind == "Softmax":
+        return _softmax(ov, operation)
     if kind in _TRANSPOSED and len(operation.get_output_partial_shape(0)) == 3:
         return _as_plane(ov, operation)
     if kind == "Divide" and operation.get_element_type().is_integral_number():
@@ -96,6 +94,35 @@ def _softplus(ov: Any, x: Any) -> Any:
     power = ov.exp(ov.negative(ov.abs(x)))
     rest = _twice_atanh(ov, ov.divide(power, ov.add(power, number(2.0))), number)  # log(1 + power)
     return ov.select(ov.less(x, number(0.0)), rest, ov.add(x, rest))
+
+
+def _softmax(ov: Any, softmax: Any) -> Any:
+    """NaN in rows of minus infinities, where OpenVINO's own puts numbers; None where there is no such row."""
+    x = softmax.input_value(0)
+    source = x.get_node()
+    while source.get_type_name() in _SCALES:
+        source = source.input_value(0).get_node()
+    if source.get_type_name() == "MatMul":
+        return None
+    number = functools.partial(_scalar, ov, x)
+    axis = softmax.get_attributes()["axis"]
+    largest = ov.reduce_max(x, ov.constant(np.array([axis])), True)
+    wrong = ov.select(ov.equal(largest, number(-math.inf)), number(math.nan), number(0.0))
+    return ov.add(ov.softmax(x, axis), wrong)
+
+
+def _order_floats(ov: Any, top: Any) -> None:
+    """Put integers in order as float32, which guards keep exact; OpenVINO's own does not know their sign."""
+    values, kind = top.output(0), top.output(0).get_element_type()
+    if not kind.is_integral_number():
+        return
+    readers = values.get_target_inputs()
+    top.input(0).replace_source_output(ov.convert(top.input_value(0), "f32").output(0))
+    top.validate_and_infer_types()
+    integers = ov.convert(values, kind.get_type_name()).output(0)
+    rename(values, integers)
+    for reader in readers:
+        reader.replace_source_output(integers)
 
 
 def _twice_atanh(ov: Any, z: Any, number: Callable[[float], Any]) -> Any:

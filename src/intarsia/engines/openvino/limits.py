@@ -9,7 +9,7 @@ import onnx_ir as ir
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
 from intarsia.engines.guards.limits import FINITE, of_rounded_product
-from intarsia.engines.openvino.arm import is_arm
+from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 
@@ -58,6 +58,8 @@ _MOVES = frozenset(
 _BITWISE = frozenset({"BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"})
 _ARITHMETIC = frozenset({"Abs", "Add", "Max", "Min", "Mul", "Neg", "Sub"})
 _NATIVE = _BITWISE if is_arm() else _BITWISE | _ARITHMETIC
+_EXTREMES = frozenset({"ArgMax", "ArgMin", "MaxPool", "TopK"})
+_WHOLE = _MOVES - _EXTREMES if is_arm() else _MOVES
 # They multiply numbers with each other, or with themselves: of large ones not even an infinity is left.
 _SQUARES = frozenset(
     {
@@ -108,6 +110,8 @@ def _refuses(layer: Layer) -> str | None:
 
 def _refuses_on_arm(layer: Layer) -> str | None:
     made = layer.get_outputs(0)[0]
+    if layer.kind == "ConvTranspose" and not _is_constant(layer, 1):
+        return f"{made.name} is a transposed convolution by weights that OpenVINO reads but once on ARM"
     if made.dtype != ir.DataType.BFLOAT16:
         return None
     given = layer.get_inputs(0)[0]
@@ -133,7 +137,7 @@ class OpenVINOLimits:
         kind = layer.kind
         if kind == "Cast" and layer.get_outputs(0)[0].dtype == ir.DataType.BOOL:
             return _HAS_NEGATIVE
-        return _WIDE if kind in _MOVES or (kind in _NATIVE and layer not in self._narrow) else _NARROW
+        return _WIDE if kind in _WHOLE or (kind in _NATIVE and layer not in self._narrow) else _NARROW
 
     def index_axes(self, layer: Layer) -> list[int] | None:
         return _index_axes(layer)
@@ -151,6 +155,11 @@ class RoundedProductLimits(OpenVINOLimits):
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
         return of_rounded_product(layer, index) or super().floats(layer, index)
+
+
+def _is_constant(layer: Layer, index: int) -> bool:
+    given = layer.get_inputs(index)[0]
+    return given is not None and given.constant is not None
 
 
 def _is_finite(layer: Layer, index: int) -> bool:
@@ -218,7 +227,7 @@ def _narrow_layers(net: Network) -> set[Layer]:
             if parent is not None:
                 neighbours.add(parent)
                 near.setdefault(parent, set()).add(layer)
-        if layer.kind not in _MOVES | _NATIVE:
+        if layer.kind not in _WHOLE | _NATIVE:
             open_.append(layer)
     found = set(open_)
     while open_:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.planner import plan_guards
-from intarsia.engines.openvino.arm import is_arm, mend
+from intarsia.engines.openvino.arm import mend
 from intarsia.engines.openvino.checks import add_checks, correct
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.halves import shorten
@@ -17,6 +17,7 @@ from intarsia.engines.openvino.idioms import show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
 from intarsia.engines.openvino.tables import fold, fold_tables, has_short_weights
 from intarsia.engines.openvino.tied import separate
+from intarsia.engines.processor import is_arm
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
 from intarsia.network import Network
