@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from intarsia.engines.openvino.exact import last_bits, scalar
 from intarsia.engines.openvino.idioms import rename, replace
 from intarsia.errors import EngineError
 
 _TINY = 2.0**-126  # the least number that the logarithm's kernel takes for what it is
 _TERMS = tuple(range(1, 17, 2))  # of a series in at most 1/3, to the last bit of float32
-_NARROW = {"i8": 8, "u8": 8, "i16": 16, "u16": 16}
 # They leave no fraction, and what is converted of constants is computed elsewhere.
 _WHOLE = frozenset({"Ceiling", "Constant", "FakeQuantize", "Floor", "Round"})
 _SCALES = frozenset({"Divide", "Multiply", "Reshape", "Transpose"})
@@ -68,13 +68,9 @@ def _exact(ov: Any, operation: Any) -> Any:
     return None
 
 
-def _scalar(ov: Any, like: Any, value: float) -> Any:
-    return ov.constant(np.array(value), like.get_element_type())
-
-
 def _log(ov: Any, x: Any) -> Any:
     """The logarithm; OpenVINO's own is off by 5e-6, and has a number for everything."""
-    number = functools.partial(_scalar, ov, x)
+    number = functools.partial(scalar, ov, x)
     small = ov.less(x, number(_TINY))
     scaled = ov.select(small, ov.multiply(x, number(2.0**24)), x)
     rough = ov.log(scaled)
@@ -90,7 +86,7 @@ def _log(ov: Any, x: Any) -> Any:
 
 def _softplus(ov: Any, x: Any) -> Any:
     """log(1 + exp(x)); OpenVINO's own is off by 6e-4, and is 4e-4 where it should be 0."""
-    number = functools.partial(_scalar, ov, x)
+    number = functools.partial(scalar, ov, x)
     power = ov.exp(ov.negative(ov.abs(x)))
     rest = _twice_atanh(ov, ov.divide(power, ov.add(power, number(2.0))), number)  # log(1 + power)
     return ov.select(ov.less(x, number(0.0)), rest, ov.add(x, rest))
@@ -104,7 +100,7 @@ def _softmax(ov: Any, softmax: Any) -> Any:
         source = source.input_value(0).get_node()
     if source.get_type_name() == "MatMul":
         return None
-    number = functools.partial(_scalar, ov, x)
+    number = functools.partial(scalar, ov, x)
     axis = softmax.get_attributes()["axis"]
     largest = ov.reduce_max(x, ov.constant(np.array([axis])), True)
     wrong = ov.select(ov.equal(largest, number(-math.inf)), number(math.nan), number(0.0))
@@ -169,7 +165,7 @@ def _as_plane(ov: Any, convolution: Any) -> Any:
 
 def _towards_zero(ov: Any, x: Any) -> Any:
     output = x.output(0) if hasattr(x, "output") else x
-    return ov.select(ov.less(x, _scalar(ov, output, 0.0)), ov.ceiling(x), ov.floor(x))
+    return ov.select(ov.less(x, scalar(ov, output, 0.0)), ov.ceiling(x), ov.floor(x))
 
 
 def _integer(ov: Any, convert: Any) -> Any:
@@ -179,14 +175,7 @@ def _integer(ov: Any, convert: Any) -> Any:
         return None
     if source.get_element_type().is_real():
         return ov.convert(_towards_zero(ov, source), kind)
-    bits = _NARROW.get(kind, 64)
-    if source.get_element_type().get_type_name() == "boolean" or source.get_element_type().bitwidth <= bits:
-        return None
-    last = ov.bitwise_and(source, _scalar(ov, source, 2**bits - 1))
-    if kind.startswith("i"):
-        sign = _scalar(ov, source, 2 ** (bits - 1))
-        last = ov.subtract(ov.bitwise_xor(last, sign), sign)
-    return ov.convert(last, kind)
+    return last_bits(ov, convert)
 
 
 def _keep_apart(ov: Any, convert: Any) -> None:

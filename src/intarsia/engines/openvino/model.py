@@ -10,8 +10,9 @@ import onnx_ir as ir
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.arm import mend
-from intarsia.engines.openvino.checks import add_checks, correct
+from intarsia.engines.openvino.checks import add_checks
 from intarsia.engines.openvino.core import core
+from intarsia.engines.openvino.exact import correct
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
