@@ -7,7 +7,12 @@ import torch
 
 from intarsia.engines.processor import is_arm
 
-needs_bfloat16 = pytest.mark.skipif(
-    is_arm(), reason="OpenVINO rounds to bfloat16 wrongly on ARM, and is given none there"
-)
+_REASON = "OpenVINO rounds to bfloat16 wrongly on ARM, and is given none there"
+needs_bfloat16 = pytest.mark.skipif(is_arm(), reason=_REASON)
 BFLOAT16 = pytest.param(torch.bfloat16, marks=needs_bfloat16)
+
+
+def skip_unless_rounded(engine: str, dtype: torch.dtype) -> None:
+    """End a test of bfloat16 on an engine that is given none."""
+    if engine == "openvino" and dtype == torch.bfloat16 and is_arm():
+        pytest.skip(_REASON)

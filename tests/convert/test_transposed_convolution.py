@@ -9,7 +9,8 @@ import torch
 from tests.convert import drivers
 from tests.convert.one_node import answers
 
-from intarsia.errors import GuardError
+from intarsia.engines.processor import is_arm
+from intarsia.errors import EngineError, GuardError
 
 aten = torch.ops.aten
 
@@ -40,5 +41,8 @@ def test_output_padding(
         answer, expected = answers(aten.conv_transpose2d.input, *call, engine=engine)
     except GuardError:
         assert not math.isfinite(weight) and engine == "openvino", "only such weights are left to PyTorch"
+        return
+    except EngineError:
+        assert is_arm() and engine == "openvino", "it reads weights that are inputs but once there"
         return
     torch.testing.assert_close(answer, expected, equal_nan=True, rtol=1e-5, atol=1e-5)

@@ -29,6 +29,8 @@ HIGHISH = 2.0**80
 _HANDED_ON = KEEPS_VALUES | {"Cast"}
 # Kernels that read or write wherever an index points.
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
+# What they make are places, which no kernel computes with.
+_PLACES = frozenset({"ArgMax", "ArgMin"})
 
 
 def plan_guards(net: Network, limits: Limits, *, floats: bool = True) -> Guards:
@@ -228,7 +230,7 @@ class _Planner:
         """See that the layer's integer results stay as small as it computes them rightly."""
         limit = self.limits.integers(layer)
         outputs = layer.get_outputs()
-        if limit is None or (layer.kind == "Cast" and not self.floats):
+        if limit is None or layer.kind in _PLACES or (layer.kind == "Cast" and not self.floats):
             return made  # what floats are cast is watched with the floats
         if _fits(outputs, made, limit):
             return made

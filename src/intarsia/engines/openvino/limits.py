@@ -58,8 +58,8 @@ _MOVES = frozenset(
 _BITWISE = frozenset({"BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"})
 _ARITHMETIC = frozenset({"Abs", "Add", "Max", "Min", "Mul", "Neg", "Sub"})
 _NATIVE = _BITWISE if is_arm() else _BITWISE | _ARITHMETIC
-_EXTREMES = frozenset({"ArgMax", "ArgMin", "MaxPool", "TopK"})
-_WHOLE = _MOVES - _EXTREMES if is_arm() else _MOVES
+# On ARM these look at integers as float32.
+_EXTREMES = frozenset({"ArgMax", "ArgMin", "MaxPool", "TopK"} if is_arm() else ())
 # They multiply numbers with each other, or with themselves: of large ones not even an infinity is left.
 _SQUARES = frozenset(
     {
@@ -110,7 +110,7 @@ def _refuses(layer: Layer) -> str | None:
 
 def _refuses_on_arm(layer: Layer) -> str | None:
     made = layer.get_outputs(0)[0]
-    if layer.kind == "ConvTranspose" and not _is_constant(layer, 1):
+    if layer.kind == "ConvTranspose" and not _is_constant(layer.get_inputs(1)[0]):
         return f"{made.name} is a transposed convolution by weights that OpenVINO reads but once on ARM"
     if made.dtype != ir.DataType.BFLOAT16:
         return None
@@ -137,7 +137,7 @@ class OpenVINOLimits:
         kind = layer.kind
         if kind == "Cast" and layer.get_outputs(0)[0].dtype == ir.DataType.BOOL:
             return _HAS_NEGATIVE
-        return _WIDE if kind in _WHOLE or (kind in _NATIVE and layer not in self._narrow) else _NARROW
+        return _WIDE if _is_moved(layer) or (kind in _NATIVE and layer not in self._narrow) else _NARROW
 
     def index_axes(self, layer: Layer) -> list[int] | None:
         return _index_axes(layer)
@@ -157,9 +157,20 @@ class RoundedProductLimits(OpenVINOLimits):
         return of_rounded_product(layer, index) or super().floats(layer, index)
 
 
-def _is_constant(layer: Layer, index: int) -> bool:
-    given = layer.get_inputs(index)[0]
-    return given is not None and given.constant is not None
+def _is_moved(layer: Layer) -> bool:
+    """Whether a layer hands integers on as they are."""
+    if layer.kind not in _EXTREMES:
+        return layer.kind in _MOVES
+    given = layer.get_inputs(0)[0]
+    return given is None or given.dtype not in _INTEGERS
+
+
+def _is_constant(given: Tensor | None) -> bool:
+    """Whether a tensor is known when a network is made, or made of such by layers that move."""
+    if given is None or given.constant is not None:
+        return given is not None
+    parent = given.get_parent()
+    return parent is not None and parent.kind in _MOVES and all(map(_is_constant, parent.get_inputs()))
 
 
 def _is_finite(layer: Layer, index: int) -> bool:
@@ -227,7 +238,7 @@ def _narrow_layers(net: Network) -> set[Layer]:
             if parent is not None:
                 neighbours.add(parent)
                 near.setdefault(parent, set()).add(layer)
-        if layer.kind not in _WHOLE | _NATIVE:
+        if layer.kind not in _NATIVE and not _is_moved(layer):
             open_.append(layer)
     found = set(open_)
     while open_:
