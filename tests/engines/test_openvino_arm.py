@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 import intarsia
 from intarsia.engines.openvino import snippets
+from intarsia.engines.openvino.core import core
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # `x` has fractions, `n` whole numbers, both signs.
@@ -149,6 +151,32 @@ def test_weights_of_a_transposed_convolution_that_change() -> None:
     fast = intarsia.compile(model, (x, torch.randn(4, 3, 5)), engines=["openvino"], min_block_size=1)
     for weight in (torch.randn(4, 3, 5), torch.zeros(4, 3, 5)):
         torch.testing.assert_close(fast(x, weight), model(x, weight), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arm", [False, True])
+@pytest.mark.parametrize("kind", [nn.SiLU, nn.ReLU, nn.Sigmoid])
+def test_a_convolution_computes_its_own_silu(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], arm: bool
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(snippets, "is_arm", lambda: arm)
+    monkeypatch.setattr(snippets, "core", lambda: _Noting(core(), seen))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), kind()).eval()
+    x = torch.randn(1, 3, 12, 12)
+    fast = intarsia.compile(model, (x,), engines=["openvino"], partition="dependency")
+    assert fast.plan.engines == ("openvino",) and seen
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    without = [config.get("SNIPPETS_MODE") == "DISABLE" for config in seen]
+    assert all(without) if arm and kind is nn.SiLU else not any(without)
+
+
+class _Noting:
+    def __init__(self, core: Any, seen: list[dict[str, str]]) -> None:
+        self._core, self._seen = core, seen
+
+    def compile_model(self, model: Any, device: str, config: dict[str, str]) -> Any:
+        self._seen.append(config)
+        return self._core.compile_model(model, device, config)
 
 
 def test_a_snippet_without_registers_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

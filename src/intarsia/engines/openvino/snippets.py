@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from intarsia.engines.openvino.core import core
+from intarsia.engines.processor import is_arm
 
 _OFF = {"SNIPPETS_MODE": "DISABLE"}
-_PROJECTIONS = frozenset({"Convolution", "GroupConvolution", "MatMul"})
+_CONVOLUTIONS = frozenset({"Convolution", "GroupConvolution"})
+_PROJECTIONS = _CONVOLUTIONS | {"MatMul"}
 
 
 def settings(model: Any) -> dict[str, str]:
@@ -17,8 +19,10 @@ def settings(model: Any) -> dict[str, str]:
     Where attention (products around a softmax) has become one snippet, and a layer takes its result together
     with that of an elementwise layer, OpenVINO's tokenizer reads a null pointer and the process ends:
     `relu(relu(x) + scaled_dot_product_attention(x, x, x))`, if a guard looks at both summands too.
+
+    On ARM the SiLU of a convolution becomes a snippet of its own, where the convolution's kernel would do it.
     """
-    return dict(_OFF) if _joins_attention(model) else {}
+    return dict(_OFF) if _joins_attention(model) or (is_arm() and _activates_convolutions(model)) else {}
 
 
 def compiled(model: Any, config: Mapping[str, Any]) -> Any:
@@ -29,6 +33,22 @@ def compiled(model: Any, config: Mapping[str, Any]) -> Any:
         if "registers for a snippet" not in str(error):
             raise
         return core().compile_model(model, "CPU", {**config, **_OFF})
+
+
+def _activates_convolutions(model: Any) -> bool:
+    """Whether the result of a convolution, with its bias or without, is multiplied by its own sigmoid."""
+    for operation in model.get_ops():
+        if operation.get_type_name() != "Sigmoid":
+            continue
+        value = operation.input_value(0)
+        source = value.get_node()
+        if source.get_type_name() == "Add":
+            source = source.input_value(0).get_node()
+        readers = {port.get_node().get_friendly_name() for port in value.get_target_inputs()}
+        gated = {port.get_node().get_friendly_name() for port in operation.output(0).get_target_inputs()}
+        if source.get_type_name() in _CONVOLUTIONS and readers & gated:
+            return True
+    return False
 
 
 def _joins_attention(model: Any) -> bool:
