@@ -39,6 +39,7 @@ CONVERTED: dict[str, Function] = {
     "bytes of a sum": lambda x, n: (n * 100 - 7).to(torch.uint8),
     "bytes with a sign": lambda x, n: (n * 100 - 7).to(torch.int8) + n.to(torch.int8),
     "two bytes": lambda x, n: (n.to(torch.int16) * 20000).long(),
+    "two bytes of a float": lambda x, n: (x * 20000).to(torch.int16) + n,
     "quotient towards 0": lambda x, n: torch.div(n * 7, 3, rounding_mode="trunc"),
     "quotient downwards": lambda x, n: torch.div(n * 7, -3, rounding_mode="floor"),
     "remainder": lambda x, n: n % 3 + torch.fmod(n, 4),

@@ -93,7 +93,7 @@ def _softplus(ov: Any, x: Any) -> Any:
 
 
 def _softmax(ov: Any, softmax: Any) -> Any:
-    """NaN in rows of minus infinities, where OpenVINO's own puts numbers; None where there is no such row."""
+    """NaN in rows of minus infinity, where OpenVINO puts numbers; None behind a product, of no masks."""
     x = softmax.input_value(0)
     source = x.get_node()
     while source.get_type_name() in _SCALES:
@@ -174,7 +174,7 @@ def _integer(ov: Any, convert: Any) -> Any:
     if source.get_node().get_type_name() in _WHOLE:
         return None
     if source.get_element_type().is_real():
-        return ov.convert(_towards_zero(ov, source), kind)
+        return ov.convert(_towards_zero(ov, source), kind)  # `correct` has seen to those of 16 bits
     return last_bits(ov, convert)
 
 

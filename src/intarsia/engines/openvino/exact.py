@@ -66,8 +66,10 @@ def _remainder(ov: Any, a: Any, b: Any) -> Any:
 
 
 def last_bits(ov: Any, convert: Any) -> Any:
-    """A longer integer's last bits, as PyTorch converts it; None where nothing is cut off."""
+    """The last bits of a longer integer or a float, as PyTorch converts it; None where none is cut off."""
     source, kind = convert.input_value(0), convert.get_element_type().get_type_name()
+    if source.get_element_type().is_real():
+        source = ov.convert(source, "i32").output(0)  # guards keep it in there
     bits, given = _BITS.get(kind), source.get_element_type()
     if bits is None or not given.is_integral_number() or given.bitwidth <= bits:
         return None
