@@ -260,29 +260,3 @@ def test_what_a_bound_session_refuses_is_left_for_that_call_alone() -> None:
     with pytest.raises(GuardError, match="Gather"):
         program(torch.zeros_like(x))
     assert torch.equal(program(x)[0], torch.arange(40).flip(0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.to(torch.uint8).long() + 1,
-        lambda x: x.to(torch.int8).long() + 1,
-        lambda x: x.to(torch.int16).long() + 1,
-        lambda x: x.long().int() + 1,
-        lambda x: x.long().to(torch.uint8) + 1,
-    ],
-    ids=["byte", "signed byte", "two bytes", "four of eight bytes", "one of eight bytes"],
-)
-def test_numbers_that_an_integer_does_not_hold(
-    function: Callable[[torch.Tensor], torch.Tensor], engine: str, dtype: torch.dtype
-) -> None:
-    # Of 65536 as a byte, torch's own kernels for vectors and for what is left over differ on ARM.
-    values = [0.0, -1.5, 127.0, 128.0, -129.0, 300.0, -300.0, 32768.0, 2.0**31, -(2.0**32), 1e20]
-    x = torch.tensor(values, dtype=dtype)
-    fast = intarsia.compile(Of(function), (torch.ones_like(x),), engines=[engine], min_block_size=1)
-    for one in (x, *(value.expand(len(x)).contiguous() for value in x)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a call was left to PyTorch
-            torch.testing.assert_close(fast(one), function(one), rtol=0, atol=0)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import onnx_ir as ir
-
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
 from intarsia.engines.guards.limits import FINITE, of_rounded_product
-from intarsia.network import Layer, Tensor, dtypes
+from intarsia.network import Layer
 
 _NUMBERS = Interval(-math.inf, math.inf)
 _ABOVE = Interval(-(2.0**100), math.inf)
@@ -28,20 +26,6 @@ _MASK = {"Attention": 3, "com.microsoft::MultiHeadAttention": 5}
 _SMALL = Interval(-(2.0**16), 2.0**16)
 
 
-_NARROW = frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16})
-_FITS = Interval(-(2.0**30), 2.0**30)
-
-
-def _is_cut(made: Tensor) -> bool:
-    """Whether an integer has less than 32 bits, or is cast again: ONNX Runtime makes one cast of both."""
-    if made.dtype in _NARROW:
-        return True
-    readers = [user for user in made.get_users() if user.kind == "Cast"]
-    return made.dtype in dtypes.INTEGERS and any(
-        user.get_outputs(0)[0].dtype in dtypes.INTEGERS for user in readers
-    )
-
-
 class OnnxRuntimeLimits:
     """Nearly all kernels see all bits of integers here, and check indices."""
 
@@ -50,8 +34,6 @@ class OnnxRuntimeLimits:
 
     def floats(self, layer: Layer, index: int) -> Interval | None:
         kind = layer.kind
-        if kind == "Cast" and _is_cut(layer.get_outputs(0)[0]):
-            return _FITS  # beyond 32 bits each processor has another answer
         if kind == "MaxPool" and len(layer.get_outputs()) > 1:
             return FINITE  # of a window of minus infinity no place is told
         if kind == "MaxPool":
