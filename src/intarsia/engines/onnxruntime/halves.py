@@ -25,10 +25,6 @@ _MOVES = frozenset({
     "Identity", "Pad", "Reshape", "ReverseSequence", "ScatterElements", "ScatterND", "Slice", "SpaceToDepth",
     "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
 })
-_INTEGERS = frozenset({
-    TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8,
-    TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
-})
 # Layers that make what they are told to, whatever they read; those of 8 bits have one kernel everywhere.
 _TOLD = frozenset({
     "Bernoulli", "BitCast", "Cast", "CastLike", "Constant", "ConstantOfShape", "DequantizeLinear", "EyeLike",
@@ -86,8 +82,6 @@ class _Floats:
         _Floats(body, halves, known, self._constants - own, self._numbers).rewrite()
 
     def _is_computed(self, node: NodeProto) -> bool:
-        if node.op_type == "Cast":  # to integers: float16's kernel saturates, float32's wraps as torch does
-            return any(one.name == "to" and one.i in _INTEGERS for one in node.attribute)
         if bodies_in(node) or node.op_type in _TOLD:
             return False
         reduces = any(one.name == "reduction" and one.s != b"none" for one in node.attribute)
