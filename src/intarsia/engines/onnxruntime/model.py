@@ -13,6 +13,7 @@ import torch
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.kinds import Guards
 from intarsia.engines.guards.planner import plan_guards
+from intarsia.engines.onnxruntime.casts import cast_through_int64, keep_casts_apart
 from intarsia.engines.onnxruntime.checks import add_checks
 from intarsia.engines.onnxruntime.halves import compute_in_float32
 from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits, RoundedProductLimits
@@ -62,6 +63,9 @@ def guarded(
     planned = plan_guards(net, limits) if guards else Guards()
     if device == "cpu":
         keep_signed_zeros(net, proto)
+        if is_arm():
+            cast_through_int64(net, proto)
+        keep_casts_apart(proto.graph)
     checks = add_checks(net, proto, planned, look_at_inputs=device == "cpu")
     if device == "cpu" and is_arm():
         divide_for_reciprocals(net, proto)

@@ -1,0 +1,86 @@
+"""Casts to integers that hold less than what is cast to them.
+
+ONNX Runtime makes one cast of two, whatever the first one took away: of 3e9 as 64 and then as 32 bits it
+makes 2147483647, where the last 32 bits are -1294967296; of 2^24 + 1 as float32 and then as 16 bits it makes
+1, which float32 has lost. And on processors of ARM it makes 0 of some negative numbers as bytes, and of
+others the last byte, as PyTorch does of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onnx import NodeProto, TensorProto, helper
+
+from intarsia.engines.onnxruntime.protos import bodies_in
+from intarsia.network import Network, dtypes
+
+_PREFIX = "intarsia_cast"
+_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
+# Those that hold less than what is cast to them may.
+_SHORT = frozenset({
+    TensorProto.INT32, TensorProto.INT16, TensorProto.INT8,
+    TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8,
+})  # fmt: skip
+# They may be taken out, and then two casts are neighbours.
+_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
+
+
+def cast_through_int64(net: Network, model: Any) -> None:
+    """Let a float become 64 bits before it becomes a byte."""
+    floats = {tensor.name for tensor in net.get_inputs() if tensor.dtype in dtypes.FLOATS}
+    made = [tensor for layer in net.get_layers() for tensor in layer.get_outputs()]
+    floats |= {tensor.name for tensor in made if tensor.dtype in dtypes.FLOATS}
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if _target(node) == TensorProto.UINT8 and node.input[0] in floats:
+            name = f"{_PREFIX}_whole_{node.output[0]}"
+            nodes.append(helper.make_node("Cast", [node.input[0]], [name], name=name, to=TensorProto.INT64))
+            node.input[0] = name
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def keep_casts_apart(graph: Any) -> None:
+    """Put a layer that changes nothing between a cast and one of what it made to a short integer."""
+    made = {node.output[0]: node for node in graph.node}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        for body in bodies_in(node):
+            keep_casts_apart(body)
+        before = _cast_before(node, made) if _target(node) in _SHORT else None
+        if before is not None:
+            nodes.append(_copy(node.input[0], f"{_PREFIX}_{node.output[0]}", _target(before), graph))
+            node.input[0] = nodes[-1].output[0]
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _cast_before(node: NodeProto, made: dict[str, NodeProto]) -> NodeProto | None:
+    """The cast whose result a layer reads, be it moved."""
+    before = made.get(node.input[0])
+    while before is not None and before.op_type in _MOVES:
+        before = made.get(before.input[0])
+    return before if before is not None and _target(before) not in (0, TensorProto.BOOL) else None
+
+
+def _target(node: NodeProto) -> int:
+    """The dtype that a cast is to; 0 for other layers."""
+    if node.op_type != "Cast":
+        return 0
+    return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
+
+
+def _copy(given: str, name: str, dtype: int, graph: Any) -> NodeProto:
+    """A layer that gives what it is given, and that no optimiser knows to do so."""
+    if dtype in _FLOATS:
+        return helper.make_node("Max", [given], [name], name=name)
+    graph.initializer.append(helper.make_tensor(f"{name}_bits", dtype, [], [_all_bits(dtype)]))
+    return helper.make_node("BitwiseAnd", [given, f"{name}_bits"], [name], name=name)
+
+
+def _all_bits(dtype: int) -> int:
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    return (1 << 8 * kind.itemsize) - 1 if kind.kind == "u" else -1
