@@ -63,8 +63,7 @@ def guarded(
     planned = plan_guards(net, limits) if guards else Guards()
     if device == "cpu":
         keep_signed_zeros(net, proto)
-        if is_arm():
-            cast_through_int64(net, proto)
+        cast_through_int64(net, proto)
         keep_casts_apart(proto.graph)
     checks = add_checks(net, proto, planned, look_at_inputs=device == "cpu")
     if device == "cpu" and is_arm():

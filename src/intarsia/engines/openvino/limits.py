@@ -77,8 +77,8 @@ _INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32,
 _WIDE = Interval(-(2**31), 2**31 - 1)
 _HAS_NEGATIVE = Interval(-(2**31) + 1, 2**31 - 1)  # as a truth value, -2**31 is taken for zero
 _NARROW = Interval(-(2**24), 2**24)  # what float32 holds exactly
-_HALF = Interval(-(2**11), 2**11)  # and float16
-_BYTES = frozenset({ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8})  # which bfloat16 holds exactly
+# What shorter floats hold exactly: to float16 OpenVINO does not round, to bfloat16 it cuts off.
+_HELD = {ir.DataType.FLOAT16: Interval(-(2**11), 2**11), ir.DataType.BFLOAT16: Interval(-(2**8), 2**8)}
 _SHORTS = frozenset({ir.DataType.INT16, ir.DataType.UINT16})
 _ANY_NUMBER = Interval(-math.inf, math.inf)
 
@@ -100,10 +100,10 @@ def _refuses(layer: Layer) -> str | None:
     for made in outputs:
         if made.value.dtype == ir.DataType.DOUBLE:
             return _double(made)
-    if layer.kind == "Cast" and outputs[0].dtype == ir.DataType.FLOAT16:
+    if layer.kind == "Cast" and outputs[0].dtype in _HELD:
         given = layer.get_inputs(0)[0]
         if given is not None and given.dtype in _SHORTS:  # longer ones are watched
-            return f"{outputs[0].name} is rounded to float16, which OpenVINO leaves out"
+            return f"{outputs[0].name} rounds {given.dtype.name}, which OpenVINO does not do as PyTorch does"
     if is_arm() and (reason := _refuses_on_arm(layer)) is not None:
         return reason
     touched = [tensor for tensor in layer.get_inputs() if tensor is not None]
@@ -122,7 +122,9 @@ def _refuses_on_arm(layer: Layer) -> str | None:
     if made.dtype != ir.DataType.BFLOAT16:
         return None
     given = layer.get_inputs(0)[0]
-    moved = layer.kind in _MOVES and (layer.kind != "Cast" or given is None or given.dtype in _BYTES)
+    moved = layer.kind in _MOVES and (
+        layer.kind != "Cast" or given is None or given.dtype not in dtypes.FLOATS
+    )
     return None if moved else f"{made.name} is rounded to bfloat16, which OpenVINO does wrongly on ARM"
 
 
@@ -142,8 +144,8 @@ class OpenVINOLimits:
         kind = layer.kind
         if kind == "Cast" and layer.get_outputs(0)[0].dtype == ir.DataType.BOOL:
             return _HAS_NEGATIVE
-        if kind == "Cast" and layer.get_outputs(0)[0].dtype == ir.DataType.FLOAT16:
-            return _HALF  # OpenVINO keeps it in float32, and what follows sees what was not rounded
+        if kind == "Cast" and layer.get_outputs(0)[0].dtype in _HELD:
+            return _HELD[layer.get_outputs(0)[0].dtype]
         return _WIDE if _is_moved(layer) or (kind in _NATIVE and layer not in self._narrow) else _NARROW
 
     def index_axes(self, layer: Layer) -> list[int] | None:
