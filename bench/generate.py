@@ -32,6 +32,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import platform
 import resource
 import statistics
 import subprocess
@@ -158,8 +159,11 @@ def openvino_genai(told: argparse.Namespace) -> Generate:
     # As exact as the model: by itself it computes in bf16 where a processor can, and caches 8 bits.
     short = {"float32": "f32", "bfloat16": "bf16"}[told.dtype]
     exact: dict[str, Any] = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
-    exact["scheduler_config"] = genai.SchedulerConfig()
-    exact["scheduler_config"].enable_prefix_caching = False  # the same prompt is to be read again each time
+    if platform.machine() in ("aarch64", "arm64"):  # there it refuses its own scheduler
+        exact["ATTENTION_BACKEND"] = "SDPA"
+    else:
+        exact["scheduler_config"] = genai.SchedulerConfig()
+        exact["scheduler_config"].enable_prefix_caching = False  # the same prompt is to be read each time
     pipe, ids = genai.LLMPipeline(folder, "CPU", **exact), openvino.Tensor(prompt(told).numpy())
 
     def run(tokens: int) -> list[int]:

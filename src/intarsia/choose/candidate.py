@@ -49,6 +49,10 @@ class Candidate:
         return all(engine.is_exact for engine in self.engines)
 
     @property
+    def engine_names(self) -> tuple[str, ...]:
+        return tuple(engine.name for engine in self.engines)
+
+    @property
     def is_slow_to_build(self) -> bool:
         return any(engine.slow_to_build for engine in self.engines)
 

@@ -50,7 +50,7 @@ class Search:
     progress: Progress
     told: str = ""  # what the programs depend on besides graph, engines and options
     tolerance: float | None = None  # how far results may be off; None for exact arithmetic
-    build_s: dict[str, float] = field(default_factory=dict)
+    build_s: dict[tuple[str, ...], float] = field(default_factory=dict)  # by engines
     built: dict[str, Built] = field(default_factory=dict)
     trials: dict[str, Trial] = field(default_factory=dict)
     blocks: tuple[BlockCost, ...] = ()
@@ -282,7 +282,7 @@ class Search:
                 continue
             self.built[candidate.name] = built
             if not candidate.is_slow_to_build:  # which says nothing of the others
-                self.build_s[candidate.name] = built.build_s
+                self.build_s[candidate.engine_names] = built.build_s
             names.append(candidate.name)
             self._limit()
             if favoured:  # what it took is not taken from the others
@@ -308,9 +308,8 @@ class Search:
                 )
         if left <= 0:
             return f"the budget of {self._budget} is spent"
-        # Engines take about as long as each other; what only PyTorch runs is there at once.
         others = any(engine.name != PYTORCH for engine in candidate.engines)
-        needs = max(self.build_s.values(), default=0.0) if others else 0.0
+        needs = self._expected_build_s(candidate) if others else 0.0  # PyTorch's plan is there at once
         if others and (reason := no_room(self.workshop.builder.module)) is not None:
             return reason
         needs += self._last_race_s([*self.built, candidate.name])
@@ -318,6 +317,10 @@ class Search:
             took = f"it may take {needs:.1f} s to build and to race"
             return f"{took}, and {left:.1f} s are left of {self._budget}"
         return None
+
+    def _expected_build_s(self, candidate: Candidate) -> float:
+        """What its engines took with other options, or else what any took: they do not differ by much."""
+        return self.build_s.get(candidate.engine_names) or max(self.build_s.values(), default=0.0)
 
     def _race(self, names: Sequence[str], *, final: bool, rounds: int, share: float) -> None:
         """Measure plans end to end, in turns."""
