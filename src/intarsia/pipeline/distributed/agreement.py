@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from intarsia.pipeline.stages.signature import CallSignature
 
 _PRECISIONS: tuple[Precision, ...] = (None, torch.bfloat16, torch.float16, torch.float32)
 _UNKNOWN = -1  # a number that another rank knows
+NOT_SCALED = -1.0  # where a scale would be, of a rank that learns without a scaler
+_NO_MATTER = 0.0  # of a rank that learns nothing
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class AgreedBatch:
     total: float  # the sum of all weights, of every replica
     lengths: dict[str, int]
     sizes: list[int]  # the samples of each micro-batch
+    scale: float  # what scalers multiply the loss by
+    is_scaled: bool  # whether any rank that learns has a scaler
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,12 @@ def agree(
     kwargs: dict[str, Any],
     target: Any,
     loss: MicrobatchLoss | None,
-    scale: float,
+    own_scale: Callable[[], float | None],
 ) -> AgreedBatch:
-    """Let every rank of every replica know this batch's lengths and weights, or that some rank refused it."""
+    """Let every rank of every replica know this batch's lengths and weights, or that some rank refused it.
+
+    `own_scale` gives what this rank's scaler multiplies by, `NOT_SCALED`, or None where nothing learns.
+    """
     names, count, world = sorted(terms.signature.example), terms.n_microbatches, terms.world
     least = terms.signature.least
     tensors: list[Tensor] = []
@@ -86,8 +93,10 @@ def agree(
     weights: list[float] = []
     lengths: dict[str, int] = {}
     samples = aimed = _UNKNOWN
+    scale: float | None = None
     refusal: Exception | None = None
     try:
+        scale = None if loss is None else own_scale()
         if world.rank == terms.first:
             given = terms.signature.flatten(args, kwargs)
             tensors, lengths, samples = divide(terms.signature, given, count, terms.device)
@@ -99,7 +108,7 @@ def agree(
     mine = _Told(
         refusal is not None,
         _PRECISIONS.index(current_precision(terms.device)),
-        scale,
+        _NO_MATTER if scale is None else scale,
         sum(weights) if weights else _UNKNOWN,
         samples,
         aimed,
@@ -117,7 +126,12 @@ def agree(
     first = told[world.mine[terms.first]]
     sizes = part_sizes(first.samples, count, least)
     agreed = dict(zip(names, first.lengths, strict=True))
-    return AgreedBatch(tensors, targets, weights or [float(n) for n in sizes], sum(totals), agreed, sizes)
+    counts = weights or [float(n) for n in sizes]
+    scaled = max(one.scale for one in told.values())
+    is_scaled = scaled > _NO_MATTER
+    return AgreedBatch(
+        tensors, targets, counts, sum(totals), agreed, sizes, scaled if is_scaled else 1.0, is_scaled
+    )
 
 
 def _weights(terms: Terms, loss: MicrobatchLoss, targets: Sequence[Any], aimed: int) -> list[float]:
@@ -140,10 +154,11 @@ def _check_ranks(me: int, told: Mapping[int, _Told]) -> None:
         if other.precision != mine.precision:
             words = [_autocast(_PRECISIONS[t.precision]) for t in (mine, other)]
             raise InputError(f"rank {me} steps {words[0]}, but rank {rank} {words[1]}")
-        if other.scale != mine.scale:
+        if _NO_MATTER not in (other.scale, mine.scale) and other.scale != mine.scale:
+            scales = [1.0 if one.scale == NOT_SCALED else one.scale for one in (mine, other)]
             raise InputError(
-                f"rank {me} scales gradients by {mine.scale:g}, but rank {rank} by {other.scale:g}: every"
-                " rank's scaler must do the same steps"
+                f"rank {me} scales gradients by {scales[0]:g}, but rank {rank} by {scales[1]:g}: every rank"
+                " that learns needs a scaler, and all must do the same steps"
             )
 
 

@@ -17,7 +17,15 @@ from intarsia.pipeline.stages.tree_stage import TreeStage
 
 def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSequence) -> frozenset[int]:
     """The stages to compute again; modules that are named are told to their stages."""
+    if isinstance(checkpoint, str) or not isinstance(checkpoint, bool | Collection):
+        raise PartitionError(
+            f"checkpoint={checkpoint!r} is neither True nor False nor a list of stages' numbers and modules'"
+            " names"
+        )
     chosen = range(len(stages)) if checkpoint is True else () if checkpoint is False else checkpoint
+    strange = [one for one in chosen if not isinstance(one, int | str)]
+    if strange:
+        raise PartitionError(f"checkpoint names {strange[0]!r}, which is neither a stage nor a module")
     numbers = [i for i in chosen if isinstance(i, int)]
     wrong = [i for i in numbers if i not in range(len(stages))]
     if wrong:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def clip_by_global_norm(
@@ -24,13 +27,27 @@ def clip_by_global_norm(
     A parameter that several ranks hold is counted by one of them. Returns the norm before clipping.
     """
     gradients = [p.grad for p in counted if p.grad is not None]
+    # Ranks may hold gradients of different dtypes, or none: what is sent is float64 on all of them.
     local = get_total_norm(gradients, norm_type).to(device) if gradients else torch.zeros((), device=device)
+    wide = local.double()
     if math.isinf(norm_type):
-        dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
-        total = local
+        dist.all_reduce(wide, dist.ReduceOp.MAX, group=group)
+        total = wide
     else:
-        powered = local**norm_type
+        powered = wide**norm_type
         dist.all_reduce(powered, group=group)
         total = powered ** (1.0 / norm_type)
+    total = total.to(_common_dtype(gradients, group, device))
     clip_grads_with_norm_(parameters, max_norm, total)
     return total
+
+
+def _common_dtype(
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> torch.dtype:
+    """The dtype that the norm of all ranks' gradients together would have."""
+    own = {gradient.real.dtype if gradient.is_complex() else gradient.dtype for gradient in gradients}
+    held = torch.tensor([float(dtype in own) for dtype in _DTYPES], device=device)
+    dist.all_reduce(held, dist.ReduceOp.MAX, group=group)
+    present = [dtype for dtype, count in zip(_DTYPES, held.tolist(), strict=True) if count]
+    return functools.reduce(torch.promote_types, present or [torch.float32])

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.distributed.agreement import AgreedBatch, Terms, agree
+from intarsia.pipeline.distributed.agreement import NOT_SCALED, AgreedBatch, Terms, agree
 from intarsia.pipeline.distributed.batch import first_part, join, real_part
 from intarsia.pipeline.distributed.checks import (
     recomputed_stages,
@@ -27,7 +27,7 @@ from intarsia.pipeline.distributed.checks import (
     writes_buffers,
 )
 from intarsia.pipeline.distributed.loading import materialise, weights_of
-from intarsia.pipeline.distributed.loss import Loss, LossWeight, MicrobatchLoss, Reduction
+from intarsia.pipeline.distributed.loss import NO_TARGET, Loss, LossWeight, MicrobatchLoss, Reduction
 from intarsia.pipeline.distributed.placement import (
     check_agreement,
     connect,
@@ -137,7 +137,7 @@ class DistributedPipeline(RankStages):
         reason = refusal(schedule, world.size, n_microbatches)
         if reason is not None:
             raise PartitionError(reason)
-        check_agreement(stages, world.everyone, self.device)
+        check_agreement(stages, schedule, n_microbatches, world.everyone, self.device)
         connect(self.stage_ranks, world.pipeline, self.device)
         self._stages = list(stages)
         for stage in self._stages:
@@ -209,11 +209,8 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
-        scale = 1.0
-        if self.scaler is not None and loss is not None:  # asked as a loop would, which also wakes the scaler
-            scale = float(self.scaler.scale(torch.ones((), device=self.device)))
-        batch = agree(self._terms, args, kwargs, target, loss, scale)
-        self._sizes = batch.sizes
+        batch = agree(self._terms, args, kwargs, target, loss, self._own_scale)
+        self._sizes, scale = batch.sizes, batch.scale
         borders, run = self._schedule(loss, batch)
         if loss is not None:
             self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
@@ -233,18 +230,32 @@ class DistributedPipeline(RankStages):
         result = StepResult(None, None)
         if self.is_last and run.failure.error is None:
             try:
-                result = self._result(borders, chunks, [x.detach() / scale for x in losses], target, loss)
+                whole = NO_TARGET if target is None else target
+                result = self._result(borders, chunks, [x.detach() / scale for x in losses], whole, loss)
             except Exception as error:
                 run.failure.note(error, "the loss of the whole batch")
         if loss is not None:
             loss.end()
         self._raise_together(run.failure)
-        if loss is not None and self.scaler is not None:
+        if loss is not None and batch.is_scaled:
             self._share_overflow()
         if result.loss is not None:
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
         return result
+
+    def _own_scale(self) -> float | None:
+        """What this rank's scaler multiplies the loss by; None where there is none, and nothing learns."""
+        learns = any(p.requires_grad for p in self.parameters())
+        if self.scaler is None or not self.scaler.is_enabled():
+            return NOT_SCALED if learns else None
+        if not learns:
+            raise PartitionError(
+                "no parameter of this rank learns, so its GradScaler has nothing to check and would refuse to"
+                " step: give scaler=None on this rank"
+            )
+        # Asked as a loop would, which also wakes the scaler.
+        return float(self.scaler.scale(torch.ones((), device=self.device)))
 
     def _result(
         self,
@@ -279,8 +290,9 @@ class DistributedPipeline(RankStages):
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         over = any(not bool(torch.isfinite(g).all()) for g in gradients)
         flags = self.world.gather(torch.tensor([int(over)], device=self.device))
-        if gradients and any(int(flag) for flag in flags.values()):
-            gradients[0].view(-1)[:1] = float("inf")
+        first = next((g for g in gradients if g.numel()), None)
+        if first is not None and any(int(flag) for flag in flags.values()):
+            first[(0,) * first.ndim] = float("inf")
 
     def _schedule(self, loss: MicrobatchLoss | None, batch: AgreedBatch) -> tuple[Borders, ScheduleRun]:
         """The borders and torch's schedule for such batches; made once for each kind."""

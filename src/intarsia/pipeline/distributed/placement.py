@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from intarsia.errors import PartitionError
@@ -76,19 +76,35 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def check_agreement(stages: StageSequence, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Refuse ranks that cut the model in different places."""
-    text = "\n".join(map(_cut, stages))
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    mine = torch.tensor([digest], device=device)
+def check_agreement(
+    stages: StageSequence,
+    schedule: str,
+    n_microbatches: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Refuse ranks that cut the model in different places, or would run it in different orders."""
+    digests = [_digest("\n".join(map(_cut, stages))), _digest(schedule), n_microbatches]
+    mine = torch.tensor(digests, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
-    others = [r for r, t in enumerate(gathered) if int(t) != digest]
-    if others:
-        raise PartitionError(
-            f"rank {others[0]} cut the model elsewhere than rank {dist.get_rank(group)}: measured times"
-            " differ between processes; split(..., agree=True) takes rank 0's cuts on every rank"
-        )
+    me = dist.get_rank(group)
+    for rank, (cuts, order, count) in enumerate(map(Tensor.tolist, gathered)):
+        if cuts != digests[0]:
+            raise PartitionError(
+                f"rank {rank} cut the model elsewhere than rank {me}: measured times differ between"
+                " processes; split(..., agree=True) takes rank 0's cuts on every rank"
+            )
+        if order != digests[1]:
+            raise PartitionError(f"rank {me} has schedule={schedule!r}, and rank {rank} another")
+        if count != n_microbatches:
+            raise PartitionError(
+                f"rank {me} has n_microbatches={n_microbatches}, and rank {rank} n_microbatches={count}"
+            )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _cut(stage: nn.Module) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +16,16 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from intarsia.errors import InputError
+from intarsia.pipeline.distributed.optimizer_options import (
+    Options,
+    as_bytes,
+    from_bytes,
+    options_by_name,
+    options_of_groups,
+    set_options,
+)
 
-_MODEL, _OPTIMIZER, _GROUPS = "model/", "optimizer/", "optimizer groups"
+_MODEL, _OPTIMIZER, _OPTIONS = "model/", "optimizer/", "options/"
 
 
 def save_checkpoint(
@@ -36,8 +43,7 @@ def save_checkpoint(
                 flat[f"{_OPTIMIZER}{name}/{slot}"] = (
                     value if isinstance(value, Tensor) else torch.tensor(value)
                 )
-        options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        flat[_GROUPS] = torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
+        flat |= {_OPTIONS + n: as_bytes(told) for n, told in options_by_name(optimizer, names).items()}
     save(flat, checkpoint_id=str(path), process_group=group)
 
 
@@ -48,30 +54,64 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Read this rank's share, whatever cut and number of ranks wrote it; tensors are filled in place."""
-    stored = _stored(path)
-    missing = [key for key in state if _MODEL + key not in stored]
-    if missing:
-        raise InputError(f"the checkpoint {path} lacks {', '.join(missing)}")
+    """Read this rank's share, whatever cut and number of ranks wrote it; tensors are filled in place.
+
+    What one rank refuses no rank begins to read.
+    """
     flat: dict[str, Any] = {_MODEL + key: value for key, value in state.items()}
     slots: dict[str, tuple[str, str]] = {}
-    if optimizer is not None:
-        if _GROUPS not in stored:
-            raise InputError(f"the checkpoint {path} holds no optimizer")
-        for key in stored:
-            name, _, slot = key.removeprefix(_OPTIMIZER).rpartition("/")
-            if key.startswith(_OPTIMIZER) and name in names:
-                slots[key] = (name, slot)
-        flat |= {key: _empty(stored[key]) for key in (*slots, _GROUPS)}
+    options: list[Options] = []
+    refusal: Exception | None = None
+    try:
+        stored = _stored(path)
+        missing = [key for key in state if _MODEL + key not in stored]
+        if missing:
+            raise InputError(f"the checkpoint {path} lacks {', '.join(missing)}")
+        if optimizer is not None:
+            options = options_of_groups(optimizer, names, _told(path, stored, names))
+            for key in stored:
+                name, _, slot = key.removeprefix(_OPTIMIZER).rpartition("/")
+                if key.startswith(_OPTIMIZER) and name in names:
+                    slots[key] = (name, slot)
+            flat |= {key: _empty(stored[key]) for key in slots}
+    except Exception as error:
+        refusal = error
+    _raise_together(refusal, group)
     load(flat, checkpoint_id=str(path), process_group=group)
     if optimizer is None:
         return
+    for parameter in names.values():  # what the checkpoint lacks had not been made when it was written
+        optimizer.state.pop(parameter, None)
     for key, (name, slot) in slots.items():
-        parameter: Any = names[name]
-        value = flat[key]
-        optimizer.state[parameter][slot] = value.to(parameter.device) if value.ndim else value
-    for target, given in zip(optimizer.param_groups, json.loads(bytes(flat[_GROUPS].tolist())), strict=True):
-        target.update({k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+        value, held = flat[key], names[name]
+        optimizer.state[held][slot] = value.to(held.device) if value.ndim else value
+    set_options(optimizer, options)
+
+
+def _told(
+    path: str | Path, stored: Mapping[str, TensorStorageMetadata], names: Mapping[str, Tensor]
+) -> dict[str, Options]:
+    """The options of these parameters that a checkpoint holds."""
+    if not any(key.startswith(_OPTIONS) for key in stored):
+        raise InputError(f"the checkpoint {path} holds no optimizer")
+    flat: dict[str, Any] = {
+        _OPTIONS + name: _empty(stored[_OPTIONS + name]) for name in names if _OPTIONS + name in stored
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each rank reads those of its own parameters
+        load(flat, checkpoint_id=str(path), no_dist=True)
+    return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in flat.items()}
+
+
+def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank what any rank refuses: the others would wait for it."""
+    said: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, None if refusal is None else str(refusal), group=group)
+    if refusal is not None:
+        raise refusal
+    for rank, words in enumerate(said):
+        if words is not None:
+            raise InputError(f"rank {rank} refuses the checkpoint: {words}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
