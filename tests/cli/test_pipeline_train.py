@@ -156,6 +156,11 @@ def test_names_of_models(tmp_path, monkeypatch):
             make_job(small, **options)
 
 
+def test_a_curve_is_an_svg(tmp_path):
+    result = CliRunner().invoke(app, ["run", "gpt2", f"--curve={tmp_path / 'loss.png'}"])
+    assert result.exit_code and "give a name that ends in .svg" in str(result.exception)
+
+
 def test_curves():
     many = [math.exp(-i / 50) for i in range(300)]
     text = text_curve(many, width=40, height=8).splitlines()

@@ -92,6 +92,8 @@ def test_the_user_says_what_the_batch_is():
         split(Lookup(), args, stages=2, batch_dims={"tabel": None})
     with pytest.raises(InputError, match="axis 1 of a tensor of shape"):
         split(Lookup(), args, stages=2, batch_dims={"table": 1})
+    with pytest.raises(InputError, match=r"batch_dims gives axis 5 of a tensor of shape \(6, 4\)"):
+        split(Lookup(), args, stages=2, batch_dims=(5,))
 
 
 class SequenceFirst(nn.Module):
@@ -107,6 +109,7 @@ class SequenceFirst(nn.Module):
 def test_the_batch_on_another_axis():
     args = (torch.randn(5, 6, 4), torch.tensor([1, 2, 3, 4, 5, 5]))
     assert_pipelined_equals(SequenceFirst(), args, {}, chunks=3, batch_dims=(1, 0))
+    assert_pipelined_equals(SequenceFirst(), args, {}, chunks=3, batch_dims=(-2, -1))
 
 
 class Against(nn.Module):

@@ -58,6 +58,11 @@ def ranks(tmp_path_factory) -> list[tuple[int, str]]:
         "rank_plans.clusters",
         "rank_training.clipping",
         f"rank_training.checkpoints:{folder / 'saved'}",
+        f"rank_states.optimizers:{folder / 'optimizers'}",
+        "rank_states.norms",
+        "rank_states.overflows",
+        "rank_states.unused",
+        "rank_states.agreements",
         "rank_sizes.shorter:1F1B:ZBV",
         "rank_sizes.axes",
         "rank_sizes.scaler",
@@ -117,6 +122,10 @@ def test_every_plan_for_a_cluster_runs(ranks):
 
 def test_clipping_and_checkpoints(ranks):
     assert_passed(ranks, "clipping ok", "checkpoints ok")
+
+
+def test_what_training_keeps_is_the_plain_loops(ranks):
+    assert_passed(ranks, "optimizers ok", "norms ok", "overflows ok", "unused ok", "agreements ok")
 
 
 def test_batches_of_any_size_and_place_and_a_scaler(ranks):

@@ -130,6 +130,10 @@ def test_names_and_shapes_that_do_not_fit_are_told(table, tmp_path):
         load(lambda t: t.update(more=torch.ones(1)))
     load(lambda t: t.update(more=torch.ones(1)), strict=False)
     with pytest.raises(
+        InputError, match="buffers gives 'scaled', which is no buffer of the model; is 'scale'"
+    ):
+        meta_stages().load(tmp_path / "other.safetensors", buffers={"scaled": torch.arange(4.0)})
+    with pytest.raises(
         InputError, match=r"does not fit: mix.weight is float32\[4, 4\], stored as float32\[4, 5\]"
     ):
         load(lambda t: t.update({"mix.weight": torch.ones(4, 5)}))

@@ -74,6 +74,14 @@ def test_scatter_refuses_what_would_not_pair(sizes, chunks):
         scatter(tuple(torch.zeros(size) for size in sizes), chunks)
 
 
+def test_sizes_count_whatever_the_chunks():
+    for chunks in (1, 2):
+        batches = scatter(torch.arange(4), chunks, sizes=[3, 1])
+        assert [len(batch.tensor) for batch in batches] == [3, 1]
+    with pytest.raises(RuntimeError, match="sum exactly to 4"):
+        scatter(torch.arange(4), 1, sizes=[1, 1])
+
+
 def test_scatter_repeats_what_has_no_batch():
     batches = scatter({"x": torch.arange(3), "scale": torch.tensor(2.0), "n": 5}, chunks=3)
     assert [batch.value["x"].tolist() for batch in batches] == [[0], [1], [2]]

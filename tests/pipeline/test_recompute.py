@@ -100,9 +100,25 @@ def test_names_that_are_nowhere_are_refused():
         split(model, (x,), stages=2, by="memory", checkpoint=["blocks.*.conv2"])
     with pytest.raises(PartitionError, match="is one name; give a list"):
         split(model, (x,), stages=2, by="memory", checkpoint="blocks.1")
+    for wrong in (True, [0]):
+        with pytest.raises(PartitionError, match="is no list of modules' names"):
+            split(model, (x,), stages=2, by="memory", checkpoint=wrong)
     parts = split(model, (x,), stages=2, by="memory")
     assert "blocks.1.conv1" in set().union(*(module_names(stage.program) for stage in parts))
     assert set(NAMES) <= set(ZOO)
+
+
+def test_stages_that_compute_again_are_copied_and_saved(tmp_path):
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    model, x = nn.Sequential(inner, nn.Linear(4, 4)), torch.randn(4, 4)
+    parts = split(model, (x,), cuts=["1"], checkpoint=["0"])
+    torch.save(parts, tmp_path / "parts")
+    loaded = torch.load(tmp_path / "parts", weights_only=False)
+    for twin in (copy.deepcopy(parts), copy.deepcopy(parts.gpipe(chunks=2)), loaded):
+        kept, output = kept_elements(twin, (x,), {})
+        assert torch.equal(output, model(x)) and kept < kept_elements(model, (x,), {})[0]
+        loss_of(output).backward()
+        assert all(p.grad is not None for p in twin.parameters()) and model[1].weight.grad is None
 
 
 class Odd(nn.Module):

@@ -160,6 +160,36 @@ def test_frozen_tensors_are_refused():
         split(Noisy(), (torch.randn(2, 3),), stages=2)
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.a, self.b = 0, nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        self.calls += 1
+        return self.b(torch.tanh(self.a(x))) + self.calls
+
+
+def test_numbers_that_a_model_counts_in_python_are_not_frozen():
+    model = Counting()
+    with pytest.raises(CaptureError, match="Counting changes its calls at every call, which tracing would"):
+        split(model, (torch.randn(2, 3),), stages=2)
+    assert model.calls == 0
+    with pytest.raises(CaptureError, match="Counting changes its calls at every call"):
+        split(nn.Sequential(nn.Linear(3, 3), model), (torch.randn(2, 3),), stages=2)
+
+
+def test_what_a_first_call_sets_is_no_count():
+    class First(Counting):
+        def forward(self, x):
+            self.calls = 7
+            return self.b(torch.tanh(self.a(x))) + self.calls
+
+    model, x = First(), torch.randn(2, 3)
+    parts = split(model, (x,), stages=2)
+    assert model.calls == 0 and torch.equal(parts(x), model(x))
+
+
 def test_too_few_modules():
     with pytest.raises(PartitionError, match="needs 4 cuts"):
         split(nn.Sequential(Moody(2), Moody(2)), (torch.randn(2, 2),), stages=5)
@@ -182,6 +212,17 @@ def test_every_option_is_obeyed():
         split(model, (x,), stages=2, by="memory", agree=True)
     whole = split(model, (x,), stages=2, by="memory", batch_dims=(None,))
     assert whole.signature.axes == {"x": None}
+
+
+def test_numbers_that_mean_nothing_are_refused():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3)
+    for options, sentence in (
+        ({"slack": -1.0}, "slack=-1.0 must be 0 or more"),
+        ({"in_flight": 0}, "in_flight=0 must be 1 or more"),
+        ({"cuts": "1"}, "cuts='1' is one place"),
+    ):
+        with pytest.raises(PartitionError, match=sentence):
+            split(model, (x,), **options)
 
 
 def test_stages_and_cuts_that_disagree():

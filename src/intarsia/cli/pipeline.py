@@ -69,6 +69,8 @@ def run(
         _check_schedule(schedule, ranks, microbatches)
         if resume and save is None:
             raise PartitionError("--resume needs --save, the folder of the checkpoints")
+        if curve is not None and curve.suffix != ".svg":
+            raise PartitionError(f"--curve {curve}: the picture is an SVG; give a name that ends in .svg")
         if model is None and (text or save or curve or recompute):
             raise PartitionError("--text, --save, --curve and --recompute need a model to train")
         raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))

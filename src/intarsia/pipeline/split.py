@@ -87,6 +87,12 @@ def split(
     """
     if by not in ("time", "memory"):
         raise PartitionError(f"by={by!r} is neither 'time' nor 'memory'")
+    if isinstance(cuts, str):
+        raise PartitionError(f"cuts={cuts!r} is one place; give a list of them")
+    if slack < 0:
+        raise PartitionError(f"slack={slack} must be 0 or more")
+    if in_flight < 1:
+        raise PartitionError(f"in_flight={in_flight} must be 1 or more")
     count = _count(stages, cuts)
     speed = DeviceSpeed() if costs == "analytic" else costs
     if not isinstance(speed, DeviceSpeed) and speed != "measured":

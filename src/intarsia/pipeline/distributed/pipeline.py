@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.distributed.agreement import NOT_SCALED, AgreedBatch, Terms, agree
+from intarsia.pipeline.distributed.agreement import AgreedBatch, Terms, agree
 from intarsia.pipeline.distributed.batch import first_part, join, real_part
 from intarsia.pipeline.distributed.checks import (
     recomputed_stages,
@@ -46,8 +47,10 @@ from intarsia.pipeline.distributed.precision import (
 )
 from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint
+from intarsia.pipeline.distributed.scaling import own_scale, share_overflow
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
 from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, find_forms
+from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.schedule.schedules import refusal
@@ -165,6 +168,7 @@ class DistributedPipeline(RankStages):
             self.signature, world, n_microbatches, self.device, first, last, target_axis, why_whole(stages)
         )
         self.scaler = scaler
+        self._unused = UnusedParameters(self._stages)
         self._sizes: list[int] = []  # of the micro-batches of this step
         self._built: dict[Any, tuple[Borders, ScheduleRun]] = {}
         self._forms: dict[Any, list[BorderForm]] = {}  # of stages cut along the module tree
@@ -209,9 +213,11 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
-        batch = agree(self._terms, args, kwargs, target, loss, self._own_scale)
+        own = partial(own_scale, self.scaler, self.parameters(), self.device)
+        batch = agree(self._terms, args, kwargs, target, loss, own)
         self._sizes, scale = batch.sizes, batch.scale
         borders, run = self._schedule(loss, batch)
+        fresh = [p for p in self.parameters() if p.requires_grad and p.grad is None]
         if loss is not None:
             self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
         losses: list[Tensor] = []
@@ -236,26 +242,15 @@ class DistributedPipeline(RankStages):
                 run.failure.note(error, "the loss of the whole batch")
         if loss is not None:
             loss.end()
-        self._raise_together(run.failure)
+        used = self._raise_together(run)
+        if loss is not None:
+            self._unused.forget(fresh, used)
         if loss is not None and batch.is_scaled:
-            self._share_overflow()
+            share_overflow(self.parameters(), self.world, self.device)
         if result.loss is not None:
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
         return result
-
-    def _own_scale(self) -> float | None:
-        """What this rank's scaler multiplies the loss by; None where there is none, and nothing learns."""
-        learns = any(p.requires_grad for p in self.parameters())
-        if self.scaler is None or not self.scaler.is_enabled():
-            return NOT_SCALED if learns else None
-        if not learns:
-            raise PartitionError(
-                "no parameter of this rank learns, so its GradScaler has nothing to check and would refuse to"
-                " step: give scaler=None on this rank"
-            )
-        # Asked as a loop would, which also wakes the scaler.
-        return float(self.scaler.scale(torch.ones((), device=self.device)))
 
     def _result(
         self,
@@ -273,26 +268,19 @@ class DistributedPipeline(RankStages):
                 loss.compare(output, target, total)
         return StepResult(total, output)
 
-    def _raise_together(self, failure: Failure) -> None:
-        """Raise on every rank what any rank failed with."""
-        flags = self.world.gather(torch.tensor([int(failure.error is not None)], device=self.device))
-        failed = [r for r, flag in flags.items() if int(flag)]
+    def _raise_together(self, run: ScheduleRun) -> list[bool]:
+        """Raise on every rank what any rank failed with; or else which outputs any replica's loss used."""
+        failure, count = run.failure, len(self._borders[-1][1])
+        mine = [failure.error is not None, *(i in run.used for i in range(count))]
+        flags = self.world.gather(torch.tensor(mine, dtype=torch.int64, device=self.device))
+        failed = [r for r, flag in flags.items() if int(flag[0])]
         if not failed:
-            return
+            return [any(int(flag[1 + i]) for flag in flags.values()) for i in range(count)]
         words = f"{type(failure.error).__name__} in {failure.where}: {failure.error}"
         shared = self.world.gather_objects(words)
         if failure.error is not None:
             raise failure.error
         raise PipelineError(f"rank {failed[0]} failed with {shared[failed[0]]}")
-
-    def _share_overflow(self) -> None:
-        """Let every rank's scaler find an overflow that one of them would find, so that all skip the step."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        over = any(not bool(torch.isfinite(g).all()) for g in gradients)
-        flags = self.world.gather(torch.tensor([int(over)], device=self.device))
-        first = next((g for g in gradients if g.numel()), None)
-        if first is not None and any(int(flag) for flag in flags.values()):
-            first[(0,) * first.ndim] = float("inf")
 
     def _schedule(self, loss: MicrobatchLoss | None, batch: AgreedBatch) -> tuple[Borders, ScheduleRun]:
         """The borders and torch's schedule for such batches; made once for each kind."""

@@ -45,11 +45,13 @@ class ScheduleRun:
     schedule: Any
     failure: Failure
     outputs: list[tuple[Tensor, ...]] = field(default_factory=list)  # of the last stage, by micro-batch
+    used: set[int] = field(default_factory=set)  # outputs of the last stage that a loss gave a gradient
 
     def step(self, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
         """Run every micro-batch; what the last stage gave for each. A failure is kept, not raised."""
         self.failure.error = None
         self.outputs.clear()
+        self.used.clear()
         self.schedule.step(*inputs, **options)
         return list(self.outputs)
 
@@ -115,6 +117,7 @@ def _pipeline_stage(plan: RunPlan, i: int, lengths: Mapping[str, int], run: Sche
         first=first,
         last=last,
         recompute=i in plan.recompute,
+        used=run.used,
     )
     inputs = [
         _plain(s, lengths, a) if first else wire_spec(s, lengths) for s, a in zip(takes, axes, strict=True)

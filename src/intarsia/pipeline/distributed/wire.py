@@ -128,6 +128,7 @@ class WiredStage(nn.Module):
         first: bool,
         last: bool,
         recompute: bool,
+        used: set[int],
     ) -> None:
         super().__init__()
         self.stage = stage
@@ -136,6 +137,7 @@ class WiredStage(nn.Module):
         # Inputs have the batch in front; those that every micro-batch gets in full, a dimension more.
         self.axes = tuple(axes)
         self.first, self.last, self.recompute = first, last, recompute
+        self.used = used  # gets the numbers of the last stage's outputs that are given a gradient
 
     def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The next border's wires from this one's."""
@@ -153,7 +155,7 @@ class WiredStage(nn.Module):
                 )
         if self.last:
             # Fresh aliases: the runtime detaches the outputs in place, and one of them may be an input.
-            return tuple(_Alias.apply(o) for o in outputs)  # type: ignore[no-untyped-call]
+            return tuple(_Alias.apply(o, i, self.used) for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
         anchor = torch.zeros((), device=outputs[0].device, requires_grad=torch.is_grad_enabled())
         return tuple(_Exit.apply(anchor, *outputs))  # type: ignore[no-untyped-call]
 
@@ -177,13 +179,17 @@ class WiredStage(nn.Module):
 
 
 class _Alias(torch.autograd.Function):
-    """The same tensor under a new node; a number gets a dimension, so that micro-batches can be joined."""
+    """The same tensor under a new node; a number gets a dimension, so that micro-batches can be joined.
+
+    The backward pass, which comes only where there is a gradient, notes the tensor's number.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        ctx.shape = value.shape
+    def forward(ctx: Any, value: torch.Tensor, number: int, used: set[int]) -> torch.Tensor:
+        ctx.shape, ctx.number, ctx.used = value.shape, number, used
         return value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.reshape(ctx.shape)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.used.add(ctx.number)
+        return grad.reshape(ctx.shape), None, None

@@ -157,7 +157,7 @@ def scatter(input: Any, chunks: int, sizes: Sequence[int] | None = None) -> list
     whole = Batch(input)
     if len(whole) == 0:
         raise TypeError(f"expected tensors to scatter, got {type(input).__name__}")
-    if chunks == 1 or all(x.dim() == 0 or x.size(0) == 0 for x in whole):
+    if (chunks == 1 and sizes is None) or all(x.dim() == 0 or x.size(0) == 0 for x in whole):
         if chunks != 1 and all(x.dim() == 0 for x in whole):
             raise ValueError(f"tensors without a batch dimension cannot be cut into {chunks} chunks")
         return [whole]

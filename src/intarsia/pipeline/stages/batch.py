@@ -28,7 +28,9 @@ def batch_axes(
     first dimension has that length is divided.
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    told = _told(model, args, kwargs, given)
+    told = [
+        _counted(axis, leaf) for axis, leaf in zip(_told(model, args, kwargs, given), leaves, strict=True)
+    ]
     sizes = [
         leaf.shape[0 if axis is _UNSAID else axis]
         for leaf, axis in zip(leaves, told, strict=True)
@@ -48,6 +50,15 @@ def batch_axes(
         else:
             axes.append(axis)
     return axes, [axis is not _UNSAID for axis in told]
+
+
+def _counted(axis: Any, leaf: Any) -> Any:
+    """An axis counted from the front."""
+    if axis is None or axis is _UNSAID or not isinstance(leaf, torch.Tensor):
+        return axis
+    if axis not in range(-leaf.ndim, leaf.ndim):
+        raise InputError(f"batch_dims gives axis {axis} of a tensor of shape {tuple(leaf.shape)}")
+    return axis % leaf.ndim
 
 
 def needs_its_batch(

@@ -16,6 +16,7 @@ from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
 from intarsia.pipeline.stages.batch import Axes
 from intarsia.pipeline.stages.chance import export_without_chance
+from intarsia.pipeline.stages.counters import trace_without_counters
 
 # Guards that hold device and dtype of the example: the signature's own check takes their place.
 _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
@@ -30,7 +31,8 @@ def export_model(
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
             with short_stack_traces(), opening(model, (args, kwargs)):
-                program = export_without_chance(partial(export, model, args, kwargs, dynamic_shapes=dynamic))
+                run = partial(export, model, args, kwargs, dynamic_shapes=dynamic)
+                program = trace_without_counters(partial(export_without_chance, run), model, args, kwargs)
         except CaptureError:
             raise
         except Exception as error:

@@ -52,25 +52,29 @@ class _RecomputedProgram(nn.Module):
         ends = {0, len(line.nodes)}
         places = sorted({place for span in spans for place in span} - ends)
         starts = [0, *places]
-        self.pieces = pieces_at(program, line, places)
+        pieces = pieces_at(program, line, places)
         begins = {first for first, _ in spans}
-        self.again = [i < len(starts) and starts[i] in begins for i in range(len(self.pieces))]
-        self.runs = nn.ModuleList(piece.module for piece in self.pieces)
-        self.written = [tuple(n.name in written for n in piece.inputs) for piece in self.pieces]
-        self.inputs = [n for n in program.graph.nodes if n.op == "placeholder"]
-        (self.results,) = next(iter(reversed(program.graph.nodes))).args
+        self.again = [i < len(starts) and starts[i] in begins for i in range(len(pieces))]
+        self.runs = nn.ModuleList(piece.module for piece in pieces)
+        # By name: nodes hold fake tensors, which cannot be copied.
+        self.takes = [tuple(n.name for n in piece.inputs) for piece in pieces]
+        self.gives = [tuple(n.name for n in piece.outputs) for piece in pieces]
+        self.written = [tuple(n.name in written for n in piece.inputs) for piece in pieces]
+        self.inputs = [n.name for n in program.graph.nodes if n.op == "placeholder"]
+        (results,) = next(iter(reversed(program.graph.nodes))).args
+        self.results = [(v.name, None) if isinstance(v, fx.Node) else (None, v) for v in results]
 
     def forward(self, *values: Any) -> tuple[Any, ...]:
         """What the program gives."""
-        known: dict[Any, Any] = dict(zip(self.inputs, values, strict=True))
-        for piece, module, again, written in zip(
-            self.pieces, self.runs, self.again, self.written, strict=True
+        known: dict[str, Any] = dict(zip(self.inputs, values, strict=True))
+        for takes, gives, module, again, written in zip(
+            self.takes, self.gives, self.runs, self.again, self.written, strict=True
         ):
-            given = [known[n] for n in piece.inputs]
+            given = [known[name] for name in takes]
             again = again and torch.is_grad_enabled()
             made = _run_again(module, given, written) if again else module(*given)
-            known.update(zip(piece.outputs, made, strict=True))
-        return tuple(known[v] if isinstance(v, fx.Node) else v for v in self.results)
+            known.update(zip(gives, made, strict=True))
+        return tuple(constant if name is None else known[name] for name, constant in self.results)
 
 
 def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -144,6 +144,8 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
     """Let the modules of these names, or patterns, be computed again; a name that is nowhere is an error."""
     if isinstance(names, str):
         raise PartitionError(f"checkpoint={names!r} is one name; give a list of them")
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise PartitionError(f"checkpoint={names!r} is no list of modules' names")
     known: set[str] = set()
     for stage in stages:
         if not isinstance(stage, Stage):

@@ -19,6 +19,7 @@ from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.stages.batch import BatchDims, batch_axes
 from intarsia.pipeline.stages.chance import trace_without_chance
+from intarsia.pipeline.stages.counters import trace_without_counters
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 from intarsia.pipeline.stages.tied import find_tied
@@ -114,7 +115,7 @@ def _trace(
     fixed = {name: value for name, value in bound.items() if name not in tensors}
     opened: set[str] = set()
     closed: set[str] = set()
-    graph = _attempt(model, opened, fixed, list(tensors))
+    graph = _attempt(model, opened, fixed, tensors)
     if isinstance(graph, str):
         raise CaptureError(
             f"the model can be cut neither by its graph ({reason}) nor by its modules ({graph})"
@@ -125,7 +126,7 @@ def _trace(
         if len(calls) >= enough or not waiting:
             return graph
         name = max(waiting, key=lambda c: sum(p.numel() for p in model.get_submodule(c).parameters()))
-        wider = _attempt(model, opened | {name}, fixed, list(tensors))
+        wider = _attempt(model, opened | {name}, fixed, tensors)
         if isinstance(wider, str):
             closed.add(name)
         else:
@@ -134,10 +135,13 @@ def _trace(
 
 
 def _attempt(
-    model: nn.Module, opened: set[str], fixed: Mapping[str, Any], tensors: Sequence[str]
+    model: nn.Module, opened: set[str], fixed: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> fx.Graph | str:
+    def traced() -> fx.Graph:
+        return trace_without_chance(lambda: _Tracer(opened, fixed, list(tensors)).trace(model))
+
     try:
-        graph = trace_without_chance(lambda: _Tracer(opened, fixed, tensors).trace(model))
+        graph = trace_without_counters(traced, model, (), {**fixed, **tensors})
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if any(n.op == "get_attr" and "_tensor_constant" in str(n.target) for n in graph.nodes):

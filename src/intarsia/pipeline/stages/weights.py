@@ -71,7 +71,7 @@ def memory_for_stages(
 ) -> None:
     """Give these stages memory for a checkpoint to be read into; buffers that none holds get their values."""
     slots = _slots(list(stages))
-    given = {**stages.buffer_values, **buffers}
+    given = _buffer_values(stages, buffers)
     for slot in slots.values():
         if not slot.saved:
             _take_value(slot, given)
@@ -145,7 +145,7 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
     """Find every tensor of the model in the files, or say in one error what does not fit."""
     shards = open_shards(weights.path)
     rename = weights.rename or (lambda name: name)
-    given = {**stages.buffer_values, **weights.buffers}
+    given = _buffer_values(stages, weights.buffers)
     wrong, missing, known = [], [], {rename(key) for key in stages.keys}
     for slot in slots.values():
         known |= {rename(name) for name in slot.names}
@@ -170,6 +170,17 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
     near = difflib.get_close_matches(missing[0], extra, n=1) if missing and extra else []
     hint = f"; is {near[0]} meant by {missing[0]}? rename= says so" if near else ""
     raise InputError(f"{weights.path} {'; it '.join(problems)}{hint}")
+
+
+def _buffer_values(stages: StageSequence, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The values of buffers that are known, or given by name; a name that is nowhere is an error."""
+    held = {name for part in stages for name, _ in part.named_buffers(remove_duplicate=False)}
+    for name in given:
+        if name not in held:
+            near = difflib.get_close_matches(name, held, n=1)
+            told = f"; is {near[0]!r} meant?" if near else ""
+            raise InputError(f"buffers gives {name!r}, which is no buffer of the model{told}")
+    return {**stages.buffer_values, **given}
 
 
 def _take_value(slot: _Slot, given: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,233 @@
+"""One rank of a test of what training keeps: optimizers, scalers, norms, gradients that are None."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from intarsia.errors import InputError, PartitionError
+from intarsia.pipeline.split import split
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in "abcd":
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.d(torch.relu(self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+
+
+class TwoAnswers(nn.Module):
+    """The second answer is made of `b` alone, which lies in the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.a(x))
+        return hidden, self.b(hidden) * 2
+
+
+def layers():
+    torch.manual_seed(0)
+    return Layers()
+
+
+def batch(seed):
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 4, generator=drawn), torch.randn(4, 4, generator=drawn)
+
+
+def piped(model, cuts=("c",), **options):
+    options = {"loss_fn": F.mse_loss} | options
+    return split(model, (batch(0)[0],), cuts=list(cuts)).distributed("1F1B", 2, **options)
+
+
+def train(pipe, optimizer, *seeds):
+    for seed in seeds:
+        x, target = batch(seed)
+        pipe.zero_grad()
+        pipe.step(x, target=target)
+        optimizer.step()
+
+
+def train_plainly(model, optimizer, *seeds):
+    for seed in seeds:
+        x, target = batch(seed)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), target).backward()
+        optimizer.step()
+
+
+def check_equal(pipe, model):
+    want = dict(model.named_parameters())
+    for name, parameter in pipe.named_parameters().items():
+        torch.testing.assert_close(parameter, want[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+def optimizers(folder):
+    """A checkpoint from before the first step forgets what came after; options go with their parameters."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    pipe = piped(layers())
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
+    pipe.save(f"{folder}/fresh", optimizer)
+    train(pipe, optimizer, 1, 2, 3)
+    pipe.load(f"{folder}/fresh", optimizer)
+    train(pipe, optimizer, 4)
+    plain = layers()
+    train_plainly(plain, torch.optim.Adam(plain.parameters(), lr=0.1), 4)
+    check_equal(pipe, plain)
+
+    def by_layer(named, rates=(0.1, 0.2, 0.3, 0.4)):
+        groups = {layer: [p for n, p in named.items() if n[0] == layer] for layer in "abcd"}
+        rated = zip(groups.values(), rates, strict=True)
+        return torch.optim.Adam([{"params": own, "lr": rate} for own, rate in rated if own])
+
+    pipe = piped(layers(), cuts="b")
+    optimizer = by_layer(pipe.named_parameters())
+    train(pipe, optimizer, 1)
+    pipe.save(f"{folder}/layers", optimizer)
+    again = piped(layers(), cuts="d")
+    other = by_layer(again.named_parameters(), rates=(9.0, 9.0, 9.0, 9.0))
+    again.load(f"{folder}/layers", other)
+    train(again, other, 2)
+    plain = layers()
+    train_plainly(plain, by_layer(dict(plain.named_parameters())), 1, 2)
+    check_equal(again, plain)
+    one = torch.optim.Adam(again.parameters())
+    words = "lr=0.1 and b.weight with 0.2" if dist.get_rank() == 0 else "rank 0 refuses the checkpoint"
+    with pytest.raises(InputError, match=words):
+        again.load(f"{folder}/layers", one)
+
+    pipe = piped(layers())
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=torch.tensor(0.25))
+    pipe.save(f"{folder}/tensor", optimizer)
+    optimizer.param_groups[0]["lr"].fill_(1.0)
+    pipe.load(f"{folder}/tensor", optimizer)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+    print("optimizers ok", flush=True)
+
+
+def norms():
+    """Ranks whose gradients have different dtypes, or none, clip by one norm."""
+    model = layers().double()
+    for parameter in (*model.a.parameters(), *model.b.parameters()):
+        parameter.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    x, target = (value.double() for value in batch(1))
+    pipe = split(model, (x,), cuts=["c"]).distributed("1F1B", 2, loss_fn=F.mse_loss)
+    pipe.step(x, target=target)
+    F.mse_loss(plain(x), target).backward()
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(self.a(x.bfloat16()).float())
+
+    torch.manual_seed(0)
+    model = Mixed()
+    plain = copy.deepcopy(model)
+    x, target = batch(1)
+    pipe = split(model, (x,), cuts=["b"]).distributed("GPipe", 1, loss_fn=F.mse_loss)
+    pipe.step(x, target=target)
+    F.mse_loss(plain(x), target).backward()
+    norm = pipe.clip_grad_norm_(0.01)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=1e-2, atol=0)
+    print("norms ok", flush=True)
+
+
+def overflows():
+    """An overflow is skipped by all ranks, whatever the layout; a rank that learns nothing has no scaler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3))
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    stages = split(model, (x,), cuts=["2"])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    pipe = stages.distributed("1F1B", 2, loss_fn=F.mse_loss, scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scales = []
+    for value in (0.0, float("inf")):
+        pipe.zero_grad()
+        pipe.step(x, target=torch.full((4, 5, 4, 4), value))
+        scaler.unscale_(optimizer), scaler.step(optimizer), scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [8.0, 4.0]
+
+    for frozen in ("ab", "cd"):
+        model = layers()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        plain = copy.deepcopy(model)
+        x, target = batch(1)
+        learns = (dist.get_rank() == 0) == (frozen == "cd")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        words = "rank . refused this batch" if learns else "give scaler=None on this rank"
+        with pytest.raises((InputError, PartitionError), match=words):
+            piped(model, scaler=scaler).step(x, target=target)
+        pipe = piped(model, scaler=scaler if learns else None)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(x, target=target)
+        if learns:
+            scaler.step(optimizer), scaler.update()
+        train_plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 1)
+        check_equal(pipe, plain)
+    print("overflows ok", flush=True)
+
+
+def unused():
+    """A parameter that the loss does not use has no gradient, and does not decay."""
+    for schedule, checkpoint in (("1F1B", False), ("ZeroBubble", False), ("GPipe", True)):
+        torch.manual_seed(0)
+        model = TwoAnswers()
+        plain = copy.deepcopy(model)
+        x, target = batch(1)
+        pipe = split(model, (x,), cuts=["mul"]).distributed(
+            schedule, 2, loss_fn=lambda answer, t: F.mse_loss(answer[0], t), checkpoint=checkpoint
+        )
+        for _ in range(2):
+            pipe.zero_grad(), plain.zero_grad()
+            pipe.step(x, target=target)
+            F.mse_loss(plain(x)[0], target).backward()
+            want = dict(plain.named_parameters())
+            for name, parameter in pipe.named_parameters().items():
+                assert (parameter.grad is None) == (want[name].grad is None), (schedule, name)
+                if parameter.grad is not None:
+                    torch.testing.assert_close(parameter.grad, want[name].grad)
+    print("unused ok", flush=True)
+
+
+def agreements():
+    """A loss without a target is compared too; ranks that would run differently are told so."""
+    x, _ = batch(1)
+    plain = layers()
+    result = piped(layers(), loss_fn=lambda answer: answer.square().mean()).step(x)
+    if result.loss is not None:
+        torch.testing.assert_close(result.loss, plain(x).square().mean())
+    stages = split(layers(), (x,), cuts=["c"])
+    rank = dist.get_rank()
+    with pytest.raises(PartitionError, match=rf"n_microbatches={2 + 2 * rank}, and rank"):
+        stages.distributed("1F1B", 2 + 2 * rank, loss_fn=F.mse_loss)
+    with pytest.raises(PartitionError, match="another"):
+        stages.distributed(["1F1B", "GPipe"][rank], 2, loss_fn=F.mse_loss)
+    for wrong in ("always", None, [1.5]):
+        with pytest.raises(PartitionError, match="checkpoint"):
+            stages.distributed("1F1B", 2, checkpoint=wrong)
+    print("agreements ok", flush=True)
