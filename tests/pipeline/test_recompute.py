@@ -116,7 +116,8 @@ def test_stages_that_compute_again_are_copied_and_saved(tmp_path):
     loaded = torch.load(tmp_path / "parts", weights_only=False)
     for twin in (copy.deepcopy(parts), copy.deepcopy(parts.gpipe(chunks=2)), loaded):
         kept, output = kept_elements(twin, (x,), {})
-        assert torch.equal(output, model(x)) and kept < kept_elements(model, (x,), {})[0]
+        torch.testing.assert_close(output, model(x))
+        assert kept < kept_elements(model, (x,), {})[0]
         loss_of(output).backward()
         assert all(p.grad is not None for p in twin.parameters()) and model[1].weight.grad is None
 
