@@ -32,7 +32,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -152,6 +151,8 @@ def onnxruntime_genai(told: argparse.Namespace) -> Generate:
 def openvino_genai(told: argparse.Namespace) -> Generate:
     import openvino
 
+    from intarsia.engines.processor import is_arm
+
     genai = installed("openvino-genai")
     builder = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
     builder += ["--task", "text-generation-with-past", "--weight-format", "fp32"]  # there is no bf16
@@ -159,11 +160,10 @@ def openvino_genai(told: argparse.Namespace) -> Generate:
     # As exact as the model: by itself it computes in bf16 where a processor can, and caches 8 bits.
     short = {"float32": "f32", "bfloat16": "bf16"}[told.dtype]
     exact: dict[str, Any] = {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
-    if platform.machine() in ("aarch64", "arm64"):  # there it refuses its own scheduler
-        exact["ATTENTION_BACKEND"] = "SDPA"
-    else:
-        exact["scheduler_config"] = genai.SchedulerConfig()
-        exact["scheduler_config"].enable_prefix_caching = False  # the same prompt is to be read each time
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # the same prompt is to be read again each time
+    # On ARM it refuses a scheduler, and remembers no prompts without.
+    exact |= {"ATTENTION_BACKEND": "SDPA"} if is_arm() else {"scheduler_config": scheduler}
     pipe, ids = genai.LLMPipeline(folder, "CPU", **exact), openvino.Tensor(prompt(told).numpy())
 
     def run(tokens: int) -> list[int]:

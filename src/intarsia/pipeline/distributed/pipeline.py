@@ -90,8 +90,9 @@ class DistributedPipeline(RankStages):
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
         checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
             (True), none, or some by number; or modules, by name or pattern (`"h.*.mlp"`).
-        scaler: a `torch.amp.GradScaler`, one on each rank: the backward pass begins with the scaled loss, and
-            where any rank's gradients overflow, all scalers skip the step.
+        scaler: a `torch.amp.GradScaler`, one on each rank that learns, None on one whose stages are frozen:
+            the backward pass begins with the scaled loss, and where any rank's gradients overflow, all
+            scalers skip the step.
         target_axis: the target's dimension that holds the batch.
         device: where this rank's stages live.
         group: the process group of the pipeline's ranks.

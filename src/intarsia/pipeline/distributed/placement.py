@@ -88,8 +88,9 @@ def check_agreement(
     mine = torch.tensor(digests, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
-    me = dist.get_rank(group)
-    for rank, (cuts, order, count) in enumerate(map(Tensor.tolist, gathered)):
+    me = dist.get_rank()
+    for place, (cuts, order, count) in enumerate(map(Tensor.tolist, gathered)):
+        rank = global_rank(place, group)
         if cuts != digests[0]:
             raise PartitionError(
                 f"rank {rank} cut the model elsewhere than rank {me}: measured times differ between"
@@ -126,12 +127,13 @@ def connect(stage_ranks: Sequence[int], group: dist.ProcessGroup | None, device:
             continue
         word = torch.zeros(1, device=device)
         for sender in (a, b):
-            other = _global(b if rank == a else a, group)
+            other = global_rank(b if rank == a else a, group)
             if rank == sender:
                 dist.send(word, other, group=group)
             else:
                 dist.recv(word, other, group=group)
 
 
-def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+def global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
+    """A rank of a group by its number in torch.distributed, as messages name it."""
     return rank if group is None else dist.get_global_rank(group, rank)

@@ -24,6 +24,7 @@ from intarsia.pipeline.distributed.optimizer_options import (
     options_of_groups,
     set_options,
 )
+from intarsia.pipeline.distributed.placement import global_rank
 
 _MODEL, _OPTIMIZER, _OPTIONS = "model/", "optimizer/", "options/"
 
@@ -109,9 +110,9 @@ def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None) 
     dist.all_gather_object(said, None if refusal is None else str(refusal), group=group)
     if refusal is not None:
         raise refusal
-    for rank, words in enumerate(said):
+    for place, words in enumerate(said):
         if words is not None:
-            raise InputError(f"rank {rank} refuses the checkpoint: {words}")
+            raise InputError(f"rank {global_rank(place, group)} refuses the checkpoint: {words}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
