@@ -18,6 +18,7 @@ from torch import nn
 import intarsia
 from intarsia.choose import load, search
 from intarsia.choose.measured import Measured
+from intarsia.choose.variants import usual
 from intarsia.engines import Inductor, OnnxRuntime, PyTorch
 from intarsia.errors import PartitionError
 
@@ -110,10 +111,27 @@ def test_explain_measures_nothing_and_says_so(model: nn.Module) -> None:
 
 
 def test_options_are_measured_and_must_win(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    races = _timed(monkeypatch, {"onnxruntime": 1.0, "onnxruntime, spinning": 0.5})
+    races = _timed(monkeypatch, {"onnxruntime": 1.0, "onnxruntime, not spinning": 0.5})
     found = _compile(model).plan.findings
-    assert found.chosen == "onnxruntime, spinning"
+    assert found.chosen == "onnxruntime, not spinning"
     assert "onnxruntime, no patterns" in races.log[-1]
+
+
+def test_threads_do_not_spin_in_the_way_of_other_calls() -> None:
+    assert usual(OnnxRuntime(), "throughput") == OnnxRuntime(spinning=False)
+    assert usual(OnnxRuntime(spinning=True), "throughput") == OnnxRuntime(spinning=True)
+    assert usual(OnnxRuntime(), "latency") == OnnxRuntime()
+
+
+def test_images_in_channels_last_run_in_the_first_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    races = _timed(monkeypatch, {"pytorch, channels_last": 1.0})
+    images = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(1, 3, 16, 16)
+    fast = intarsia.compile(images, (x,), partition=Measured(budget_s=60), engines=["onnxruntime"])
+    assert "pytorch, channels_last" in races.log[0]
+    assert fast.plan.findings.chosen == "pytorch, channels_last"
+    assert not any("channels_last" in told for told in fast.plan.findings.left_out)
+    torch.testing.assert_close(fast(x), images(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_second_compile_measures_nothing(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +221,7 @@ def test_ctrl_c_returns_what_was_verified(model: nn.Module, monkeypatch: pytest.
         return races(calls, *more, **named)
 
     monkeypatch.setattr(search, "race_plans", interrupted)
-    fast = _compile(model, Measured(budget_s=60, candidates=(OnnxRuntime(spinning=True),)))
+    fast = _compile(model, Measured(budget_s=60, candidates=(OnnxRuntime(spinning=False),)))
     assert fast.plan.findings.chosen == "pytorch"
     torch.testing.assert_close(fast(X), model(X))
     races.log.clear()
@@ -305,8 +323,8 @@ def test_wishes_that_cannot_be_met(wrong: dict[str, Any], message: str) -> None:
 def test_options_of_an_engine_that_is_close_behind_may_win(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch, behind: float
 ) -> None:
-    _timed(monkeypatch, {"openvino": 1.0, "onnxruntime": behind, "onnxruntime, spinning": 0.8})
-    assert _compile(model).plan.findings.chosen == "onnxruntime, spinning"
+    _timed(monkeypatch, {"openvino": 1.0, "onnxruntime": behind, "onnxruntime, not spinning": 0.8})
+    assert _compile(model).plan.findings.chosen == "onnxruntime, not spinning"
 
 
 def test_without_patterns_only_what_may_still_win_is_tried(
@@ -314,7 +332,7 @@ def test_without_patterns_only_what_may_still_win_is_tried(
 ) -> None:
     _timed(monkeypatch, {"openvino": 1.0, "onnxruntime": 1.5})
     names = {trial.name for trial in _compile(model).plan.findings.trials}
-    assert "onnxruntime, spinning" in names and "onnxruntime, no patterns" not in names
+    assert "onnxruntime, not spinning" in names and "onnxruntime, no patterns" not in names
 
 
 def test_a_last_race_on_a_busy_machine_is_run_again(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -125,3 +127,33 @@ def test_a_model_on_a_gpu_is_not_given_to_a_cpu_engine() -> None:
     torch.testing.assert_close(fast(x), model(x).detach())
     assert fast.plan.engines == ("pytorch",)
     assert "it runs on cuda" in str(fast.plan) or not fast.plan.segments[0].reasons
+
+
+@pytest.mark.parametrize(
+    ("engine", "spins", "stops"),
+    [
+        (OnnxRuntime(), "1", "1"),
+        (OnnxRuntime(spinning=False), "0", "1"),
+        (OnnxRuntime(options={"session.force_spinning_stop": "0"}), "1", "0"),
+    ],
+)
+def test_threads_spin_within_a_run(
+    engine: OnnxRuntime,
+    spins: str,
+    stops: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    made = []
+    original = OnnxRuntime._session
+
+    def session(self: OnnxRuntime, *args: Any, **named: Any) -> Any:
+        made.append(original(self, *args, **named))
+        return made[-1]
+
+    monkeypatch.setattr(OnnxRuntime, "_session", session)
+    engine.build(linear(torch.randn(4, 4)))
+    options = made[-1].get_session_options()
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == spins
+    assert options.get_session_config_entry("session.force_spinning_stop") == stops
+    assert "already exists" not in capfd.readouterr().err

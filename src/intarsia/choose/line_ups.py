@@ -38,16 +38,25 @@ def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) 
 
 
 def _in_pytorch(workshop: Workshop, pytorch: Engine) -> list[Candidate]:
-    """The graph in PyTorch, and the model as it is, unless it writes to what measuring must not change."""
+    """The graph in PyTorch, also by faster kernels, since that costs no build; and the model as it is.
+
+    A model that writes to what measuring must not change does not run as it is.
+    """
     if workshop.builder.options.require_full_compilation:
         return []
     graphs = [Candidate(PYTORCH, (pytorch,))]
     if one_row_products(workshop.builder.module):
-        graphs.append(Candidate(f"{PYTORCH}, {_VECTORS}", (PyTorch(rewrites=(_VECTORS,)),), options=1))
+        graphs.append(_rewritten(_VECTORS))
+    if not workshop.on_gpu and image_convolutions(workshop.builder.module):
+        graphs.append(_rewritten(*_IMAGES))
     if workshop.builder.module.meta.get("writes"):
         return graphs
     # Of two as fast, the graph: its weights are those that were compiled.
     return [*graphs, Candidate("eager", (), options=1)]
+
+
+def _rewritten(*rewrites: str) -> Candidate:
+    return Candidate(f"{PYTORCH}, {rewrites[-1]}", (PyTorch(rewrites=rewrites),), options=1)
 
 
 def _graph_rewrites(engine: Engine, workshop: Workshop) -> list[str]:

@@ -261,6 +261,8 @@ class Search:
         """Build those that fit the budget and are not what was built before; the names of what was built."""
         names = []
         for candidate in candidates:
+            if candidate.name in self.trials:  # raced already: a line-up may have options of its own
+                continue
             favoured = self._is_favoured(candidate)
             if self.built and (reason := self._too_late(candidate)):
                 self._leave_out(f"{candidate.name}: {reason}")

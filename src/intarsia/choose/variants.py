@@ -7,9 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from intarsia.choose.measured import Measured
+from intarsia.choose.measured import Measured, Objective
 from intarsia.engines import Engine, Inductor, OnnxRuntime, OpenVINO, PyTorch
 from intarsia.engines.inductor import GPU_REWRITES
+
+
+def usual(engine: Engine, objective: Objective) -> Engine:
+    """The engine with what an objective asks of it: spinning threads stand in the way of other calls."""
+    if objective == "throughput" and isinstance(engine, OnnxRuntime) and engine.spinning is None:
+        return replace(engine, spinning=False)
+    return engine
 
 
 def variants(engine: Engine, measured: Measured, rewrites: Sequence[str] = ()) -> list[tuple[str, Engine]]:
@@ -19,16 +26,17 @@ def variants(engine: Engine, measured: Measured, rewrites: Sequence[str] = ()) -
     graphs that would change something: PyTorch, which makes none by default, is tried with them; Inductor,
     which makes them, without, and with a budget without each of them, too.
 
-    >>> [words for words, _ in variants(OnnxRuntime(), Measured())]
-    ['spinning']
+    >>> [words for words, _ in variants(OnnxRuntime(), Measured(budget_s=60))]
+    ['not spinning']
     """
     if measured.candidates is not None:
         return [(_words(other, engine), other) for other in measured.candidates if other.name == engine.name]
     threads = torch.get_num_threads()
     found: list[tuple[str, Engine]] = []
     if isinstance(engine, OnnxRuntime) and engine.device == "cpu":
-        if measured.objective == "latency" and not engine.spinning:
-            found.append(("spinning", replace(engine, spinning=True)))
+        # It pays where other programs want the cores, too, which is not the common case.
+        if measured.objective == "latency" and engine.spinning is None and measured.budget_s is not None:
+            found.append(("not spinning", replace(engine, spinning=False)))
         if measured.objective == "throughput" and engine.threads is None and threads > 1:
             found.append(("1 thread a call", replace(engine, threads=1)))
     if isinstance(engine, PyTorch) and not engine.rewrites and rewrites:

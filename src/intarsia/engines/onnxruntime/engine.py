@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 class OnnxRuntime(NetworkEngine):
     """Options: `threads` (torch's count by default), `spinning` threads, `prepack` weights, `device`.
 
+    Threads spin while a run is under way, and stop when it ends, so that the next engine has the cores. Where
+    several calls run at once that costs more than it gains: `spinning=False`, which a search for throughput
+    takes by itself.
+
     On `device="cuda"` weights, inputs and results stay on the GPU, and kernels run in the order of torch's
     stream. `tensorrt` asks ONNX Runtime's TensorRT provider first; that option is untested.
 
@@ -43,7 +47,7 @@ class OnnxRuntime(NetworkEngine):
     """
 
     threads: int | None = None
-    spinning: bool = False  # a spinning thread takes the core the next engine needs
+    spinning: bool | None = None  # None: unless plans are measured for throughput
     prepack: bool = True  # faster products, for one packed copy of each weight
     device: str = "cpu"
     options: Mapping[str, str] = field(default_factory=dict)  # session configuration entries
@@ -168,15 +172,8 @@ class OnnxRuntime(NetworkEngine):
         options.log_severity_level = 4
         options.intra_op_num_threads = thread_count(self.threads)
         options.inter_op_num_threads = 1
-        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if self.spinning else "0")
-        options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
-        if self.is_exact:  # weights that came quantised become numbers once, and no integer kernel is used
-            options.add_session_config_entry("session.disable_quant_qdq", "1")
-        for key, value in self.options.items():
+        for key, value in self._entries(static).items():
             options.add_session_config_entry(key, value)
-        if self.device != "cpu" and static:
-            # A layer that the GPU has no kernel for would take its tensors to the CPU and back.
-            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         if folder is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         if not optimize:
@@ -186,6 +183,20 @@ class OnnxRuntime(NetworkEngine):
         for name, value in given.items():
             options.add_initializer(name, value)
         return ort.InferenceSession(model, options, providers=providers(self.device, self.tensorrt))
+
+    def _entries(self, static: bool) -> dict[str, str]:
+        """What a session is configured with; the user's own options have the last word."""
+        entries = {
+            "session.intra_op.allow_spinning": "0" if self.spinning is False else "1",
+            "session.force_spinning_stop": "1",  # at the end of a run
+            "session.disable_prepacking": "0" if self.prepack else "1",
+        }
+        if self.is_exact:  # weights that came quantised become numbers once, and no integer kernel is used
+            entries["session.disable_quant_qdq"] = "1"
+        if self.device != "cpu" and static:
+            # A layer that the GPU has no kernel for would take its tensors to the CPU and back.
+            entries["session.disable_cpu_ep_fallback"] = "1"
+        return {**entries, **self.options}
 
 
 def _import() -> ModuleType:
