@@ -26,6 +26,7 @@ CHOICES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Te
     "remainder": lambda c, x, y: torch.remainder(x, 3.0),
     "remainder of two": lambda c, x, y: torch.remainder(x, y + 5),
     "fmod": lambda c, x, y: torch.fmod(x, 3.0),
+    "log_sigmoid of infinity": lambda c, x, y: nn.functional.logsigmoid(x / 0),
     "floor_divide": lambda c, x, y: torch.floor_divide(x, y.sign() * 3 + 0.5),
 }
 

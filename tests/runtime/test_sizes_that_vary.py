@@ -151,3 +151,29 @@ def test_no_answer_without_elements_settles_a_guard() -> None:
     torch.testing.assert_close(fast(x), Apart()(x))
     with pytest.raises(InputError, match=r"the call does not meet x.shape\[0\] > 1"):
         fast(torch.randn(1, 5))
+
+
+def test_a_model_does_not_run_at_sizes_that_nobody_asked_for() -> None:
+    """Attention over 0 heads divides by their number in some versions of PyTorch, and ends the process."""
+
+    class Heads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_exporting():
+                ran.append(x.shape[0])
+            heads = x.unsqueeze(0).expand(2, *x.shape)
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    ran: list[int] = []
+    model = Heads()
+    fast = intarsia.compile(
+        model,
+        (torch.randn(3, 4, 1),),
+        dynamic_shapes=({0: torch.export.Dim("heads", min=1, max=8)},),
+        min_block_size=1,
+    )
+    assert ran and 0 not in ran
+    for heads in (1, 2, 8):
+        x = torch.randn(heads, 4, 1)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match="size 0"):
+        fast(torch.randn(0, 4, 1))

@@ -24,7 +24,7 @@ from intarsia.errors import CaptureError, IntarsiaError, LoweringError
 from intarsia.lower import Lowered, lower
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import at_sizes
-from intarsia.lower.redundant_guards import drop_redundant_guards
+from intarsia.lower.redundant_guards import drop_redundant_guards, least_asked
 
 HasConverter = Callable[[Any], bool]
 Place = tuple[int, int]  # a tensor of the call, and one of its dimensions
@@ -66,7 +66,8 @@ def _lowered(
     except Exception as error:  # torch could export the model, and could not take its graph apart
         raise LoweringError(f"{type(model).__name__} cannot be lowered: {_said(program, error)}") from error
     if drop_guards and isinstance(model, nn.Module):
-        lowered = drop_redundant_guards(lowered, model, example_inputs(lowered, *call))
+        least = least_asked(dynamic_shapes)
+        lowered = drop_redundant_guards(lowered, model, example_inputs(lowered, *call), least)
     return lowered
 
 

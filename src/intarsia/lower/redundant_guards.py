@@ -30,10 +30,13 @@ from intarsia.lower.range_ends import at_sizes
 _ONE_SIZE = re.compile(r"(L\[.+\])\.size\(\)\[(\d+)\] (!=|>|>=) (\d+)")
 
 
-def drop_redundant_guards(lowered: Lowered, model: nn.Module, example: Sequence[Any]) -> Lowered:
+def drop_redundant_guards(
+    lowered: Lowered, model: nn.Module, example: Sequence[Any], least: int = 0
+) -> Lowered:
     """The same without the guards on one size, at the sizes at which model and graph answer alike.
 
-    A model that writes to its buffers or inputs is not run for this; its guards stay.
+    A model that writes to its buffers or inputs is not run for this; its guards stay. Nor is one run at sizes
+    below `least`, which nobody asked for: kernels of PyTorch's divide by a size of 0, and the process ends.
     """
     if not lowered.guards or any(output.role is not Role.USER for output in lowered.outputs):
         return lowered
@@ -44,15 +47,28 @@ def drop_redundant_guards(lowered: Lowered, model: nn.Module, example: Sequence[
         if asked is None:
             kept.append(text)
             continue
-        symbol, sizes = asked
+        symbol, sizes = asked[0], [size for size in asked[1] if size >= least]
+        if not sizes:
+            kept.append(text)
+            continue
         # Down from the largest: an answer without elements says nothing of the sizes above it.
         alike = [*takewhile(partial(_answers_alike, lowered, model, example, symbol), sizes)]
-        if len(alike) < len(sizes):
+        if len(alike) < len(asked[1]):
             kept.append(text if not alike else _weaker(text, alike[-1]))
         if alike and symbol in ranges and ranges[symbol].lower == sizes[0] + 1:
             # The bound comes of the guard: one that was asked for would have made it needless.
             ranges[symbol] = type(ranges[symbol])(alike[-1], ranges[symbol].upper)
     return replace(lowered, guards=tuple(kept), range_constraints=ranges)
+
+
+def least_asked(dynamic_shapes: Any) -> int:
+    """The least size that any dimension was asked to have; 0 where nothing is said.
+
+    >>> least_asked(({0: torch.export.Dim("n", min=1, max=8)},)), least_asked(None)
+    (1, 0)
+    """
+    dims = [dim for dim in pytree.tree_leaves(dynamic_shapes) if dim is not None and not isinstance(dim, int)]
+    return min((getattr(dim, "min", None) or 0 for dim in dims), default=0)
 
 
 def _answers_alike(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import convenience
 
@@ -32,3 +33,27 @@ def from_attr(attr: ir.Attr) -> Any:
     """The Python value an attribute holds."""
     value = attr.value
     return list(value) if isinstance(value, tuple) else value
+
+
+def is_rounded(number: float, dtype: ir.DataType | None) -> bool:
+    """Whether an attribute, which ONNX keeps in 32 bits, holds less of a number than this dtype does.
+
+    >>> is_rounded(0.1, ir.DataType.DOUBLE), is_rounded(0.5, ir.DataType.DOUBLE)
+    (True, False)
+    """
+    return dtype == ir.DataType.DOUBLE and float(np.float32(number)) != number
+
+
+def rounded_attribute(node: ir.Node) -> str | None:
+    """The attribute by which a layer of float64 loses digits, in words; None if there is none."""
+    if not any(value.dtype == ir.DataType.DOUBLE for value in node.outputs):
+        return None
+    if node.op_type == "Gelu" and "approximate" in node.attributes:
+        return "constants of 32 bits in its definition"
+    for name, attr in node.attributes.items():
+        numbers = {ir.AttributeType.FLOAT: [attr.value], ir.AttributeType.FLOATS: attr.value}.get(
+            attr.type, ()
+        )
+        if any(is_rounded(number, ir.DataType.DOUBLE) for number in numbers):
+            return f"{name}={attr.value} in 32 bits"
+    return None

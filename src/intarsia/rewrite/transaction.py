@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from intarsia.errors import NetworkError, RewriteError
 from intarsia.network import Layer, Network, Tensor
-from intarsia.network.attributes import from_attr
+from intarsia.network.attributes import from_attr, rounded_attribute
 from intarsia.network.bodies import owner_in
 from intarsia.network.edit.journal import (
     BodyTaken,
@@ -56,7 +56,7 @@ def attempt(
         if not said:
             return said if isinstance(said, Refusal) else Refusal("match_and_rewrite() said no")
         change = _finish(net, edits, pattern.keep_types)
-        done = keep
+        done = keep and isinstance(change, Change)
         return change
     except Exception as error:
         where = f"pattern {pattern.name!r} at layer {node.name} ({node.op_type})"
@@ -70,10 +70,11 @@ def attempt(
             outer += edits if done else ()
 
 
-def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change:
+def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refusal:
     """Check what the edits touched, and take out what nothing reads any more.
 
-    Arity, types, uses and outputs are checked here; the network itself refuses cycles.
+    Arity, types, uses and outputs are checked here; the network itself refuses cycles. What would cost a
+    float64 digits is refused.
     """
     if not edits:
         raise RewriteError("it said that it rewrote the layer and changed nothing")
@@ -104,6 +105,9 @@ def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change:
     remove_dead(net, dead)
     # What was made and not needed is no part of the story.
     made = [node for node in added if node.graph is net.graph]
+    for node in made:
+        if lost := rounded_attribute(node):
+            return Refusal(f"{node.op_type} of float64 would have {lost}")
     fresh = set(added)
     removed = [e.node for e in edits if isinstance(e, LayerRemoved) and e.node not in fresh]
     idle = all(isinstance(edit, LayerAdded | BodyTaken | LayerRemoved | ConstantAdded) for edit in edits)

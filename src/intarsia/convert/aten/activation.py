@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
@@ -41,6 +43,9 @@ def hardtanh(ctx: ConversionContext, self: Tensor, min_val: Any = -1, max_val: A
 @converter(aten.gelu.default)
 def gelu(ctx: ConversionContext, self: Tensor, *, approximate: str = "none") -> Tensor:
     (x,) = promoted(ctx, self)
+    if approximate == "tanh" and x.dtype == ir.DataType.DOUBLE:  # ONNX defines it with constants of 32 bits
+        inside = F.mul(F.add(x, F.mul(F.mul(F.mul(x, x), x), 0.044715)), math.sqrt(2 / math.pi))
+        return narrowed(ctx, F.mul(F.mul(x, 0.5), F.add(F.tanh(inside), 1.0)))
     return narrowed(ctx, F.gelu(x, approximate=approximate))
 
 
@@ -95,7 +100,7 @@ def hardswish(ctx: ConversionContext, self: Tensor) -> Tensor:
 @converter(aten.log_sigmoid.default)
 def log_sigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
     (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, F.neg(softplus(F.neg(x))))
+    return narrowed(ctx, F.sub(0.0, softplus(F.neg(x))))  # of infinity 0.0, which `neg` would make -0.0
 
 
 @converter(aten.log_sigmoid_forward.default)

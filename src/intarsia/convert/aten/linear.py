@@ -13,6 +13,7 @@ from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor
 from intarsia.network import functional as F
+from intarsia.network.attributes import is_rounded
 from intarsia.network.infer import shapes
 
 aten = torch.ops.aten
@@ -101,7 +102,8 @@ def outer(ctx: ConversionContext, self: Tensor, vec2: Tensor) -> Tensor:
 def addmm(
     ctx: ConversionContext, self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
-    if not is_float(mat1) or is_empty(mat1, mat2):
+    rounded = any(is_rounded(factor, mat1.dtype) for factor in (alpha, beta))
+    if not is_float(mat1) or is_empty(mat1, mat2) or rounded:
         return _plus(ctx, product(mat1, mat2), self, beta, alpha)
     bias = None if beta == 0 else wide(self)
     return F.cast(F.gemm(wide(mat1), wide(mat2), bias, alpha=alpha, beta=beta), ctx.dtype)

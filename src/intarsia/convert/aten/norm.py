@@ -16,6 +16,7 @@ from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
+from intarsia.network.attributes import is_rounded
 
 aten = torch.ops.aten
 
@@ -36,6 +37,8 @@ def _layer_norm(
     x = wide(input)
     scale = _ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
     shift = None if bias is None else F.cast(bias, x.dtype)
+    if is_rounded(eps, x.dtype):
+        return _by_statistics(x, list(range(x.ndim - len(sizes), x.ndim)), eps, scale, shift)
     return F.cast(F.layer_norm(x, scale, shift, axis=-len(sizes), epsilon=eps), input.dtype)
 
 
@@ -80,6 +83,13 @@ def _statistics(x: Tensor, axes: list[int], eps: float) -> tuple[Tensor, Tensor]
     return mean, F.reciprocal(F.sqrt(F.add(variance, eps)))
 
 
+def _by_statistics(x: Tensor, axes: list[int], eps: float, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """A norm whose layer would round `eps` to 32 bits, in layers that do not."""
+    mean, rstd = _statistics(x, axes, eps)
+    made = F.mul(F.mul(F.sub(x, mean), rstd), scale)
+    return made if shift is None else F.add(made, shift)
+
+
 def _along_channels(value: Tensor, rank: int) -> Tensor:
     return F.reshape(value, [-1, *[1] * (rank - 2)]) if rank > 2 else value
 
@@ -90,8 +100,12 @@ def _by_given(input: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, 
     channels = mean.shape
     scale = _ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
     shift = _ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
-    made = F.batch_norm(x, scale, shift, F.cast(mean, x.dtype), F.cast(var, x.dtype), eps)
-    return F.cast(made, input.dtype)
+    mean, var = F.cast(mean, x.dtype), F.cast(var, x.dtype)
+    if is_rounded(eps, x.dtype):
+        scale = F.div(scale, F.sqrt(F.add(var, eps)))
+        scale, shift, mean = (_along_channels(value, x.ndim) for value in (scale, shift, mean))
+        return F.add(F.mul(F.sub(x, mean), scale), shift)
+    return F.cast(F.batch_norm(x, scale, shift, mean, var, eps), input.dtype)
 
 
 def _by_batch(input: Tensor, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,7 +242,11 @@ def _finite(weight: Tensor) -> Tensor:
 def _group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Tensor:
     x = wide(input)
     rows = _grouped(x, groups)
-    made = F.instance_norm(rows, _ones([groups], x.dtype), _ones([groups], x.dtype, 0.0), eps)
+    ones, zeros = _ones([groups], x.dtype), _ones([groups], x.dtype, 0.0)
+    if is_rounded(eps, x.dtype):
+        made = _by_statistics(rows, [2], eps, _along_channels(ones, 3), None)
+    else:
+        made = F.instance_norm(rows, ones, zeros, eps)
     made = _like(made, x)
     if weight is not None:
         made = F.mul(made, _along_channels(_finite(F.cast(weight, x.dtype)), x.ndim))
@@ -297,6 +315,9 @@ def instance_norm(
     channels = [x.shape[1]]
     scale = _ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
     shift = _ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
+    if is_rounded(eps, x.dtype):
+        scale, shift = (_along_channels(value, x.ndim) for value in (scale, shift))
+        return _by_statistics(x, list(range(2, x.ndim)), eps, scale, shift)
     return F.cast(F.instance_norm(x, scale, shift, eps), input.dtype)
 
 
@@ -309,6 +330,9 @@ def _rms_norm(input: Tensor, sizes: Sequence[int], weight: Any, eps: float | Non
     x = wide(input, halves=True)
     eps = _least(x) if eps is None else eps
     scale = _ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    if is_rounded(eps, x.dtype):
+        mean = F.reduce_mean(F.mul(x, x), list(range(x.ndim - len(sizes), x.ndim)))
+        return F.mul(F.mul(x, F.reciprocal(F.sqrt(F.add(mean, eps)))), scale)
     return F.cast(F.rms_norm(x, scale, axis=-len(sizes), epsilon=eps), input.dtype)
 
 

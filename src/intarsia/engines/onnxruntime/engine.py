@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 # What reads networks (`onnxruntime.model`) is imported where one is read: loading a packed one does without.
 
+# ONNX Runtime's rewrites that move a number into an attribute, where it has 32 bits.
+_ROUNDING = (
+    "MatMulScaleFusion",
+    "LayerNormFusionL1",
+    "LayerNormFusionL2",
+    "SimplifiedLayerNormFusion",
+    "FastGeluFusion",
+    "QuickGeluFusion",
+)
+
 
 @dataclass(frozen=True)
 class OnnxRuntime(NetworkEngine):
@@ -81,13 +91,15 @@ class OnnxRuntime(NetworkEngine):
         return None
 
     def build(self, net: Network) -> Program:
-        from intarsia.engines.onnxruntime.model import is_static
+        from intarsia.engines.onnxruntime.model import has_float64, is_static
 
         try:
             model = self._guarded(net)
             given = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             given |= {name: value for name, (value, _) in model.on_gpu.items()}
-            session = self._session(model.data, model.weights, given, static=is_static(net))
+            session = self._session(
+                model.data, model.weights, given, static=is_static(net), float64=has_float64(net)
+            )
             return self._program(Ports.of(net), session, (model.weights, model.on_gpu), model.checks)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
@@ -97,6 +109,8 @@ class OnnxRuntime(NetworkEngine):
 
         What ONNX Runtime writes itself, optimised, is no sooner loaded (see `docs/measurements.md`).
         """
+        from intarsia.engines.onnxruntime.model import has_float64
+
         if self.device != "cpu":
             return None
         model = self._guarded(net)
@@ -104,6 +118,7 @@ class OnnxRuntime(NetworkEngine):
             "ports": Ports.of(net).as_json(),
             "checks": model.checks.as_json(),
             "shared": sorted(self._shared(net, model.weights)),
+            "float64": has_float64(net),
         }
         data = without_weights(model.proto, model.weights)
         return None if names_files(data) else Packed(data, told)
@@ -125,7 +140,8 @@ class OnnxRuntime(NetworkEngine):
         given = {key: values[key][0] for key in about["shared"] if key in values}
         try:
             model = bytes(blob) + named_weights(weights, file.places, name)
-            session = self._session(model, values, given, static=True, folder=folder)
+            float64 = about.get("float64", False)
+            session = self._session(model, values, given, static=True, folder=folder, float64=float64)
         except Exception as error:
             raise EngineError(f"ONNX Runtime refuses the packed model: {_first_line(error)}") from error
         if len(session.get_outputs()) != len(ports.outputs) + bool(checks.made):
@@ -162,10 +178,12 @@ class OnnxRuntime(NetworkEngine):
         static: bool,
         optimize: bool = True,
         folder: str | None = None,
+        float64: bool = False,
     ) -> Any:
         """A session over weights; those `given` besides, as values, stay where these are.
 
-        `folder` is where the model finds files that it names.
+        `folder` is where the model finds files that it names. With `float64`, rewrites that would cost digits
+        are left out.
         """
         ort = _import()
         options = ort.SessionOptions()
@@ -182,7 +200,12 @@ class OnnxRuntime(NetworkEngine):
             options.add_external_initializers(list(weights), [value for value, _ in weights.values()])
         for name, value in given.items():
             options.add_initializer(name, value)
-        return ort.InferenceSession(model, options, providers=providers(self.device, self.tensorrt))
+        return ort.InferenceSession(
+            model,
+            options,
+            providers=providers(self.device, self.tensorrt),
+            disabled_optimizers=_ROUNDING if float64 else (),
+        )
 
     def _entries(self, static: bool) -> dict[str, str]:
         """What a session is configured with; the user's own options have the last word."""

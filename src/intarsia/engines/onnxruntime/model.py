@@ -110,6 +110,13 @@ def is_static(net: Network) -> bool:
     return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
+def has_float64(net: Network) -> bool:
+    """Whether a layer makes float64, whose digits some of ONNX Runtime's own rewrites do not keep."""
+    return any(
+        tensor.dtype == ir.DataType.DOUBLE for layer in net.get_layers() for tensor in layer.get_outputs()
+    )
+
+
 def _weights_on_gpu(weights: Weights) -> Values:
     """Views of the weights that are on a GPU, for ONNX Runtime to read where they lie."""
     import onnxruntime as ort
