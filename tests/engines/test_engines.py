@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import intarsia
 from intarsia.engines import NetworkEngine, OnnxRuntime, OpenVINO
-from intarsia.engines.guards import limits
 from intarsia.errors import EngineError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
@@ -159,18 +157,3 @@ def test_threads_spin_within_a_run(
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == spins
     assert options.get_session_config_entry("session.force_spinning_stop") == stops
     assert "already exists" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_a_gelu_that_loses_infinities_is_pytorchs(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN's kernel makes NaN of infinity, on some processors, and only for tensors in one piece."""
-    monkeypatch.setattr(limits, "gelu_of_infinity_is_nan", lambda: True)
-    model = torch.nn.GELU()
-    fast = intarsia.compile(model, (torch.randn(5, 4),), engines=[engine], min_block_size=1)
-    assert fast.plan.engines == (engine,)
-    x = torch.full((5, 4), torch.inf)
-    with pytest.warns(UserWarning, match="PyTorch runs this call in place of an engine"):  # it says so once
-        answer = fast(x)
-    torch.testing.assert_close(answer, model(x), equal_nan=True, rtol=0, atol=0)
-    x = torch.full((4, 5), torch.inf).T
-    torch.testing.assert_close(fast(x), model(x), equal_nan=True, rtol=0, atol=0)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from typing import Protocol
-
-import torch
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
 from intarsia.network import Layer
 
 FINITE = Interval(-(2.0**100), 2.0**100)
-_GELUS = frozenset({"Gelu", "com.microsoft::BiasGelu", "com.microsoft::FastGelu"})
 # Layers that only move elements.
 KEEPS_VALUES = frozenset({"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
@@ -30,17 +25,6 @@ def of_rounded_product(layer: Layer, index: int) -> Interval | None:
         return None
     weight = layer.get_inputs(1)[0]
     return FINITE if weight is not None and weight.value.const_value is not None else None
-
-
-def of_gelu(layer: Layer) -> Interval | None:
-    """What a GELU can be given where PyTorch's own loses infinities; None for anything."""
-    return FINITE if layer.kind in _GELUS and gelu_of_infinity_is_nan() else None
-
-
-@functools.cache
-def gelu_of_infinity_is_nan() -> bool:
-    """Whether PyTorch makes NaN of it here, as oneDNN's kernel does; its other one keeps it."""
-    return bool(torch.nn.functional.gelu(torch.full((64,), math.inf)).isnan().any())
 
 
 class Limits(Protocol):

@@ -6,7 +6,7 @@ import math
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
-from intarsia.engines.guards.limits import FINITE, of_gelu, of_rounded_product
+from intarsia.engines.guards.limits import FINITE, of_rounded_product
 from intarsia.network import Layer
 
 _NUMBERS = Interval(-math.inf, math.inf)
@@ -48,7 +48,7 @@ class OnnxRuntimeLimits:
             return _SQUARES_FIT
         if kind in _LEAVES_OUT or (kind == "Resize" and layer.attribute("mode", "nearest") != "nearest"):
             return FINITE if index == 0 else None
-        return of_gelu(layer)
+        return None
 
     def integers(self, layer: Layer) -> Interval | None:
         return _LOWER_HALF if layer.kind in _EXTREMES else None

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
-from intarsia.engines.guards.limits import FINITE, of_gelu, of_rounded_product
+from intarsia.engines.guards.limits import FINITE, of_rounded_product
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
@@ -204,7 +204,7 @@ def _floats(layer: Layer, index: int) -> Interval | None:
     if kind == "GridSample":  # places are rounded on the way: neighbours must not be far apart
         return Interval(-(2.0**16), 2.0**16)
     if kind in HANDS_NAN_ON:
-        return of_gelu(layer)
+        return None
     if kind == "MaxPool" and len(layer.get_outputs()) > 1:
         return FINITE  # of a window of minus infinity no place is told
     if kind == "MaxPool":
