@@ -29,6 +29,7 @@ from torch import nn
 from torch.export import Dim
 
 import intarsia
+from intarsia.engines import OnnxRuntime
 
 WIDTH, DEPTH = 1024, 8
 
@@ -38,7 +39,8 @@ def saved(path: Path) -> None:
     layers = [m for _ in range(DEPTH) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     rows = Dim("rows", min=1, max=32)
     model, x = nn.Sequential(*layers).eval(), torch.randn(4, WIDTH)
-    fast = intarsia.compile(model, (x,), dynamic_shapes={"input": {0: rows}}, engines=["onnxruntime"])
+    engine = OnnxRuntime(spinning=False)  # the server's own threads want the cores
+    fast = intarsia.compile(model, (x,), dynamic_shapes={"input": {0: rows}}, engines=[engine])
     intarsia.save(fast, path)
 
 
