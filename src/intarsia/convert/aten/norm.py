@@ -1,4 +1,4 @@
-"""Normalisation: by batch, layer, group, instance and root mean square."""
+"""Normalisation: by batch, layer, group and instance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from intarsia.network.attributes import is_rounded
 aten = torch.ops.aten
 
 
-def _ones(sizes: Sequence[Any], dtype: ir.DataType, value: float = 1.0) -> Tensor:
+def ones(sizes: Sequence[Any], dtype: ir.DataType, value: float = 1.0) -> Tensor:
+    """The weight of a norm that has none, or with another `value` its shift; the sizes must be known."""
     if not all(isinstance(size, int) for size in sizes):
         raise ConversionError(
             f"normalising over sizes {tuple(sizes)} that are not known ahead is not handled"
@@ -35,7 +36,7 @@ def _layer_norm(
     if is_empty(input):
         return filled(ctx, output=0 if isinstance(ctx.value, tuple | list) else None)
     x = wide(input)
-    scale = _ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    scale = ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
     shift = None if bias is None else F.cast(bias, x.dtype)
     if is_rounded(eps, x.dtype):
         return _by_statistics(x, list(range(x.ndim - len(sizes), x.ndim)), eps, scale, shift)
@@ -98,8 +99,8 @@ def _by_given(input: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, 
     """Batch norm by running statistics."""
     x = wide(input)
     channels = mean.shape
-    scale = _ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
-    shift = _ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
+    scale = ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    shift = ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
     mean, var = F.cast(mean, x.dtype), F.cast(var, x.dtype)
     if is_rounded(eps, x.dtype):
         scale = F.div(scale, F.sqrt(F.add(var, eps)))
@@ -242,11 +243,11 @@ def _finite(weight: Tensor) -> Tensor:
 def _group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) -> Tensor:
     x = wide(input)
     rows = _grouped(x, groups)
-    ones, zeros = _ones([groups], x.dtype), _ones([groups], x.dtype, 0.0)
+    scale, shift = ones([groups], x.dtype), ones([groups], x.dtype, 0.0)
     if is_rounded(eps, x.dtype):
-        made = _by_statistics(rows, [2], eps, _along_channels(ones, 3), None)
+        made = _by_statistics(rows, [2], eps, _along_channels(scale, 3), None)
     else:
-        made = F.instance_norm(rows, ones, zeros, eps)
+        made = F.instance_norm(rows, scale, shift, eps)
     made = _like(made, x)
     if weight is not None:
         made = F.mul(made, _along_channels(_finite(F.cast(weight, x.dtype)), x.ndim))
@@ -313,58 +314,12 @@ def instance_norm(
         raise ConversionError("use_input_stats=True updates running statistics, which is not handled")
     x = wide(input)
     channels = [x.shape[1]]
-    scale = _ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
-    shift = _ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
+    scale = ones(channels, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    shift = ones(channels, x.dtype, 0.0) if bias is None else F.cast(bias, x.dtype)
     if is_rounded(eps, x.dtype):
         scale, shift = (_along_channels(value, x.ndim) for value in (scale, shift))
         return _by_statistics(x, list(range(2, x.ndim)), eps, scale, shift)
     return F.cast(F.instance_norm(x, scale, shift, eps), input.dtype)
-
-
-def _least(x: Tensor) -> float:
-    """What is added where nothing is said: the rounding of the type it is computed in, float32 for halves."""
-    return float(torch.finfo(dtypes.to_torch(x.dtype)).eps)
-
-
-def _rms_norm(input: Tensor, sizes: Sequence[int], weight: Any, eps: float | None) -> Tensor:
-    x = wide(input, halves=True)
-    eps = _least(x) if eps is None else eps
-    scale = _ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
-    if is_rounded(eps, x.dtype):
-        mean = F.reduce_mean(F.mul(x, x), list(range(x.ndim - len(sizes), x.ndim)))
-        return F.mul(F.mul(x, F.reciprocal(F.sqrt(F.add(mean, eps)))), scale)
-    return F.cast(F.rms_norm(x, scale, axis=-len(sizes), epsilon=eps), input.dtype)
-
-
-@converter(aten.rms_norm.default)
-def rms_norm(
-    ctx: ConversionContext,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    return filled(ctx) if is_empty(input) else _rms_norm(input, normalized_shape, weight, eps)
-
-
-@converter(aten._fused_rms_norm.default)
-def fused_rms_norm(
-    ctx: ConversionContext,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-) -> tuple[Tensor, Tensor | None]:
-    if is_empty(input):
-        return filled(ctx, output=0), filled(ctx, output=1)
-    made = _rms_norm(input, normalized_shape, weight, eps)
-    if not used(ctx.node, 1):
-        return made, None
-    x = wide(input, halves=True)
-    axes = list(range(input.ndim - len(normalized_shape), input.ndim))
-    small = _least(x) if eps is None else eps
-    rstd = F.reciprocal(F.sqrt(F.add(F.reduce_mean(F.mul(x, x), axes), small)))
-    return made, F.cast(rstd, ctx.value[1].dtype)
 
 
 @converter(aten._batch_norm_no_update.default)
