@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: coverage fuzz install demo lint models types test pytest test-full clean
+.PHONY: coverage fuzz install demo lint models types test pytest test-slow test-full clean
 
 install: $(STAMP)
 
@@ -32,9 +32,15 @@ test: install
 # Two workers on two cores: a third would import all tests once more, and processes that tests start use what is
 # idle. A thread each, or pools would spin.
 # Bytecode is written even where the environment forbids it: each of a hundred processes would compile every file.
+PYTEST := env --unset PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
+	--no-loadscope-reorder --durations 60
+
 pytest: install
-	env --unset PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
-		--no-loadscope-reorder --durations 60 -m "not full and not gpu"
+	$(PYTEST) -m "not slow and not full and not gpu"
+
+# Those that take seconds each, listed in tests/slow.py. Continuous integration runs them after the others.
+test-slow: install
+	$(PYTEST) -m "slow and not full and not gpu"
 
 test-full: install
 	$(BIN)/pytest -n 2 --dist worksteal

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 from tests.longest import LONGEST
+from tests.slow import is_slow
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
@@ -32,8 +33,12 @@ WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
 OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
+@pytest.hookimpl(tryfirst=True)  # marks are chosen by `-m` afterwards
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order of `LONGEST`; needs `--no-loadscope-reorder` under pytest-xdist."""
+    """Mark the slow ones; the order of `LONGEST`, which needs `--no-loadscope-reorder` under pytest-xdist."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker("slow")
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
 

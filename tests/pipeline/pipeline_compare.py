@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -39,8 +40,17 @@ def assert_same(plain: nn.Module, piped: nn.Module) -> None:
 
 def threads_end(before: int) -> bool:
     """Whether the threads of pipelines that nothing holds any more end, so that only `before` are left."""
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        gc.collect()  # again and again: a stage lets go of its last task when it has ended
+    return ends(lambda: threading.active_count() <= before, limit_s=10)
+
+
+def ends(is_over: Callable[[], bool], limit_s: float) -> bool:
+    """Whether this comes true once the garbage of a test is collected.
+
+    Again and again, since a stage lets go of its last task when it has ended; and for a second the young
+    objects alone, which a test's own are: to look through all that a worker holds takes a second each time.
+    """
+    began = time.monotonic()
+    while not is_over() and time.monotonic() < began + limit_s:
+        gc.collect(1 if time.monotonic() < began + 1 else 2)
         time.sleep(0.01)
-    return threading.active_count() <= before
+    return is_over()

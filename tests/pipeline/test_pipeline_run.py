@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import gc
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from pipeline_compare import threads_end
+from pipeline_compare import ends, threads_end
 from torch import nn
 
 from intarsia.pipeline import GPipe
@@ -177,12 +176,7 @@ def test_nothing_stays_alive(fail):
         return alive
 
     alive = run()
-    limit = time.monotonic() + 5
-    gc.collect()
-    while alive() is not None and time.monotonic() < limit:
-        time.sleep(0.01)  # a thread lets go of a job just after it told its result
-        gc.collect()
-    assert alive() is None
+    assert ends(lambda: alive() is None, limit_s=5)
 
 
 @pytest.mark.parametrize("where", ["_fence", "_finish"])
