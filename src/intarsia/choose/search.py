@@ -11,6 +11,7 @@ from intarsia.choose.block_costs import Costing
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
 from intarsia.choose.findings import BlockCost, Findings, Trial
+from intarsia.choose.last_race import SPREAD_ROUNDS, is_quick, least_rounds, least_s, nearest
 from intarsia.choose.line_ups import line_ups, with_other_options, without_patterns
 from intarsia.choose.load import race_plans
 from intarsia.choose.measured import Measured
@@ -24,7 +25,6 @@ from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import EngineError, IntarsiaError
 from intarsia.partition import PYTORCH
-from intarsia.timing import PAUSE_S
 
 SLOW_BUILD_S = 60.0  # what an engine that is slow to build may take
 _BLOCKS = (12, 6, 3)  # the most blocks that a graph is cut into; fewer where time is short
@@ -32,8 +32,6 @@ _RESERVE = 0.3  # the part of the budget that is kept for building mixes and for
 _RACE_S = 0.1  # of one block on one engine
 _MIXES = 3  # how many are built
 _CLOSE = 1.3  # who is further behind after the first race does not run in the last
-_SPREAD_ROUNDS, _QUICK_S = 3, 4.0  # the last race has so many rounds at least, if they take so little
-_SURE_ROUNDS, _SURE_S = 9, 1.0  # and up to so many if they take that: a hiccup in one of three would decide
 _FAR = 1.6  # who is so far behind in any round of a race leaves it at once, and no options of it are tried
 _AGAIN = 1.7  # without a budget given, measuring may take so many times what the first plan took
 
@@ -88,8 +86,9 @@ class Search:
         fresh = self._shortened(leaders[0]) + self._build_all(later)
         fresh += self._build_all(variants)
         fresh += self._build_all(self._mixes())
-        if len(leaders) + len(fresh) > 1 and (fresh or self._fits_a_race(leaders)):
-            self._last_race([*leaders, *fresh])
+        last = nearest(leaders, fresh, self.trials)
+        if len(last) > 1 and (fresh or self._fits_a_race(last)):
+            self._last_race(last)
         else:
             self.trials |= {name: replace(self.trials[name], final=True) for name in leaders}
 
@@ -110,36 +109,16 @@ class Search:
         self._race(names, final=True, rounds=20, share=0.2)
         took = self.trials[self._decide()].median
         finalists = [trial.name for trial in self.trials.values() if trial.final]
-        let_go = [trial.quickest for trial in self.trials.values() if trial.name not in finalists]
-        if took > min(let_go, default=math.inf) and self._fits_a_race(finalists):
+        faster = [trial.name for trial in self.trials.values() if not trial.final and trial.quickest < took]
+        finalists += [name for name in faster if name in self.built]
+        if faster and self._fits_a_race(finalists):
             self._race(finalists, final=True, rounds=20, share=0.2)
-
-    def _is_quick(self, names: Sequence[str]) -> bool:
-        """Whether three rounds, which show a spread, take so little that a budget need not tell."""
-        return _SPREAD_ROUNDS * self._round_s(names) < _QUICK_S
-
-    def _round_s(self, names: Sequence[str]) -> float:
-        """About what a round takes; who did not race yet takes what the leader does."""
-        lead = min(trial.median for trial in self.trials.values())
-        return sum(self.trials[name].median if name in self.trials else lead for name in names)
-
-    def _least_rounds(self, names: Sequence[str]) -> int:
-        """Rounds of the last race that no budget shortens; but one call may take longer than all of it."""
-        if not self._is_quick(names):
-            return 1
-        return min(max(int(_SURE_S / self._round_s(names)), _SPREAD_ROUNDS), _SURE_ROUNDS)
-
-    def _last_race_s(self, names: Sequence[str]) -> float:
-        """What the last race takes at least, its warm-up and pauses included."""
-        if not self.trials:
-            return 0.0
-        return (1 + self._least_rounds(names)) * (self._round_s(names) + PAUSE_S * len(names))
 
     def _fits_a_race(self, names: Sequence[str]) -> bool:
         """Whether there is time for three more rounds, or they take little and a spread is not known yet."""
-        took = _SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
-        shown = min(len(self.trials[name].seconds) for name in names) >= _SPREAD_ROUNDS
-        return took < self.progress.left_s or (not shown and self._is_quick(names))
+        took = SPREAD_ROUNDS * sum(self.trials[name].median for name in names)
+        shown = min(len(self.trials[name].seconds) for name in names) >= SPREAD_ROUNDS
+        return took < self.progress.left_s or (not shown and is_quick(names, self.trials))
 
     def _limit(self) -> None:
         """Set the budget, once the first plan stands: now it is known what compiling takes."""
@@ -314,7 +293,7 @@ class Search:
         needs = self._expected_build_s(candidate) if others else 0.0  # PyTorch's plan is there at once
         if others and (reason := no_room(self.workshop.builder.module)) is not None:
             return reason
-        needs += self._last_race_s([*self.built, candidate.name])
+        needs += least_s([*self.built, candidate.name], self.trials)
         if left < needs:
             took = f"it may take {needs:.1f} s to build and to race"
             return f"{took}, and {left:.1f} s are left of {self._budget}"
@@ -335,7 +314,7 @@ class Search:
             calls,
             self.measured.objective,
             rounds=rounds,
-            least=self._least_rounds(names) if final else 1,
+            least=least_rounds(names, self.trials) if final else 1,
             budget_s=budget,
             drop=_FAR,
             failed=failed,

@@ -1,0 +1,56 @@
+"""The race that decides: who runs in it and how many rounds, by what earlier races told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from intarsia.choose.findings import Trial
+from intarsia.timing import PAUSE_S
+
+SPREAD_ROUNDS = 3  # show a spread
+_QUICK_S = 4.0  # what those may take without asking a budget
+_SURE_ROUNDS, _SURE_S = 9, 2.0  # so many if they take no more: a hiccup in one of three would decide
+_NEAR, _PAIR = 1.1, 2  # so near the best, and so many at least, are all that a race of slow plans has
+
+Trials = Mapping[str, Trial]
+
+
+def round_s(names: Sequence[str], trials: Trials) -> float:
+    """About what a round takes; who did not race yet takes what the leader does."""
+    lead = min(trial.median for trial in trials.values())
+    return sum(trials[name].median if name in trials else lead for name in names)
+
+
+def is_quick(names: Sequence[str], trials: Trials) -> bool:
+    """Whether three rounds, which show a spread, take so little that a budget need not tell."""
+    return SPREAD_ROUNDS * round_s(names, trials) < _QUICK_S
+
+
+def least_rounds(names: Sequence[str], trials: Trials) -> int:
+    """Rounds that no budget shortens; but one call may take longer than all of it."""
+    if not is_quick(names, trials):
+        return 1
+    return min(max(int(_SURE_S / round_s(names, trials)), SPREAD_ROUNDS), _SURE_ROUNDS)
+
+
+def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> list[str]:
+    """Who runs: those that were built since, and the leaders, or where calls take long those near the best.
+
+    Three rounds of two plans tell more than one of six.
+    """
+    near = sorted(leaders, key=lambda name: trials[name].quickest)
+    while len(near) > _PAIR and _SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
+        is_near = trials[near[-1]].quickest < trials[near[0]].quickest * _NEAR
+        if is_near and is_quick([*near, *fresh], trials):
+            break
+        near.pop()
+    return [*near, *fresh]
+
+
+def least_s(names: Sequence[str], trials: Trials) -> float:
+    """What a race of those nearest to the best takes at least, its warm-up and pauses included."""
+    if not trials:
+        return 0.0
+    leaders = [name for name in names if name in trials]
+    names = nearest(leaders, [name for name in names if name not in trials], trials)
+    return (1 + least_rounds(names, trials)) * (round_s(names, trials) + PAUSE_S * len(names))
