@@ -15,6 +15,7 @@ import torch
 
 PAUSE_S = 0.01  # how long the threads of a pool that was just used may spin on, beside the next peer
 _TELLS_S = 0.25  # a round this long is no hiccup of the machine: it tells by itself who is far behind
+_LONG_S = 0.1  # who takes so long need not be called several times for the clock, or to be warm
 _ROUNDS, _CHEAP_S = 3, 1.0  # rounds that show a spread are run on a spent budget, too, if they take so little
 
 
@@ -38,6 +39,7 @@ def race(
     pause_s: float = 0.0,
     drop: float = math.inf,
     failed: dict[str, Exception] | None = None,
+    known_s: Mapping[str, float] | None = None,
 ) -> dict[str, Timing]:
     """Time peers in turn, round by round and each round in another order: noise meets all alike.
 
@@ -47,7 +49,8 @@ def race(
     With `pause_s` every turn begins with a rest: threads of the peer before may spin on for a while.
     Who takes `drop` times as long as the quickest, by quickest rounds and in most rounds, leaves the race,
     after two of them or a long first one. A peer that raises leaves it too, and is told in `failed`; without
-    such a table its error is the caller's.
+    such a table its error is the caller's. Who is known by `known_s` to take long has been called before, and
+    is not warmed up.
 
     >>> sorted(race({"a": lambda: None, "b": lambda: sum(range(10))}, rounds=2, warmup=1))
     ['a', 'b']
@@ -59,7 +62,8 @@ def race(
     dice = random.Random(0)
     for name in peers:  # ahead of the rounds, so that those tell what a further one takes
         with _leaving(name, calls, seconds, failed):
-            repeats[name] = _repeats(calls[name], warmup)
+            is_known = (known_s or {}).get(name, 0.0) > _LONG_S
+            repeats[name] = 1 if is_known else _repeats(calls[name], warmup)
     for number in range(rounds):
         lap = _now()
         names = list(calls)
@@ -107,7 +111,7 @@ def _repeats(call: Callable[[], object], warmup: int) -> int:
     for _ in range(warmup):
         start = _now()
         call()
-        if _now() - start > 0.1:
+        if _now() - start > _LONG_S:
             return 1
     start = _now()
     call()

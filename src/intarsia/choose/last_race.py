@@ -8,8 +8,9 @@ from intarsia.choose.findings import Trial
 from intarsia.timing import PAUSE_S
 
 SPREAD_ROUNDS = 3  # show a spread
-_QUICK_S = 4.0  # what those may take without asking a budget
-_SURE_ROUNDS, _SURE_S = 9, 2.0  # so many if they take no more: a hiccup in one of three would decide
+_QUICK_S = 3.0  # what those may take without asking a budget
+_CALM_ROUNDS = 4  # of which a hiccup may spoil one; of three it would decide
+_SURE_ROUNDS, _SURE_S = 9, 2.0  # so many if they take no more
 _NEAR, _PAIR = 1.1, 2  # so near the best, and so many at least, are all that a race of slow plans has
 
 Trials = Mapping[str, Trial]
@@ -30,7 +31,8 @@ def least_rounds(names: Sequence[str], trials: Trials) -> int:
     """Rounds that no budget shortens; but one call may take longer than all of it."""
     if not is_quick(names, trials):
         return 1
-    return min(max(int(_SURE_S / round_s(names, trials)), SPREAD_ROUNDS), _SURE_ROUNDS)
+    took = round_s(names, trials)
+    return min(max(int(_SURE_S / took), min(int(_QUICK_S / took), _CALM_ROUNDS)), _SURE_ROUNDS)
 
 
 def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> list[str]:
@@ -41,7 +43,7 @@ def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> lis
     near = sorted(leaders, key=lambda name: trials[name].quickest)
     while len(near) > _PAIR and _SURE_ROUNDS * round_s([*near, *fresh], trials) > _SURE_S:
         is_near = trials[near[-1]].quickest < trials[near[0]].quickest * _NEAR
-        if is_near and is_quick([*near, *fresh], trials):
+        if is_near and _CALM_ROUNDS * round_s([*near, *fresh], trials) < _QUICK_S:
             break
         near.pop()
     return [*near, *fresh]

@@ -29,6 +29,7 @@ def race_plans(
     least: int = 3,
     drop: float = math.inf,
     failed: dict[str, Exception] | None = None,
+    known_s: Mapping[str, float] | None = None,
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of every plan in every round; for throughput, of a call its share of them. See `race`.
 
@@ -46,6 +47,7 @@ def race_plans(
             pause_s=PAUSE_S,
             drop=drop,
             failed=failed,
+            known_s=known_s,
         )
 
     with torch.no_grad():

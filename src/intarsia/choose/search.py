@@ -318,6 +318,7 @@ class Search:
             budget_s=budget,
             drop=_FAR,
             failed=failed,
+            known_s={name: self.trials[name].quickest for name in names if name in self.trials},
         )
         for name, error in failed.items():
             self.left_out.append(f"{name}: it failed while it was measured: {type(error).__name__}: {error}")
