@@ -335,6 +335,30 @@ def test_without_patterns_only_what_may_still_win_is_tried(
     assert "onnxruntime, not spinning" in names and "onnxruntime, no patterns" not in names
 
 
+def test_a_plan_left_out_of_the_last_race_that_seems_faster_is_let_in_again(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {"openvino": 2.0, "onnxruntime": 2.1, "pytorch": 2.2, "eager": 2.3}
+    races = Races(slow)
+
+    def raced(calls: Mapping[str, Call], *rest: object, **more: object) -> dict[str, tuple[float, ...]]:
+        busy = {"openvino": 2.5, "onnxruntime": 2.4}
+        quiet = {**slow, "pytorch": 1.5}
+        races.table = [slow, busy, quiet][len(races.log)]
+        return races(calls, *rest, **more)
+
+    monkeypatch.setattr(search, "race_plans", raced)
+    monkeypatch.setattr(search.Search, "_fits_a_race", lambda *_: True)
+    monkeypatch.setattr(search.Search, "_mixes", lambda _: [])
+    fast = _compile(model, FEW, rewrite=False)
+    assert [sorted(names) for names in races.log] == [
+        sorted(slow),
+        ["onnxruntime", "openvino"],  # calls of two seconds: the nearest two
+        sorted(slow),
+    ]
+    assert fast.plan.findings.chosen == "pytorch"
+
+
 def test_a_last_race_on_a_busy_machine_is_run_again(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
