@@ -35,7 +35,7 @@ OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 @pytest.hookimpl(tryfirst=True)  # marks are chosen by `-m` afterwards
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow ones; the order of `LONGEST`, which needs `--no-loadscope-reorder` under pytest-xdist."""
+    """Mark the slow ones; files of `LONGEST` come first (with xdist's `--no-loadscope-reorder`)."""
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker("slow")
