@@ -135,7 +135,7 @@ def compile(
     open_order = partition is None and engines is None and wanted.backend_priority is None
     measured = partition if isinstance(partition, Measured) else None
     wishes = Wishes(
-        find_strategy(partition if isinstance(partition, str) or callable(partition) else "dependency"),
+        find_strategy("dependency" if partition is None or isinstance(partition, Measured) else partition),
         measured,
         wanted,
         rewrite,

@@ -10,6 +10,7 @@ from torch import fx
 
 from intarsia.capture.call import Call
 from intarsia.choose.measured import Measured
+from intarsia.errors import InputError
 from intarsia.partition import PartitionOptions, Strategy
 from intarsia.rewrite import Patterns
 
@@ -30,3 +31,8 @@ class Wishes:
     began: float = 0.0  # when the compile began, by `time.perf_counter`
     tolerance: float | None = None  # how far results may be off; None for the model's own arithmetic
     more: Sequence[Call] = ()  # further calls to be tried on
+
+    def __post_init__(self) -> None:
+        limit = self.build_limit_s
+        if limit is not None and (not isinstance(limit, int | float) or not limit > 0):
+            raise InputError(f"build_limit_s={limit!r}; give seconds, or None for no limit")

@@ -40,6 +40,7 @@ class ReplacedForward(PlacedForward, ABC):
             try:
                 if self._replaced():
                     raise StaleWeightsError(f"a weight of {self.path} was replaced")
+                self._check_parts()
                 self._here.answers = True
                 made = self.answer(args, kwargs)
                 if not isinstance(made, str):

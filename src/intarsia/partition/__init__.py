@@ -29,7 +29,7 @@ STRATEGIES: dict[str, Strategy] = {
 def find_strategy(partition: str | Strategy) -> Strategy:
     """The strategy of that name, or the function itself."""
     if not isinstance(partition, str):
-        if not callable(partition):
+        if not callable(partition) or isinstance(partition, type):
             raise PartitionError(
                 f"partition={partition!r} is no strategy that makes a plan without measuring"
             )

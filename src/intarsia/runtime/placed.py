@@ -14,13 +14,16 @@ from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
+# transformers hooks a model's layers when it first runs; they do something where hidden states are asked for.
+_IDLE_HOOKS = "transformers.utils.output_capturing"
+
 
 class PlacedForward:
     """The `forward` of a module: a compiled program where one fits the call, else the module's own.
 
     Only `forward` is replaced, so the module keeps its class, attributes, children and hooks. Its own forward
-    runs in training, under autocast, where an input carries gradients, for calls of other kinds, and from the
-    moment on when a weight is written to or replaced.
+    runs in training, under autocast, where an input carries gradients, for calls of other kinds, while a
+    module inside is hooked or in another mode, and from when on one is replaced or a weight written to.
     """
 
     def __init__(
@@ -37,6 +40,12 @@ class PlacedForward:
             for key, tensor in table.items()
             if tensor is not None
         ]
+        parts = list(module.modules())
+        self._parts, inner = parts, parts[1:]  # the module's own hooks are run around what is placed in it
+        self._training = [part.training for part in parts]
+        self._children = [(part._modules, tuple(part._modules.values())) for part in parts if part._modules]
+        self._hooks = [table for part in inner for table in (part._forward_hooks, part._forward_pre_hooks)]
+        self._hooked, self._counted_hooks = self._user_hooks(), sum(map(len, self._hooks))
         # A program that was loaded has weights of its own, so it cannot see that the module's are written to.
         counted = [tensor for _, _, tensor, _ in self._weights if loaded and not tensor.is_inference()]
         self._counted = [tensor.detach() for tensor in counted]
@@ -50,6 +59,7 @@ class PlacedForward:
             try:
                 if self._replaced():
                     raise StaleWeightsError(f"a weight of {self.path} was replaced or written to")
+                self._check_parts()
                 made = program(*args, **kwargs)
             except InputError as error:
                 told = str(error)
@@ -85,6 +95,23 @@ class PlacedForward:
             if table.get(key) is not tensor or tensor.data_ptr() != address:
                 return True
         return False
+
+    def _check_parts(self) -> None:
+        """Refuse a call where modules inside are not as they were; for good where they are others."""
+        for table, children in self._children:
+            if tuple(table.values()) != children:
+                raise StaleWeightsError(f"a module inside {self.path} was replaced, added or taken away")
+        if [part.training for part in self._parts] != self._training:
+            raise InputError(f"a module inside {self.path} is in another mode (training) than when compiled")
+        if (count := sum(map(len, self._hooks))) != self._counted_hooks:
+            if self._user_hooks() != self._hooked:
+                raise InputError(f"a module inside {self.path} has a hook that it had not when compiled")
+            self._counted_hooks = count
+
+    def _user_hooks(self) -> int:
+        """How many hooks there are inside, without those that wait for a call which no program answers."""
+        made = [hook for table in self._hooks for hook in table.values()]
+        return sum(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in made)
 
 
 def _autocast() -> bool:

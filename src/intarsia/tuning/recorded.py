@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.example import copied_call
+from intarsia.errors import InputError
 
 _KEPT = 6  # calls of one kind kept with their tensors; of the others, sizes and times are
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -108,17 +109,23 @@ class Recorded(Sequence[RecordedCall]):
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments to compile with."""
-        return self.kinds[0].example.args
+        return self._first.example.args
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The named arguments to compile with."""
-        return self.kinds[0].example.kwargs
+        return self._first.example.kwargs
 
     @property
     def dynamic_shapes(self) -> dict[str, Any] | None:
         """What to let vary when the module is compiled."""
-        return self.kinds[0].dynamic_shapes
+        return self._first.dynamic_shapes
+
+    @property
+    def _first(self) -> CallsOfKind:
+        if not self._kinds:
+            raise InputError("no call was recorded")
+        return self.kinds[0]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallsOfKind:
         """Keep a call, if none of its sizes was kept yet."""
@@ -204,6 +211,6 @@ def _flat(sizes: Sizes) -> list[int]:
 
 
 def _range(seen: set[int]) -> Any:
-    if len(seen) < 2:
+    if len(seen) < 2 or max(seen) < 1:  # no dimension is negative: such numbers stay what they are
         return None
     return Dim.AUTO(min=max(0, min(seen)), max=2 * max(seen))

@@ -53,6 +53,10 @@ def tune(
     """
     if not callable(call):
         raise InputError(f"tune(target, call): call must be a function, not a {type(call).__name__}")
+    if not isinstance(least_share, int | float) or not least_share >= 0:
+        raise InputError(f"least_share={least_share!r}; give a share of the time, such as 0.05")
+    if not isinstance(rounds, int) or rounds < 1:
+        raise InputError(f"rounds={rounds!r}; give how many turns to time, 1 or more")
     options = checked(options, "tune")
     modules = held_modules(target)
     if not modules:
@@ -67,8 +71,12 @@ def tune(
     tuned = Tuned(placed, left, shares)
     for made in placed.values():
         made.put()
-    if placed:
-        _measure(tuned, call, rounds, only_if_faster)
+    try:
+        if placed:
+            _measure(tuned, call, rounds, only_if_faster)
+    except BaseException:  # of the user's call: nobody would have what gives the modules back
+        tuned.restore()
+        raise
     return tuned
 
 

@@ -1,0 +1,94 @@
+"""A module in place of which a program answers, changed inside: the model's own answer, as eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.errors import InputError
+
+X = torch.linspace(-1, 1, 128).reshape(2, 64)
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 64)).eval()
+
+
+def _hook(model: nn.Sequential) -> None:
+    model[0].register_forward_hook(lambda _, __, made: made + 1)
+
+
+def _pre_hook(model: nn.Sequential) -> None:
+    model[0].register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[0] = nn.Linear(64, 64)
+
+
+def _append(model: nn.Sequential) -> None:
+    model.append(nn.Linear(64, 64))
+
+
+def _drop(model: nn.Sequential) -> None:
+    model[2].train()
+
+
+@pytest.mark.parametrize("change", [_hook, _pre_hook, _replace, _append, _drop])
+@torch.no_grad()
+def test_the_answer_is_the_changed_models(change: Callable[[nn.Sequential], None]) -> None:
+    model = _model()
+    tuned = intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1)
+    before = model(X)
+    change(model)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="inside"):
+        made = model(X)
+    tuned.restore()
+    torch.manual_seed(1)
+    assert torch.equal(made, model(X)) and not torch.allclose(made, before)
+
+
+@torch.no_grad()
+def test_programs_answer_again_once_a_hook_is_gone() -> None:
+    model = _model()
+    tuned = intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1)
+    (placed,) = tuned.placed.values()
+    handle = model[0].register_forward_hook(lambda _, __, made: made + 1)
+    with pytest.warns(UserWarning, match="hook"):
+        model(X)
+    handle.remove()
+    assert placed.enabled
+    torch.testing.assert_close(model(X), placed.own(X))
+
+
+def test_a_call_that_fails_while_it_is_measured_leaves_nothing_in_place() -> None:
+    model, calls = _model(), [0]
+
+    def call() -> None:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise ZeroDivisionError("mine")
+        model(X)
+
+    with torch.no_grad(), pytest.raises(ZeroDivisionError, match="mine"):
+        intarsia.tune(model, call, only_if_faster=False)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("wrong", [{"least_share": float("nan")}, {"least_share": -1}, {"rounds": 0}])
+def test_what_means_nothing_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        intarsia.tune(_model(), lambda: None, **wrong)
+
+
+def test_nothing_recorded_is_said() -> None:
+    with intarsia.recording(_model()) as calls:
+        pass
+    with pytest.raises(InputError, match="no call was recorded"):
+        calls.args  # noqa: B018
