@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intarsia
-from intarsia.errors import PartitionError
+from intarsia.errors import InputError, PartitionError
 from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.graph.source import _clean_path
 from intarsia.partition import STRATEGIES, PartitionOptions, SupportTable
@@ -207,3 +207,16 @@ def test_a_priority_names_known_engines() -> None:
     for strategy in STRATEGIES.values():
         with pytest.raises(PartitionError, match="backend_priority names 'b'"):
             strategy(gm, SupportTable(("a", "pytorch")), PartitionOptions(backend_priority=("b",)))
+
+
+@pytest.mark.parametrize("wrong", [3, [], intarsia.Measured])
+def test_what_is_no_strategy_is_refused(wrong: object) -> None:
+    for ask in (intarsia.compile, intarsia.explain):
+        with pytest.raises(PartitionError, match="is no strategy"):
+            ask(nn.Linear(2, 2), (torch.ones(1, 2),), partition=wrong)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1, 0, "a"])
+def test_what_is_no_time_limit_is_refused(wrong: object) -> None:
+    with pytest.raises(InputError, match="build_limit_s="):
+        intarsia.compile(nn.Linear(2, 2), (torch.ones(1, 2),), build_limit_s=wrong)
