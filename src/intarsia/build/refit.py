@@ -87,6 +87,7 @@ def relowered(old: Lowered, state: State, model: nn.Module | None, has_converter
         guards=old.guards,
         notes=(),
         views=made.views if old.views else (),
+        layouts=old.layouts,
     )
 
 

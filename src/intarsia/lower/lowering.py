@@ -16,6 +16,7 @@ from intarsia.lower.decompositions import decomposition_table, registered_decomp
 from intarsia.lower.grad_modes import inline_grad_modes
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered
+from intarsia.lower.output_layouts import output_layouts
 from intarsia.lower.output_views import output_views
 from intarsia.lower.overlapping_writes import refuse_overlapping_writes
 from intarsia.lower.passes import run_passes
@@ -37,7 +38,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     inline_grad_modes(program.graph_module)
     for module in (program.graph_module, *_bodies(program.graph_module)):
         refuse_overlapping_writes(module.graph)
-    views = output_views(program)
+    views, layouts = output_views(program), output_layouts(program)
     table = decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
@@ -56,7 +57,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (lowered.module, *_bodies(lowered.module)):
         _free_views(module.graph)
         run_passes(module)
-    return replace(lowered, program=captured, views=views)
+    return replace(lowered, program=captured, views=views, layouts=layouts)
 
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:

@@ -36,7 +36,7 @@ class OutputView:
 
 def output_views(program: ExportedProgram) -> tuple[OutputView | None, ...]:
     """For each result that the user gets, how it is a view; None where it is no view of what the user has."""
-    returned = _returned(program)
+    returned = returned_by(program)
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     given = [name for name, spec in kinds.items() if spec.kind is InputKind.USER_INPUT]
     written = _written(program.graph)
@@ -150,7 +150,8 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _returned(program: ExportedProgram) -> list[Any]:
+def returned_by(program: ExportedProgram) -> list[Any]:
+    """What the user gets: nodes, and plain values."""
     output = next(node for node in program.graph.nodes if node.op == "output")
     pairs = zip(program.graph_signature.output_specs, output.args[0], strict=True)
     return [item for spec, item in pairs if spec.kind is OutputKind.USER_OUTPUT]

@@ -23,6 +23,7 @@ from intarsia.graph.devices import uses_gpu
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
+from intarsia.lower.output_layouts import Order, laid_out
 from intarsia.runtime.call_structure import flat_arguments, split_spec, with_defaults
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.frozen_module import FrozenModule
@@ -111,6 +112,7 @@ class Compiled(FrozenModule):
         users = iter(lowered.views)
         views = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
         self._views = tuple((place, view) for place, view in enumerate(views) if view is not None)
+        self._layouts = _layouts(lowered, views)
         fresh = [
             output.role is not Role.USER
             or output.is_input
@@ -131,7 +133,8 @@ class Compiled(FrozenModule):
         self._plain_inputs = [item.index for item in lowered.inputs] == list(range(len(self._checks)))
         plain = self._flat_args >= 0 and self._plain_inputs and not (self._guards or mutates or as_it_is)
         self._quick = fixed_inputs(self._checks) if plain else None
-        self._one_result = lowered.out_spec.is_leaf() and not (mutates or self._views) and all(fresh)
+        as_made = not (mutates or self._views or self._layouts) and all(fresh)
+        self._one_result = lowered.out_spec.is_leaf() and as_made
         self._direct = _direct(self._whole, self._quick) if self._one_result else None
 
     def refit(self, weights: Mapping[str, Any] | nn.Module) -> None:
@@ -281,7 +284,9 @@ class Compiled(FrozenModule):
 
     def _finish(self, flat: list[Any], results: Sequence[Any]) -> Any:
         """Write back what the model changes, then give the caller its results."""
-        settled = self._ownership.own(results, flat)
+        settled = list(self._ownership.own(results, flat))
+        for place, order in self._layouts:
+            settled[place] = laid_out(settled[place], order)
         returned: dict[int, Any] = {}
         indices = dict(self._written)
         with torch.no_grad():
@@ -367,6 +372,18 @@ def _fresh(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program
         not isinstance(item, fx.Node) or (item in made and item not in returned[:place])
         for place, item in enumerate(returned)
     ]
+
+
+def _layouts(lowered: Lowered, views: Sequence[Any]) -> tuple[tuple[int, Order], ...]:
+    """The places of results that do not lie row by row in the model, and how; views lie as what they show."""
+    users = iter(lowered.layouts)
+    orders = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
+    own = [not output.is_input and output.twin is None for output in lowered.outputs]
+    return tuple(
+        (place, order)
+        for place, order in enumerate(orders)
+        if order is not None and own[place] and views[place] is None
+    )
 
 
 def _direct(program: Program | None, quick: list[FixedInput] | None) -> Callable[..., torch.Tensor] | None:

@@ -25,6 +25,7 @@ from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.door import check_from_json, ranges_from_json
 from intarsia.runtime.archive.engines import engines_from_json, packed_for
 from intarsia.runtime.archive.graphs import ReadGraph, graph_from_json
+from intarsia.runtime.archive.results import orders_from_json, views_from_json
 from intarsia.runtime.archive.save import FORMAT, VERSION
 from intarsia.runtime.archive.structure import signature_from_json, spec_from_json
 from intarsia.runtime.archive.tensors import WEIGHTS, read_tensors
@@ -203,6 +204,7 @@ class _Loader:
 
     def compiled(self, contents: Json, model: nn.Module | None = None) -> Compiled:
         call, found = contents["call"], contents["inlay"]
+        told = contents.get("results") or {"views": [], "orders": []}  # files of old say nothing of them
         module = self._graph(found["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
         lowered = Lowered(
@@ -215,6 +217,10 @@ class _Loader:
             tuple(call["names"]),
             ranges_from_json(call["ranges"]),
             tuple(call["guards"]),
+            views=views_from_json(
+                told["views"], len(call["checks"]), lambda graph: self._graph(graph).module
+            ),
+            layouts=orders_from_json(told["orders"]),
         )
         plan, pieces, programs, body_plans = self.pieces(found, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
@@ -230,10 +236,10 @@ class _Loader:
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
             state={name: self._tensors[key] for name, key in contents["state"].items()},
         )
-        told = contents.get("captured") or {}
-        if "member" in told:
-            self._reader.member(told["member"])  # damage is told now, not at a refit
-        made.captured = partial(self._captured, told)
+        captured = contents.get("captured") or {}
+        if "member" in captured:
+            self._reader.member(captured["member"])  # damage is told now, not at a refit
+        made.captured = partial(self._captured, captured)
         results = contents["cuda_graphs"]
         if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
             made.run_by(CudaGraphs(made.inlay.results, module.graph, results))

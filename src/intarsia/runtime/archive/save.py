@@ -24,6 +24,7 @@ from intarsia.runtime.archive.container import Writer, write_atomically
 from intarsia.runtime.archive.door import check_to_json, ranges_to_json
 from intarsia.runtime.archive.engines import engine_to_json, packed_for
 from intarsia.runtime.archive.graphs import graph_to_json
+from intarsia.runtime.archive.results import results_to_json
 from intarsia.runtime.archive.structure import signature_to_json, spec_to_json
 from intarsia.runtime.archive.tensors import WEIGHTS, TensorTable
 from intarsia.runtime.archive.values import Json, to_json
@@ -136,6 +137,7 @@ class _Saver:
         run = compiled._run
         contents = {
             "call": _call_to_json(compiled, lowered),
+            "results": results_to_json(lowered, lambda m: graph_to_json(m, self.tensors, self._body)),
             "buffers": buffers,
             "state": weights,
             "inlay": self._inlay(compiled.inlay, lowered.module),
