@@ -220,3 +220,46 @@ def test_what_is_no_strategy_is_refused(wrong: object) -> None:
 def test_what_is_no_time_limit_is_refused(wrong: object) -> None:
     with pytest.raises(InputError, match="build_limit_s="):
         intarsia.compile(nn.Linear(2, 2), (torch.ones(1, 2),), build_limit_s=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        ({"verify": "no"}, "verify='no'; give True or False"),
+        ({"cuda_graphs": "dynamic"}, "cuda_graphs='dynamic'; give True, False, 'static' or None"),
+        ({"build_limit_s": True}, "build_limit_s=True; give seconds"),
+        ({"min_block_size": True}, "min_block_size=True must be a whole number"),
+        ({"require_full_compilation": "yes"}, "require_full_compilation='yes'; give True or False"),
+        ({"torch_executed_ops": "relu"}, "torch_executed_ops='relu' is no list of names"),
+        ({"backend_priority": "openvino"}, "backend_priority='openvino' is no list of names"),
+        ({"memory_budget": -1}, "memory_budget=-1 names no engine"),
+        ({"memory_budget": {"openvino": "1 GB"}}, "memory_budget of openvino is '1 GB' bytes"),
+        ({"backend_support_map": ["openvino"]}, r"backend_support_map=\['openvino'\] names no engine"),
+        ({"backend_priority": ["opnvino"]}, "backend_priority names 'opnvino', but the engines are"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(wish: dict[str, object], told: str) -> None:
+    for partition in (None, "dependency", intarsia.Measured(budget_s=1)):
+        with pytest.raises((InputError, PartitionError), match=told):
+            intarsia.compile(nn.Linear(2, 2), (torch.ones(1, 2),), partition=partition, **wish)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [[1], True, "a", 0, float("nan")])
+def test_what_is_no_budget_is_refused(wrong: object) -> None:
+    with pytest.raises(PartitionError, match="must be more than 0 seconds"):
+        intarsia.Measured(budget_s=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [3, "openvino", intarsia.OpenVINO, ["openvino"], intarsia.OpenVINO()])
+def test_what_is_no_list_of_engines_is_refused(wrong: object) -> None:
+    with pytest.raises(PartitionError, match="candidates"):
+        intarsia.Measured(candidates=wrong)  # type: ignore[arg-type]
+
+
+def test_a_priority_may_name_pytorch_beside_measurement() -> None:
+    x = torch.ones(1, 2)
+    for partition in ("dependency", intarsia.Measured(budget_s=1)):
+        fast = intarsia.compile(
+            nn.Linear(2, 2), (x,), partition=partition, backend_priority=["openvino", "pytorch"]
+        )
+        assert fast(x).shape == (1, 2)

@@ -85,7 +85,8 @@ def test_a_graph_break_behind_a_result_sees_its_strides() -> None:
         torch._dynamo.graph_break()
         return y.permute(0, 2, 3, 1).view(-1), y.stride()
 
-    quick = torch.compile(function, backend="intarsia", options={"engines": ["onnxruntime"]})
+    options: Any = {"engines": ["onnxruntime"]}
+    quick = torch.compile(function, backend="intarsia", options=options)
     x = image(2)
     with torch.no_grad():
         (made, strides), (truth, expected) = quick(x), function(x)
@@ -111,6 +112,6 @@ def test_what_is_no_layout_or_view_in_a_file_is_refused() -> None:
     with pytest.raises(ArchiveError, match="-1 is no place"):
         orders_from_json([[-1, 0]])
     with pytest.raises(ArchiveError, match="a view of inputs \\(3,\\) and results \\(\\)"):
-        views_from_json([{"graph": None, "reads": [3], "of": []}], 2, lambda graph: graph)  # type: ignore[arg-type, return-value]
+        views_from_json([{"graph": None, "reads": [3], "of": []}], 2, lambda graph: graph)
     with pytest.raises(ArchiveError, match="results \\(0,\\), which are none"):
-        views_from_json([{"graph": None, "reads": [], "of": [0]}], 2, lambda graph: graph)  # type: ignore[arg-type, return-value]
+        views_from_json([{"graph": None, "reads": [], "of": [0]}], 2, lambda graph: graph)

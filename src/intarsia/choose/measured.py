@@ -39,10 +39,16 @@ class Measured:
             raise PartitionError(
                 f"objective={self.objective!r} is not known; known are {', '.join(get_args(Objective))}"
             )
-        if self.budget_s is not None and (isinstance(self.budget_s, str) or not self.budget_s > 0):
+        if self.budget_s is not None and (type(self.budget_s) not in (int, float) or not self.budget_s > 0):
             raise PartitionError(f"budget_s={self.budget_s!r} must be more than 0 seconds")
+        if self.candidates is None:
+            return
         if isinstance(self.candidates, Engine):
             raise PartitionError(f"candidates={self.candidates!r} is one engine; give a list of them")
-        for engine in self.candidates or ():
+        if isinstance(self.candidates, str) or not isinstance(self.candidates, Sequence):
+            raise PartitionError(
+                f"candidates={self.candidates!r}; give a list of engines, such as [OpenVINO()]"
+            )
+        for engine in self.candidates:
             if not isinstance(engine, Engine):
                 raise PartitionError(f"candidates holds {engine!r}, which is no engine, such as OpenVINO()")

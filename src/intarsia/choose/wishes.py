@@ -34,5 +34,9 @@ class Wishes:
 
     def __post_init__(self) -> None:
         limit = self.build_limit_s
-        if limit is not None and (not isinstance(limit, int | float) or not limit > 0):
+        if limit is not None and (type(limit) not in (int, float) or not limit > 0):
             raise InputError(f"build_limit_s={limit!r}; give seconds, or None for no limit")
+        if not isinstance(self.verify, bool):
+            raise InputError(f"verify={self.verify!r}; give True or False")
+        if self.cuda_graphs not in (None, True, False, "static"):
+            raise InputError(f"cuda_graphs={self.cuda_graphs!r}; give True, False, 'static' or None")

@@ -163,7 +163,7 @@ def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable
 def check_engine_names(options: PartitionOptions, engines: Iterable[str]) -> None:
     """Raise `PartitionError` for an engine in `options` that is not among those in use."""
     known = list(engines)
-    for option in ("backend_support_map", "memory_budget"):
+    for option in ("backend_priority", "backend_support_map", "memory_budget"):
         for engine in getattr(options, option) or ():
             if engine not in known:
                 raise PartitionError(f"{option} names {engine!r}, but the engines are {known}")

@@ -53,11 +53,23 @@ class PartitionOptions:
 
     def __post_init__(self) -> None:
         least = self.min_block_size
-        if least is not None and (not isinstance(least, int) or least < 1):
+        if least is not None and (type(least) is not int or least < 1):
             raise PartitionError(f"min_block_size={least!r} must be a whole number of at least 1")
+        if not isinstance(self.require_full_compilation, bool):
+            raise PartitionError(
+                f"require_full_compilation={self.require_full_compilation!r}; give True or False"
+            )
+        for name in ("torch_executed_ops", "torch_executed_modules", "atomic", "backend_priority"):
+            given = getattr(self, name)
+            if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
+                raise PartitionError(f"{name}={given!r} is no list of names; give e.g. [{given!r}]")
+        for name in ("memory_budget", "backend_support_map"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Mapping):
+                raise PartitionError(f"{name}={given!r} names no engine; give e.g. {{'openvino': ...}}")
         for engine, budget in self.memory_budget.items():
-            if budget < 1:
-                raise PartitionError(f"memory_budget of {engine} is {budget} bytes; it must be at least 1")
+            if type(budget) is not int or budget < 1:
+                raise PartitionError(f"memory_budget of {engine} is {budget!r} bytes; it must be at least 1")
 
 
 class PartitionChoices(TypedDict, total=False):
