@@ -97,3 +97,56 @@ def test_of_a_cache_that_nobody_touches_the_sums_are_known(gpt2: Generation) -> 
     assert cache.layers[0].keys is not None  # from here on others may write to it
     for layer in cache.layers:
         assert known_squares(layer.key_store) is None and known_squares(layer.value_store) is None
+
+
+def test_keys_that_somebody_holds_stay_as_they_were(gpt2: Generation) -> None:
+    """Eager makes new memory for every token, so what was asked for before never changes."""
+    model = gpt2.model
+    cache: Any = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=IDS, past_key_values=cache, use_cache=True)
+        model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+        held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        kept = [tensor.clone() for tensor in held]
+        cache.crop(-4)
+        ours = model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits[:, -1]
+        assert all(torch.equal(a, b) for a, b in zip(held, kept, strict=True))
+        gpt2.enable(False)
+        truth: Any = DynamicCache(config=model.config)
+        model(input_ids=IDS, past_key_values=truth, use_cache=True)
+        truth.crop(-3)
+        expected = model(input_ids=TOKEN, past_key_values=truth, use_cache=True).logits[:, -1]
+        gpt2.enable()
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_cropping_copies_nothing_that_nobody_holds(gpt2: Generation) -> None:
+    model = gpt2.model
+    cache: Any = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=IDS, past_key_values=cache, use_cache=True)
+        model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+        before = cache.layers[0].key_store.data_ptr()
+        cache.crop(-4)
+        model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+    assert cache.layers[0].key_store.data_ptr() == before
+
+
+def test_gradients_go_through_a_cache_that_programs_filled(gpt2: Generation) -> None:
+    model, found = gpt2.model, {}
+    for compiled in (True, False):
+        gpt2.enable(compiled)
+        cache: Any = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=IDS, past_key_values=cache, use_cache=True)
+            model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+        logits = [model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits for _ in range(2)]
+        torch.cat(logits).square().sum().backward()
+        gradient = model.transformer.h[0].attn.c_attn.weight.grad.clone()
+        model.zero_grad()
+        with torch.no_grad():
+            later = model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits
+        found[compiled] = [*logits, gradient, later]
+    gpt2.enable()
+    for ours, truth in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(ours, truth, atol=1e-4, rtol=1e-3)

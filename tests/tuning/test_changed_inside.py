@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 
 import pytest
@@ -52,6 +53,65 @@ def test_the_answer_is_the_changed_models(change: Callable[[nn.Sequential], None
     tuned.restore()
     torch.manual_seed(1)
     assert torch.equal(made, model(X)) and not torch.allclose(made, before)
+
+
+class _Scaled(nn.Module):
+    """Reads a number, a tensor that is no buffer, a configuration, and a flag of a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = _model(), nn.LayerNorm(64)
+        self.scale, self.table = 2.0, torch.ones(64)
+        self.config = argparse.Namespace(negate=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.inner(self.first(x)) * self.scale + self.table
+        return -made if self.config.negate else made
+
+
+def _scale(model: _Scaled) -> None:
+    model.scale = 5.0
+
+
+def _table(model: _Scaled) -> None:
+    model.table = torch.zeros(64)
+
+
+def _negate(model: _Scaled) -> None:
+    model.config.negate = True
+
+
+def _eps(model: _Scaled) -> None:
+    model.inner.eps = 10.0
+
+
+def _forward(model: _Scaled) -> None:
+    model.inner.forward = lambda x: x + 1  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("change", [_scale, _table, _negate, _eps, _forward])
+@torch.no_grad()
+def test_attributes_are_read_as_they_are(change: Callable[[_Scaled], None]) -> None:
+    model = _Scaled().eval()
+    tuned = intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1)
+    (placed,) = tuned.placed.values()
+    before = model(X)
+    assert placed.refused is None
+    change(model)
+    with pytest.warns(UserWarning, match="is another than when compiled"):
+        made = model(X)
+    tuned.restore()
+    assert torch.equal(made, model(X)) and not torch.allclose(made, before)
+
+
+@torch.no_grad()
+def test_an_equal_number_is_the_same_setting() -> None:
+    model = _Scaled().eval()
+    tuned = intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1)
+    (placed,) = tuned.placed.values()
+    model.scale = float("2.0")
+    model(X)
+    assert placed.refused is None
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     To transformers it is a `DynamicLayer`: `keys` and `values` hold the tokens so far, and may be cropped,
     reordered or replaced. They are views of `key_store` and `value_store`, made when they are asked for, to
     which a token is appended without a copy of the others; what was replaced from outside is copied back in
-    by `settle`. A layer with a sliding window keeps all tokens, since the mask hides them.
+    by `settle`. Whoever asked for keys or values may still hold them: before a place that was shown is
+    written again (after `crop`, say), the layer moves to other memory. A layer with a sliding window keeps
+    all tokens, since the mask hides them.
     """
 
     def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor, is_sliding: bool = False) -> None:
         self._shown: list[Any] | None = None
         self._replaced = False
         self._length = 0
+        self._handed = 0  # so many places have been shown to others
         super().__init__()
         self.key_store, self.value_store = key_store, value_store
         # The memory of all layers, if this one's is a part of it, and which.
@@ -35,8 +39,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     @property
     def keys(self) -> Any:
         """The keys so far; None after `reset`."""
-        forget(self.key_store)
-        return self._views()[0]
+        return self._hand_out(0)
 
     @keys.setter
     def keys(self, keys: Any) -> None:
@@ -45,8 +48,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     @property
     def values(self) -> Any:
         """The values so far; None after `reset`."""
-        forget(self.value_store)
-        return self._views()[1]
+        return self._hand_out(1)
 
     @values.setter
     def values(self, values: Any) -> None:
@@ -79,7 +81,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         if _is_start_of(keys, self.key_store) and _is_start_of(values, self.value_store):
             self._shorten(length)
             return
-        if not _fits(keys, self.key_store) or not _fits(values, self.value_store):
+        if self._handed or not _fits(keys, self.key_store) or not _fits(values, self.value_store):
             self.move(_longer(keys, self.room), _longer(values, self.room))
         else:
             self.key_store[:, :, :length].copy_(keys)
@@ -91,7 +93,9 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
             self.move(*(_longer(part, 2 * end) for part in self._views()))
-        elif self.key_store.is_inference() and not torch.is_inference_mode_enabled():
+        elif self.is_shown(start) or (
+            self.key_store.is_inference() and not torch.is_inference_mode_enabled()
+        ):
             self.move(self.key_store.clone(), self.value_store.clone())
         place = (slice(None), slice(None), slice(start, end))
         write(self.key_store, place, keys)
@@ -102,6 +106,13 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens, give all: what the model's own forward asks of a layer."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            # Gradients go through a copy: the memory that tokens are written to has none.
+            pairs = zip(self._views(), (key_states, value_states), strict=True)
+            joined = [new if old is None else torch.cat([old, new], dim=-2) for old, new in pairs]
+            self.keys, self.values = joined
+            self.is_initialized = True
+            return joined[0], joined[1]
         if self._views()[0] is None and key_states.shape[0] != self.key_store.shape[0]:
             self.show(0)
             self.move(_longer(key_states[:, :, :0], self.room), _longer(value_states[:, :, :0], self.room))
@@ -113,7 +124,28 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take other memory."""
         self.key_store, self.value_store, self.stack = keys, values, (None, 0)
+        self._handed = 0
         self.show(self._length)
+
+    def is_shown(self, start: int) -> bool:
+        """Whether places from `start` on have been shown to others, who may still hold them."""
+        return self._handed > start
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many of the last tokens."""
+        self._quietly(super().crop, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Take other rows, for beam search."""
+        self._quietly(super().reorder_cache, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row so often."""
+        self._quietly(super().batch_repeat_interleave, repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some rows."""
+        self._quietly(super().batch_select_indices, indices)
 
     def move_into(self, stack: torch.Tensor, place: int) -> None:
         """Take a part of a stack for memory: keys and values of a layer follow each other there."""
@@ -126,11 +158,30 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def _shorten(self, length: int) -> None:
         """Let so many places be the tokens so far; what is masked behind them must be finite all the same."""
-        for store in (self.key_store, self.value_store) if length < self._length else ():
-            dropped = store[:, :, length : self._length]
-            if not bool(dropped.isfinite().all()):
-                dropped.zero_()
+        if length < self._length and not self._is_finite(length):
+            if self.is_shown(length):
+                self.move(self.key_store.clone(), self.value_store.clone())
+            for store in (self.key_store, self.value_store):
+                store[:, :, length : self._length].zero_()
         self.show(length)
+
+    def _is_finite(self, start: int) -> bool:
+        dropped = [store[:, :, start : self._length] for store in (self.key_store, self.value_store)]
+        return all(bool(part.isfinite().all()) for part in dropped)
+
+    def _hand_out(self, place: int) -> Any:
+        """Keys or values for others, who may keep them, and write to them unseen."""
+        forget((self.key_store, self.value_store)[place])
+        shown = self._views()[place]
+        if shown is not None:
+            self._handed = max(self._handed, int(shown.shape[-2]))
+        return shown
+
+    def _quietly(self, method: Callable[[Any], None], *args: Any) -> None:
+        """Run a method of transformers, which asks for keys and values and keeps none of them."""
+        handed = self._handed
+        method(*args)
+        self._handed = handed
 
     def __getstate__(self) -> dict[str, Any]:
         """Views are made again: pickled by themselves, they would be of no memory but their own."""
@@ -198,14 +249,17 @@ def stack_of(layers: list[StoredLayer]) -> torch.Tensor:
 
 def _are_in(stack: torch.Tensor, layers: list[StoredLayer]) -> bool:
     """Whether the memory of layers is that of a stack, in their order, and may be written to."""
-    if stack.is_inference() and not torch.is_inference_mode_enabled():
+    if not _may_be_written(stack):
         return False
     return all(layer.stack[0] is stack and layer.stack[1] == place for place, layer in enumerate(layers))
 
 
 def append_to(layers: list[StoredLayer], slices: torch.Tensor) -> None:
     """Write a further token of every layer behind the others, by one copy; the slices are stacked alike."""
-    stack, start = stack_of(layers), layers[0].length
+    start = layers[0].length
+    if any(layer.is_shown(start) for layer in layers):
+        layers[0].stack = None, 0  # others have a part of it: they are moved to a new one
+    stack = stack_of(layers)
     end = start + slices.shape[-2]
     write(stack, (..., slice(start, end), slice(None)), slices)
     for layer in layers:
@@ -233,6 +287,10 @@ def _longer(filled: torch.Tensor, room: int) -> torch.Tensor:
     tell_zeros(store)
     write(store, (slice(None), slice(None), slice(length)), filled)
     return store
+
+
+def _may_be_written(store: torch.Tensor) -> bool:
+    return not store.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _fits(part: torch.Tensor, store: torch.Tensor) -> bool:

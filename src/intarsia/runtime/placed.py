@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.settings import Settings
 
 # transformers hooks a model's layers when it first runs; they do something where hidden states are asked for.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
@@ -23,7 +24,8 @@ class PlacedForward:
 
     Only `forward` is replaced, so the module keeps its class, attributes, children and hooks. Its own forward
     runs in training, under autocast, where an input carries gradients, for calls of other kinds, while a
-    module inside is hooked or in another mode, and from when on one is replaced or a weight written to.
+    module inside is hooked, in another mode or set otherwise (`Settings`), and from when on one is replaced
+    or a weight written to.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PlacedForward:
         self._training = [part.training for part in parts]
         self._children = [(part._modules, tuple(part._modules.values())) for part in parts if part._modules]
         self._hooks = [table for part in inner for table in (part._forward_hooks, part._forward_pre_hooks)]
+        self._settings = Settings(module, PlacedForward)
         self._hooked, self._counted_hooks = self._user_hooks(), sum(map(len, self._hooks))
         # A program that was loaded has weights of its own, so it cannot see that the module's are written to.
         counted = [tensor for _, _, tensor, _ in self._weights if loaded and not tensor.is_inference()]
@@ -107,6 +110,8 @@ class PlacedForward:
             if self._user_hooks() != self._hooked:
                 raise InputError(f"a module inside {self.path} has a hook that it had not when compiled")
             self._counted_hooks = count
+        if (name := self._settings.changed()) is not None:
+            raise InputError(f"{name} of {self.path} is another than when compiled")
 
     def _user_hooks(self) -> int:
         """How many hooks there are inside, without those that wait for a call which no program answers."""
