@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.errors import InputError
+from intarsia.errors import InputError, StaleWeightsError
 
 ENGINES = ["onnxruntime", "openvino", "pytorch"]
 
@@ -25,7 +26,7 @@ class Constants(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         folded = self.weight * 2
-        return x * folded, folded, self.weight, folded.view(-1)
+        return x * folded, folded, folded.view(-1)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -103,27 +104,53 @@ def test_one_tensor_given_twice_where_one_is_written_is_refused(engine: str) -> 
     assert whole.tolist() == [1, 1, 1, 0, 0, 0]
 
 
-class Keeps(nn.Module):
+class Returns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2))
         self.register_buffer("cache", torch.zeros(3))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
 
     def forward(self, x: torch.Tensor) -> Any:
         before = self.cache.to(torch.float32, copy=True)
         self.cache.add_(x)
-        return before, self.cache, x * 2
+        return (
+            before,
+            self.cache,
+            x * 2,
+            self.weight,
+            self.weight.t(),
+            self.cache[1:],
+            self.passing,
+            self.weight,
+        )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_returned_of_a_buffer_stays(engine: str) -> None:
-    model, twin, x = Keeps(), Keeps(), torch.ones(3)
+def test_weights_and_buffers_that_are_returned_are_the_models(engine: str) -> None:
+    model, x = Returns().eval(), torch.ones(3)
     fast = compiled(model, x, engine=engine)
-    before, after, _ = fast(x)
-    twin(x)
-    torch.testing.assert_close(before, torch.zeros(3))
-    torch.testing.assert_close(after, torch.ones(3))
-    after.fill_(7)
-    torch.testing.assert_close(model.cache, twin.cache)
-    before, after, _ = fast(x)
-    torch.testing.assert_close(before, torch.ones(3))
-    torch.testing.assert_close(after, torch.full((3,), 2.0))
+    before, cache, _, weight, turned, part, passing, again = fast(x)
+    assert cache is model.cache and weight is model.weight and passing is model.passing and again is weight
+    assert turned.data_ptr() == weight.data_ptr() and turned.stride() == model.weight.t().stride()
+    assert part.data_ptr() == model.cache[1:].data_ptr()
+    assert before.tolist() == [0, 0, 0] and cache.tolist() == [1, 1, 1]
+    cache.fill_(7)
+    before, *_ = fast(x)
+    assert before.tolist() == [7, 7, 7] and cache.tolist() == [8, 8, 8]
+    with torch.no_grad():
+        turned.mul_(2)
+    with pytest.raises(StaleWeightsError, match="weight of the model changed"):
+        fast(x)
+    fast.refit(model)
+    torch.testing.assert_close(fast(x)[4], model.weight.t())
+
+
+def test_a_module_that_was_loaded_returns_copies_of_its_weights(tmp_path: Path) -> None:
+    model, x = Returns().eval(), torch.ones(3)
+    intarsia.save(compiled(model, x, engine="onnxruntime"), tmp_path / "model.intarsia")
+    loaded = intarsia.load(tmp_path / "model.intarsia")
+    for _ in range(2):
+        result = loaded(x)[3]
+        torch.testing.assert_close(result, model.weight.detach())
+        result.zero_()

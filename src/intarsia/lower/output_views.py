@@ -1,8 +1,9 @@
-"""Results that are views in the model: of an input or another result, whose memory they share.
+"""Results that are views in the model: of an input, a weight or another result, whose memory they share.
 
 The graph that engines get has no views, so that such a result would come in memory of its own, and whoever
 writes to the one would not see the other change. The chain of views is therefore kept, and replayed at every
-call on the tensor that the caller has. Weights and buffers are frozen: what is returned of them is a copy.
+call on the tensor that the caller or the model has. Who writes to a weight that was returned has changed the
+model, which the next call tells; a module that was loaded has no model, and returns copies of its weights.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from intarsia.lower.aliases import alias_of, changes, may_copy, written_argument
 
 @dataclass(frozen=True, eq=False)
 class OutputView:
-    """How one result is made of the caller's inputs and of other results, which are no views themselves.
+    """How one result is made of what the caller has, or the model.
 
-    `views` takes the flat inputs `reads`, then the results `of`, by their places among the user's results.
+    `views` takes the flat inputs `reads`, then the results `of`, by their places among the user's results,
+    which are no views themselves, then the weights `held`.
     """
 
     views: fx.GraphModule
     reads: tuple[int, ...]
     of: tuple[int, ...]
+    held: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, inputs: Sequence[Any], results: Sequence[Any]) -> Any:
-        return self.views(*(inputs[i] for i in self.reads), *(results[i] for i in self.of))
+        return self.views(*(inputs[i] for i in self.reads), *(results[i] for i in self.of), *self.held)
 
 
 def output_views(program: ExportedProgram) -> tuple[OutputView | None, ...]:
@@ -46,7 +49,7 @@ def output_views(program: ExportedProgram) -> tuple[OutputView | None, ...]:
             places.setdefault(_unchanged(item), place)
     made: list[OutputView | None] = []
     for place, item in enumerate(returned):
-        chain = _Chain(kinds, given, places, written)
+        chain = _Chain(program, kinds, given, places, written)
         found = isinstance(item, fx.Node) and chain.follow(item, place)
         made.append(chain.view() if found else None)
     return tuple(made)
@@ -56,14 +59,20 @@ class _Chain:
     """One result followed back to where its memory comes from."""
 
     def __init__(
-        self, kinds: dict[str, Any], given: list[str], places: dict[fx.Node, int], written: set[fx.Node]
+        self,
+        program: ExportedProgram,
+        kinds: dict[str, Any],
+        given: list[str],
+        places: dict[fx.Node, int],
+        written: set[fx.Node],
     ) -> None:
+        self.program = program
         self.kinds, self.given, self.places, self.written = kinds, given, places, written
         self.order: list[fx.Node] = []
-        self.sources: list[tuple[fx.Node, str, int]] = []  # a node, what it is, its place
+        self.sources: list[tuple[fx.Node, str, Any]] = []  # a node, what it is, its place or itself
 
     def follow(self, item: fx.Node, place: int) -> bool:
-        """Whether the result at `place` lies in memory of an input or another result."""
+        """Whether the result at `place` lies in memory of an input, a weight or another result."""
         own = _unchanged(item)
         if own.op == "placeholder" and self._is_input(own) and own not in self.written:
             return False  # an input itself: told elsewhere
@@ -91,9 +100,14 @@ class _Chain:
         return not (may_copy(node) and self._root_is_written())
 
     def _source(self, node: fx.Node) -> bool:
-        if not self._is_input(node):
-            return False
-        self.sources.append((node, "input", self.given.index(node.name)))
+        if self._is_input(node):
+            self.sources.append((node, "input", self.given.index(node.name)))
+            return True
+        spec = self.kinds[node.name]
+        held = self.program.state_dict.get(spec.target, self.program.constants.get(spec.target))
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER) or not isinstance(held, torch.Tensor):
+            return False  # a number written in the model's code is made anew by every call
+        self.sources.append((node, "held", held))
         return True
 
     def _number(self, node: fx.Node) -> bool:
@@ -120,16 +134,18 @@ class _Chain:
     def view(self) -> OutputView:
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
-        inputs = [(node, place) for node, what, place in self.sources if what == "input"]
-        results = [(node, place) for node, what, place in self.sources if what == "result"]
-        for node, _ in (*inputs, *results):
+        of_kind = {
+            kind: [(node, where) for node, what, where in self.sources if what == kind]
+            for kind in ("input", "result", "held")
+        }
+        for node, _ in (source for sources in of_kind.values() for source in sources):
             copied[node] = graph.placeholder(node.name)
         for node in self.order:
             copied[node] = graph.node_copy(node, lambda used: copied[_unchanged(used)])
         last = self.order[-1] if self.order else self.sources[0][0]
         graph.output(copied[last])
         module = fx.GraphModule(torch.nn.Module(), graph)
-        return OutputView(module, tuple(i for _, i in inputs), tuple(i for _, i in results))
+        return OutputView(module, *(tuple(where for _, where in sources) for sources in of_kind.values()))
 
 
 def _unchanged(node: fx.Node) -> fx.Node:

@@ -17,7 +17,7 @@ def results_to_json(lowered: Lowered, write_graph: Callable[[fx.GraphModule], Js
     """For each result of the user's, how it is a view, and the order of its axes."""
 
     def view_to_json(view: OutputView | None) -> Json:
-        if view is None:
+        if view is None or view.held:  # who loads a file has no model, whose weights it would be a view of
             return None
         return {"graph": write_graph(view.views), "reads": list(view.reads), "of": list(view.of)}
 
