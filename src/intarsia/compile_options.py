@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from intarsia.choose.wishes import wishes_of
 from intarsia.compiler import compile
+from intarsia.engines import resolve_engines
 from intarsia.errors import InputError
 from intarsia.partition.options import PartitionChoices
 
+_VALUES = [name for name in inspect.signature(wishes_of).parameters if name not in ("choices", "began")]
 _OURS = ("model", "args", "kwargs", "dynamic_shapes", "fallback", "choices")
 
 
@@ -32,4 +35,14 @@ def checked(options: Mapping[str, Any], function: str) -> dict[str, Any]:
             raise InputError(
                 f"{function} has no option {name!r}" + (f"; near is {near[0]!r}" if near else "")
             )
+    check_values(options)
     return dict(options)
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Raise what `compile` would for a value that it does not take."""
+    choices = {name: value for name, value in options.items() if name in PartitionChoices.__annotations__}
+    own = {name: value for name, value in options.items() if name in _VALUES}
+    wishes_of(**own, choices=choices)  # type: ignore[arg-type]
+    if options.get("engines") is not None:
+        resolve_engines(options["engines"])

@@ -38,16 +38,16 @@ from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
-from intarsia.capture.input import further_calls, resolve_call
+from intarsia.capture.input import check_call, further_calls, resolve_call
 from intarsia.capture.protect import undisturbed
 from intarsia.capture.random_state import kept_random_state
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
-from intarsia.choose.precision import SHORTENING_S, Precision, allowed_arithmetic
+from intarsia.choose.precision import Precision
 from intarsia.choose.reuse import Earlier
-from intarsia.choose.wishes import Wishes
+from intarsia.choose.wishes import Wishes, wishes_of
 from intarsia.choose.worth import is_measuring, may_favour_slow_engines, too_small_to_measure
 from intarsia.convert import registry
 from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
@@ -56,9 +56,9 @@ from intarsia.graph.devices import uses_gpu
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import Call, lower_model
 from intarsia.lower.lowered import example_inputs
-from intarsia.partition import PartitionOptions, Piece, Plan, Strategy, find_strategy
+from intarsia.partition import PartitionOptions, Piece, Plan, Strategy
 from intarsia.partition.names import check_names
-from intarsia.partition.options import PartitionChoices, partition_options
+from intarsia.partition.options import PartitionChoices
 from intarsia.partition.support import refused_table, support_table
 from intarsia.rewrite import Patterns
 from intarsia.runtime import archive as archive  # compiled modules are pickled through it
@@ -123,28 +123,23 @@ def compile(
     >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
     True
     """
-    if fallback not in ("parts", "eager", "error"):
-        raise InputError(f"fallback={fallback!r}; give 'parts', 'eager' or 'error'")
-    began = time.perf_counter()
-    arithmetic = allowed_arithmetic(precision, tolerance, verify=verify)
-    if arithmetic and partition is not None and not isinstance(partition, Measured):
-        raise InputError(f"tolerance={tolerance!r} needs partition=Measured(), not {partition!r}")
-    if arithmetic and partition is None:
-        partition = Measured(budget_s=SHORTENING_S)
-    wanted = partition_options(options, choices)
-    open_order = partition is None and engines is None and wanted.backend_priority is None
-    measured = partition if isinstance(partition, Measured) else None
-    wishes = Wishes(
-        find_strategy("dependency" if partition is None or isinstance(partition, Measured) else partition),
-        measured,
-        wanted,
-        rewrite,
-        verify,
-        cuda_graphs,
-        build_limit_s,
-        began=began,
+    wishes, arithmetic = wishes_of(
+        partition=partition,
+        precision=precision,
         tolerance=tolerance,
+        options=options,
+        choices=choices,
+        rewrite=rewrite,
+        verify=verify,
+        cuda_graphs=cuda_graphs,
+        build_limit_s=build_limit_s,
+        fallback=fallback,
+        began=time.perf_counter(),
     )
+    asked_to_measure = wishes.measured is not None
+    unordered = engines is None and wishes.options.backend_priority is None
+    open_order = partition is None and not arithmetic and unordered
+    check_call(args, kwargs)
     with COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
         args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
         device = device_kind(model, args, kwargs)
@@ -158,7 +153,7 @@ def compile(
         if by_default:
             wishes = replace(wishes, measured=Measured(), only_if_worth_it=device == "cpu")
         paying = by_default and (device == "cuda" or may_favour_slow_engines(model))
-        if paying or (engines is None and measured is not None):
+        if paying or (engines is None and asked_to_measure):
             usable = with_unasked_engines(usable, device)
         if arithmetic:
             usable, missing = with_short_engines(usable, arithmetic)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import intarsia
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError, IntarsiaError, PartitionError
 from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.graph.source import _clean_path
 from intarsia.partition import STRATEGIES, PartitionOptions, SupportTable
@@ -263,3 +267,39 @@ def test_a_priority_may_name_pytorch_beside_measurement() -> None:
             nn.Linear(2, 2), (x,), partition=partition, backend_priority=["openvino", "pytorch"]
         )
         assert fast(x).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        ({"engines": 5}, "engines=5; give engines or their names"),
+        ({"engines": intarsia.OpenVINO}, "give engines or their names"),
+        ({"engines": ["opnvino"]}, "opnvino"),
+        ({"tolerance": "a"}, "tolerance='a' must be a share"),
+        ({"tolerance": [0.1]}, "must be a share"),
+        ({"fallback": "zzz"}, "fallback='zzz'; give 'parts', 'eager' or 'error'"),
+        ({"options": {"min_block_size": 1}}, "give a PartitionOptions, or its fields by name"),
+        ({"verify": "no"}, "verify='no'"),
+    ],
+)
+def test_every_door_refuses_what_compile_refuses(wish: dict[str, object], told: str) -> None:
+    model, x = nn.Linear(2, 2).eval(), torch.ones(1, 2)
+    options: Any = wish
+    doors: list[Callable[[], object]] = [
+        lambda: intarsia.compile(model, (x,), **options),
+        lambda: torch.compile(model, backend="intarsia", options=options)(x),
+    ]
+    if "fallback" not in wish:
+        doors.append(lambda: intarsia.tune(model, lambda: model(x), **options))
+    for door in doors:
+        torch._dynamo.reset()
+        with torch.no_grad(), pytest.raises((IntarsiaError, BackendCompilerFailed), match=told):
+            door()
+
+
+def test_what_is_no_call_is_refused() -> None:
+    for ask in (intarsia.compile, intarsia.explain):
+        with pytest.raises(InputError, match="args must be a tuple of inputs, not a int"):
+            ask(nn.Linear(2, 2), 5)  # type: ignore[arg-type, operator]
+        with pytest.raises(InputError, match="kwargs must be inputs by name, not a int"):
+            ask(nn.Linear(2, 2), (torch.ones(1, 2),), 5)  # type: ignore[arg-type, operator]

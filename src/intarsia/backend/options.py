@@ -8,6 +8,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from intarsia.compile_options import check_values
 from intarsia.compiler import compile
 from intarsia.errors import InputError, UnknownNameError
 from intarsia.partition.options import PartitionChoices
@@ -54,6 +55,7 @@ def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> dict
             near = get_close_matches(str(name), known, n=3, cutoff=0.5)
             told = f"; near is {', '.join(map(repr, near))}" if near else f"; known are {', '.join(known)}"
             raise InputError(f"there is no option {name!r}{told}")
+    check_values(options or {})
     return dict(options or {})
 
 

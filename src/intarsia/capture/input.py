@@ -125,12 +125,18 @@ def resolve(args: Sequence[Any]) -> Resolved:
     return Resolved(examples, dims, corners)
 
 
+def check_call(args: Any, kwargs: Any) -> None:
+    """Raise InputError for what is no call."""
+    if not isinstance(args, list | tuple):
+        raise InputError(f"args must be a tuple of inputs, not a {type(args).__name__}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(f"kwargs must be inputs by name, not a {type(kwargs).__name__}")
+
+
 def resolve_call(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
 ) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
     """The call to export with, every `Input` in it replaced, and the `dynamic_shapes` they ask for."""
-    if not isinstance(args, list | tuple):
-        raise InputError(f"args must be a tuple of inputs, not a {type(args).__name__}")
     if not any(isinstance(value, Input) for value in (*args, *kwargs.values())):
         return (*_example_call(model, args, kwargs), dynamic_shapes)
     if isinstance(model, ExportedProgram):

@@ -12,6 +12,11 @@ from intarsia.errors import PartitionError
 Objective = Literal["latency", "throughput"]
 
 
+def is_number(value: object) -> bool:
+    """Whether a user gave a number: True is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Measured:
     """Place by measurement on this machine.
@@ -39,7 +44,7 @@ class Measured:
             raise PartitionError(
                 f"objective={self.objective!r} is not known; known are {', '.join(get_args(Objective))}"
             )
-        if self.budget_s is not None and (type(self.budget_s) not in (int, float) or not self.budget_s > 0):
+        if self.budget_s is not None and (not is_number(self.budget_s) or not self.budget_s > 0):
             raise PartitionError(f"budget_s={self.budget_s!r} must be more than 0 seconds")
         if self.candidates is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from intarsia.choose.measured import is_number
 from intarsia.errors import InputError
 
 Precision = Literal["fp32", "bf16", "fp16", "int8", "int8-weights", "int4-weights"]
@@ -27,7 +28,7 @@ def allowed_arithmetic(
         if precision in (None, "fp32"):
             return ()
         raise InputError(f"precision={precision!r} needs tolerance=, how far results may be off")
-    if isinstance(tolerance, str) or not 0 < tolerance < 1:
+    if not is_number(tolerance) or not 0 < tolerance < 1:
         raise InputError(f"tolerance={tolerance!r} must be a share of the largest value, between 0 and 1")
     if precision == "fp32":
         raise InputError(f'tolerance={tolerance!r} contradicts precision="fp32", which is exact')

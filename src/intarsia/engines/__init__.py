@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from intarsia.engines.base import Engine as Engine
 from intarsia.engines.base import GraphEngine as GraphEngine
@@ -101,6 +101,8 @@ def resolve_engines(
         notes += [f"{name}: {reason}" for name, reason in broken.items()]
         engines = default_engines(device, notes)
     else:
+        if isinstance(asked, type) or not isinstance(asked, Engine | str | Iterable):
+            raise EngineError(f"engines={asked!r}; give engines or their names, e.g. ['openvino']")
         listed = [asked] if isinstance(asked, Engine | str) else list(asked)
         if any(isinstance(item, str) and item not in known and item not in broken for item in listed):
             _entry_points.cache_clear()  # it may have been installed meanwhile

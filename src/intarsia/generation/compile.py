@@ -52,13 +52,17 @@ def compile_generation(
     torch.Size([1, 5])
     """
     told = checked(options, "compile_generation")
-    rows = (batch,) if isinstance(batch, int) else tuple(batch)
-    if not rows or any(not isinstance(n, int) or n < 1 for n in rows):
+    rows = (batch,) if isinstance(batch, int) or not isinstance(batch, Sequence) else tuple(batch)
+    if not rows or any(not _is_count(n, 1) for n in rows):
         raise InputError(f"batch is {batch!r}; it must be a number of rows, or several")
-    if max_length < LEAST:
-        raise InputError(f"max_length is {max_length}; it must be {LEAST} or more")
-    if max_source is not None and max_source < 1:
-        raise InputError(f"max_source is {max_source}; it must be 1 or more")
+    if not _is_count(max_length, LEAST):
+        raise InputError(f"max_length is {max_length!r}; it must be {LEAST} or more")
+    if max_source is not None and not _is_count(max_source, 1):
+        raise InputError(f"max_source is {max_source!r}; it must be 1 or more")
+    if padding not in (None, True, False):
+        raise InputError(f"padding is {padding!r}; it must be True, False or None")
+    if isinstance(examples, torch.Tensor) or not isinstance(examples, Sequence):
+        raise InputError(f"examples are {examples!r}; they must be a list of prompts")
     anatomy = anatomy_of(model, max_length, max_source)
     making = Making(model, anatomy, rows, max_length, padding, tuple(examples))
     encoder, prompts, tokens = making.encoder(told), making.prompts(told), making.tokens(told)
@@ -88,3 +92,7 @@ def compile_generation(
         warnings.warn(made.notes[-1], stacklevel=2)
     forward.put()
     return made
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -98,6 +98,8 @@ def partition_options(options: PartitionOptions | None, choices: PartitionChoice
             raise TypeError(f"there is no argument {name!r}" + (f"; near is {near[0]!r}" if near else ""))
     if options is None:
         return PartitionOptions(**choices)
+    if not isinstance(options, PartitionOptions):
+        raise PartitionError(f"options={options!r}; give a PartitionOptions, or its fields by name")
     if choices:
         raise PartitionError(f"options and {', '.join(choices)} are both given; give one of them")
     return options

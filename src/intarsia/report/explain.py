@@ -11,7 +11,7 @@ from torch import fx, nn
 from intarsia.build.control_flow import bodies
 from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.device import device_kind
-from intarsia.capture.input import resolve_call
+from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.random_state import keeps_random_state
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
@@ -54,6 +54,7 @@ def explain(
         Plan by dependency: 1 segment, 0 of 2 nodes (0%) on engines
     """
     wishes, strategy = partition_options(options, choices), find_strategy(partition)
+    check_call(args, kwargs)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
     device = device_kind(model, args, kwargs)
     refuse_autocast(device)
