@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.generation.families import smallest, tiny
-from transformers import DynamicCache, TextStreamer
+from transformers import (
+    DynamicCache,
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+    TextStreamer,
+)
 
 import intarsia
 from intarsia.choose import search
-from intarsia.errors import InputError
+from intarsia.errors import InputError, IntarsiaError
 from intarsia.generation import Generation
 from intarsia.generation.anatomy import Anatomy
 
@@ -239,6 +248,72 @@ def test_a_model_that_is_fastest_as_it_is_does_not_call_itself(monkeypatch: pyte
         assert torch.equal(made.generate(**call), expected)
         ran = {kind: count - before[kind] for kind, count in made.forward.runs.items()}
         assert ran == {"prompt": 1, "token": 4, "own": 0}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"max_length": "a"}, "max_length is 'a'"),
+        ({"max_length": 16.5}, "max_length is 16.5"),
+        ({"batch": 2.0}, "batch is 2.0"),
+        ({"batch": True}, "batch is True"),
+        ({"batch": None}, "batch is None"),
+        ({"max_source": "a"}, "max_source is 'a'"),
+        ({"padding": "no"}, "padding is 'no'"),
+        ({"examples": 5}, "examples are 5"),
+        ({"engines": ["nope"]}, "nope"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(IntarsiaError, match=told):
+        intarsia.compile_generation(tiny("llama"), **({"max_length": 16} | wrong))
+
+
+@pytest.mark.filterwarnings("ignore:.*it is given no position_ids")
+@pytest.mark.parametrize("kind", ["opt", "roberta"])
+@torch.no_grad()
+def test_positions_that_are_not_given_are_the_models(kind: str) -> None:
+    """OPT counts what the mask shows, RoBERTa begins behind its padding id."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
+    made: dict[str, Callable[[], Any]] = {
+        "opt": lambda: OPTForCausalLM(OPTConfig(word_embed_proj_dim=32, ffn_dim=48, **sizes)),
+        "roberta": lambda: RobertaForCausalLM(RobertaConfig(intermediate_size=48, is_decoder=True, **sizes)),
+    }
+    torch.manual_seed(0)
+    model = made[kind]().eval()
+    for weight in model.parameters():
+        weight.mul_(10 if weight.ndim > 1 else 1)
+    ids, token = torch.randint(5, 90, (2, 6)), torch.tensor([[7], [8]])
+    padded = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+
+    def answers(mask: torch.Tensor | None) -> torch.Tensor:
+        first = model(ids, attention_mask=mask, use_cache=True, logits_to_keep=1)
+        longer = None if mask is None else torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        second = model(token, attention_mask=longer, past_key_values=first.past_key_values, use_cache=True)
+        return torch.stack([first.logits[:, -1], second.logits[:, -1]])
+
+    masks = (None, torch.ones_like(ids), padded)
+    expected = [answers(mask) for mask in masks]
+    with intarsia.compile_generation(model, max_length=16, batch=2, engines="onnxruntime") as fast:
+        before = dict(fast.forward.runs)
+        for mask, truth in zip(masks, expected, strict=True):
+            torch.testing.assert_close(answers(mask), truth, atol=1e-4, rtol=1e-3)
+        ran = fast.forward.runs["token"] - before["token"]
+    assert ran == (2 if kind == "opt" else 0), "where it counts tokens, programs answer"
+
+
+def test_a_copy_of_the_model_runs_as_it_is(tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    with intarsia.compile_generation(tiny("llama"), max_length=16, engines="onnxruntime") as made:
+        expected = made.generate(ids, max_new_tokens=4, do_sample=False)
+        with pytest.warns(UserWarning, match="a copy of LlamaForCausalLM runs as it is"):
+            copied = copy.deepcopy(made.model)
+        with pytest.warns(UserWarning, match="a copy of LlamaForCausalLM runs as it is"):
+            torch.save(made.model, tmp_path / "model.pt")
+        again: Any = torch.load(tmp_path / "model.pt", weights_only=False)
+        for other in (copied, again):
+            assert other.forward.__self__ is other
+            assert torch.equal(other.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
 def test_what_cannot_be_served_is_refused() -> None:

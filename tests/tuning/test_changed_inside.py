@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -152,3 +154,31 @@ def test_nothing_recorded_is_said() -> None:
         pass
     with pytest.raises(InputError, match="no call was recorded"):
         calls.args  # noqa: B018
+
+
+@torch.no_grad()
+def test_others_may_ask_what_forward_takes_and_export_it() -> None:
+    model = _model()
+    expected, signature = model(X), inspect.signature(model.forward)
+    with intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1) as tuned:
+        assert tuned.placed and inspect.signature(model.forward) == signature
+        with intarsia.recording(model) as calls:
+            model(X), model(X[:1])
+        assert set(calls.dynamic_shapes or ()) == set(signature.parameters)
+        for strict in (True, False):
+            program = torch.export.export(model, (X,), strict=strict)
+            torch.testing.assert_close(program.module()(X), expected)
+
+
+@torch.no_grad()
+def test_a_copy_runs_as_it_is() -> None:
+    model = _Scaled().eval()
+    with intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1):
+        with pytest.warns(UserWarning, match="a copy of _Scaled runs as it is, not compiled"):
+            copied = copy.deepcopy(model)
+        before = model(X)
+        torch.testing.assert_close(copied(X), before)
+        copied.scale = 5.0
+        made = copied(X)
+        assert torch.equal(model(X), before)
+    assert not torch.allclose(made, before)

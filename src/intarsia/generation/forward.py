@@ -15,6 +15,7 @@ from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.call import Call, arguments, understood
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask, token_mask
+from intarsia.generation.positions import counts_tokens
 from intarsia.generation.replaced import ReplacedForward
 from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
 from intarsia.runtime.compiled import Compiled
@@ -76,6 +77,7 @@ class GeneratingForward(ReplacedForward):
             for program in (made.prompt, made.masked_prompt, made.token)
             if program is not None
         ]
+        self._counted_tokens: dict[bool, bool] = {}  # without and with a mask
         self.runs = {"prompt": 0, "token": 0, "own": 0}
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
 
@@ -123,6 +125,8 @@ class GeneratingForward(ReplacedForward):
                 return "its last token is padding"
         positions = call.positions
         if positions is None:
+            if not self._counts_tokens(masked=seen is not None):
+                return "it is given no position_ids, and the model finds others than 0, 1, 2 and so on"
             positions = torch.arange(past, past + new, device=call.ids.device).expand(rows, new)
         elif positions.shape not in ((rows, new), (1, new)) or positions.dtype != torch.long:
             return f"its position_ids are {positions.dtype} {tuple(positions.shape)}"
@@ -158,6 +162,13 @@ class GeneratingForward(ReplacedForward):
         results = program(*feed)
         self.runs["prompt" if is_prompt else "token"] += 1
         return self._finish(call, memory, results)
+
+    def _counts_tokens(self, *, masked: bool) -> bool:
+        """Whether positions that are not given are 0, 1, 2 and so on; found out when it is first asked."""
+        if masked not in self._counted_tokens:
+            counts = counts_tokens(self.module, self.own, self.anatomy, masked=masked)
+            self._counted_tokens[masked] = counts
+        return self._counted_tokens[masked]
 
     def _memory(self, call: Call, rows: int) -> _Memory | str:
         source, (like, like_states) = self.anatomy.source, self._like[rows]

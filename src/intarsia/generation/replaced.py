@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import threading
 import warnings
@@ -23,8 +22,6 @@ class ReplacedForward(PlacedForward, ABC):
 
     def __init__(self, path: str, module: nn.Module, *, loaded: bool = False) -> None:
         super().__init__(path, module, (), loaded=loaded)
-        self.__signature__ = inspect.signature(self.own)  # `generate` asks what forward takes
-        self.__name__ = "forward"
         self._told: set[str] = set()
         self._here = threading.local()  # whether a program runs, which may be the module itself
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -32,6 +35,9 @@ class PlacedForward:
         self, path: str, module: nn.Module, programs: Sequence[Compiled], *, loaded: bool = False
     ) -> None:
         self.path, self.module, self.own = path, module, module.forward
+        functools.update_wrapper(self, self.own, updated=())  # others ask what forward takes
+        self.__signature__ = inspect.signature(self.own)
+        self.__code__ = getattr(self.own, "__code__", None)
         self.programs: list[Compiled | PartlyCompiled] = list(programs)
         self.enabled = True
         self.refused: str | None = None  # why a call first went to the module's own forward
@@ -55,7 +61,9 @@ class PlacedForward:
         self._written = sum(tensor._version for tensor in self._counted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.enabled or self.module.training or _autocast() or _carries_gradients(args, kwargs):
+        if not self.enabled or self.module.training or _autocast() or torch.compiler.is_compiling():
+            return self.own(*args, **kwargs)
+        if _carries_gradients(args, kwargs):
             return self.own(*args, **kwargs)
         told, programs = "", self.programs
         for program in programs:
@@ -91,6 +99,11 @@ class PlacedForward:
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module, or what is read of a file, has its own forward: its weights are others."""
+        warnings.warn(f"a copy of {self.path} runs as it is, not compiled", stacklevel=3)
+        return own_forward, (self.module,)
+
     def _replaced(self) -> bool:
         if self._counted and sum(tensor._version for tensor in self._counted) != self._written:
             return True
@@ -117,6 +130,11 @@ class PlacedForward:
         """How many hooks there are inside, without those that wait for a call which no program answers."""
         made = [hook for table in self._hooks for hook in table.values()]
         return sum(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in made)
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward that a module's class has."""
+    return MethodType(type(module).forward, module)
 
 
 def _autocast() -> bool:

@@ -38,15 +38,15 @@ class Settings:
 
     def changed(self) -> str | None:
         """The name of an attribute that is another one now; None where there is none."""
-        for held in self._held:  # at every call; that an object equals itself is found at once
+        for path, table, names, read, values in self._held:  # at every call; the same object is equal at once
             try:
-                if held.read(held.table) == held.values:
+                if read(table) == values:
                     continue
             except Exception:  # it is gone, or a tensor, which does not say whether it equals another
                 pass
-            for name, value in zip(held.names, held.values):  # noqa: B905  (one is read twice)
-                if not _equal(held.table.get(name, _GONE), value):
-                    return f"{held.path}.{name}".lstrip(".")
+            for name, value in zip(names, values):  # noqa: B905  (one is read twice)
+                if not _equal(table.get(name, _GONE), value):
+                    return f"{path}.{name}".lstrip(".")
         for path, table in self._own_forward:
             if "forward" in table and not isinstance(table["forward"], self._ours):
                 return f"{path}.forward"
