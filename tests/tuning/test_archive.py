@@ -9,6 +9,7 @@ import torch
 from tests.tuning.test_tune import Block, Service, Stateful, agree, tuned_service
 from torch import nn
 
+import intarsia
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.container import Writer
 from intarsia.tuning import load, save
@@ -60,3 +61,29 @@ def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) 
     tuned.restore()
     with pytest.raises(ArchiveError, match="nothing is tuned"):
         save(tuned, path)
+
+
+@pytest.mark.parametrize("change", ["activation", "heads", "epsilon"])
+def test_another_module_of_the_same_weights_is_refused(change: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kinds = {"activation": "gelu", "heads": 2, "epsilon": 1e-2}
+
+    def layer(activation: str = "relu", heads: int = 4, epsilon: float = 1e-5) -> nn.Module:
+        return nn.TransformerEncoderLayer(
+            32, heads, 64, 0.0, activation, layer_norm_eps=epsilon, batch_first=True
+        ).eval()
+
+    model, other = layer(), layer(**{change: kinds[change]})  # type: ignore[arg-type]
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        tuned = intarsia.tune([model], lambda: model(x), only_if_faster=False, rounds=1)
+        assert tuned.placed
+        save(tuned, tmp_path / "a.tuned")
+        expected = other(x)
+        with pytest.raises(ArchiveError, match="is another module than when it was saved"):
+            load(tmp_path / "a.tuned", [other])
+        assert torch.equal(other(x), expected)
+        tuned.restore()
+        with load(tmp_path / "a.tuned", [model]) as again:
+            assert again.placed

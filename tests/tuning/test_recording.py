@@ -76,3 +76,18 @@ def test_a_few_calls_of_each_kind_are_kept() -> None:
 def test_only_modules_are_recorded() -> None:
     with pytest.raises(InputError, match="takes a module, not a function"), recording(lambda: 0):  # type: ignore[arg-type]
         pass
+
+
+def test_a_call_that_raises_is_none() -> None:
+    model = nn.Linear(4, 2)
+    with intarsia.recording(model) as calls:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 5))
+        try:
+            raise KeyError("another error, which is handled while the model runs")
+        except KeyError:
+            model(torch.ones(3, 4))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 5))
+    assert calls.total == 1 and len(calls) == 1 and len(calls.kinds) == 1
+    assert calls.args[0].shape == (3, 4) and calls.dynamic_shapes is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import intarsia
 from intarsia.errors import InputError
 from intarsia.tuning import Tuned
+from intarsia.tuning.holders import held_modules
 
 ANYHOW: dict[str, Any] = {"only_if_faster": False, "rounds": 1, "least_share": 0.0, "min_block_size": 1}
 
@@ -191,3 +193,12 @@ def test_a_with_block_restores() -> None:
 def test_wrong_uses_are_told(target: Any, call: Any, options: dict[str, Any], told: str) -> None:
     with pytest.raises(InputError, match=told):
         intarsia.tune(target, call, **options)
+
+
+@dataclass(slots=True)
+class _Slots:
+    model: nn.Module
+
+
+def test_modules_in_slots_are_found() -> None:
+    assert list(held_modules([_Slots(nn.Sequential(nn.ReLU()))])) == ["[0].model", "[0].model.0"]

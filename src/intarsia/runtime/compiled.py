@@ -264,7 +264,7 @@ class Compiled(FrozenModule):
             raise InputError(NOT_TRACED)
         if not self._stands:
             return _run_as_it_is(self._as_it_is[0], args, kwargs)
-        flat = list(args) if self._flat_args == len(args) and not kwargs else self._flatten(args, kwargs)
+        flat = list(args) if self._flat_args == len(args) and not kwargs else self.flatten(args, kwargs)
         self.check(flat)
         if self._as_it_is:
             return _run_as_it_is(self._as_it_is[0], args, kwargs)
@@ -310,7 +310,8 @@ class Compiled(FrozenModule):
             if output.role is Role.USER and output.twin is not None:
                 returned[place] = returned[output.twin]
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """A call as a list, in the order of `checks`; InputError where it has another structure."""
         spec = self._lowered.in_spec
         positional, named = split_spec(spec)
         if (len(args), set(kwargs)) != (positional, set(named)):

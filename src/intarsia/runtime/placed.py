@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.call import Call
 from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
@@ -32,13 +33,21 @@ class PlacedForward:
     """
 
     def __init__(
-        self, path: str, module: nn.Module, programs: Sequence[Compiled], *, loaded: bool = False
+        self,
+        path: str,
+        module: nn.Module,
+        programs: Sequence[Compiled],
+        examples: Sequence[Call | None] = (),
+        *,
+        loaded: bool = False,
     ) -> None:
         self.path, self.module, self.own = path, module, module.forward
         functools.update_wrapper(self, self.own, updated=())  # others ask what forward takes
         self.__signature__ = inspect.signature(self.own)
         self.__code__ = getattr(self.own, "__code__", None)
         self.programs: list[Compiled | PartlyCompiled] = list(programs)
+        # Of each program, a call that it was tried on.
+        self.examples = dict(zip(map(id, programs), examples, strict=False))
         self.enabled = True
         self.refused: str | None = None  # why a call first went to the module's own forward
         self._weights = [

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from torch import nn
+
+from intarsia.build.judge import Call
 from intarsia.errors import ArchiveError
 from intarsia.runtime.archive.bundle import (
     check_member,
@@ -15,17 +18,19 @@ from intarsia.runtime.archive.bundle import (
     weight_digests,
     write_bundle,
 )
+from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.load import complaining, load_bytes
 from intarsia.runtime.archive.values import Json
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
+from intarsia.tuning.examples import fault_of, pack_example, unpack_example
 from intarsia.tuning.holders import held_modules
 from intarsia.tuning.tuned import Tuned
 
 if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
-_FORMAT, _VERSION = "intarsia-tuned", 2
+_FORMAT, _VERSION = "intarsia-tuned", 3
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
@@ -34,6 +39,8 @@ def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
         raise ArchiveError("nothing is tuned, so there is nothing to save")
     members: dict[str, Compiled] = {}
     modules: dict[str, list[str]] = {}
+    examples: dict[str, Json] = {}
+    tensors: dict[str, bytes] = {}
     generating: dict[str, Json] = {}
     for number, (where, placed) in enumerate(tuned.placed.items()):
         if _generates(placed):
@@ -48,15 +55,19 @@ def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
             name = f"modules/{number}.{place}.intarsia"
             members[name] = program
             modules.setdefault(where, []).append(name)
+            if (call := placed.examples.get(id(program))) is not None:
+                held = f"{name}.safetensors"
+                examples[name], tensors[held] = pack_example(placed, program, call, held)
     weights: dict[str, Json] = {where: weight_digests(one.module) for where, one in tuned.placed.items()}
     told: dict[str, Json] = {"modules": dict(modules), "generating": generating, "weights": weights}
-    write_bundle(path, _FORMAT, _VERSION, told, members)
+    write_bundle(path, _FORMAT, _VERSION, {**told, "examples": examples}, members, tensors)
 
 
 def load(path: str | os.PathLike[str], target: Any) -> Tuned:
     """Put the programs of a file into the places of `target`, which must have the weights they were made of.
 
-    ArchiveError, and nothing is put in place, where the file or the weights do not fit.
+    Each is run on the call that it was verified on, and must answer as its module. ArchiveError, and nothing
+    is put in place, where the file, the weights or the answers do not fit.
     """
     held = held_modules(target)
     placed: dict[str, PlacedForward] = {}
@@ -74,11 +85,24 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
 
             placed[where], _ = unpacked(where, held[where], told, reader.member)
         for where, names in modules.items():
-            programs = [load_bytes(reader.member(name)) for name in names]
-            placed[where] = PlacedForward(where, held[where], programs, loaded=True)
+            found = [_program(where, held[where], name, reader) for name in names]
+            programs, calls = [program for program, _ in found], [call for _, call in found]
+            placed[where] = PlacedForward(where, held[where], programs, calls, loaded=True)
     for one in placed.values():
         one.put()
     return Tuned(placed, {})
+
+
+def _program(where: str, module: nn.Module, name: str, reader: Reader) -> tuple[Compiled, Call | None]:
+    """A program, and the call on which it answers as the module does; files of old have no call."""
+    program, told = load_bytes(reader.member(name)), (reader.manifest.get("examples") or {}).get(name)
+    if told is None:
+        return program, None
+    call = unpack_example(program, told, reader.member)
+    fault = fault_of(module, program, call, float(told["error"]))
+    if fault is not None:
+        raise ArchiveError(f"{where} is another module than when it was saved: the program {fault}")
+    return program, call
 
 
 def _modules(manifest: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from intarsia.build.faithful import Example, judged_example, whole_fault
-from intarsia.build.judge import Judge
+from intarsia.build.judge import Call, Judge
 from intarsia.capture.device import device_kind
 from intarsia.compiler import compile
 from intarsia.engines import Engine, resolve_engines
@@ -39,6 +39,7 @@ def compiled_for(
     if reason is not None:
         return reason
     programs: list[Compiled] = []
+    examples: list[Call] = []
     reasons: list[str] = []
     for kind in calls.kinds[:_MOST_KINDS]:
         if kind.seconds < _LEAST_SHARE * calls.seconds:
@@ -48,7 +49,8 @@ def compiled_for(
             reasons.append(made)
         else:
             programs.append(made)
-    return PlacedForward(path, module, programs) if programs else reasons[0]
+            examples.append((kind.example.args, kind.example.kwargs))
+    return PlacedForward(path, module, programs, examples) if programs else reasons[0]
 
 
 def _not_now(module: nn.Module, calls: Recorded) -> str | None:

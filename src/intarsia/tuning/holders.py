@@ -61,5 +61,14 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             except ValueError:  # a variable that has no value yet
                 continue
     else:
-        for name, item in list(getattr(value, "__dict__", {}).items()):
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+        held = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+        for name, item in held.items():
             yield f"{path}.{name}" if path else name, item
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The attributes that a class keeps outside of `__dict__`, under the names that `getattr` knows."""
+    named = kind.__dict__.get("__slots__", ())
+    found = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(name for name in found if not name.startswith("__"))

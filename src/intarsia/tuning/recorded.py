@@ -140,6 +140,17 @@ class Recorded(Sequence[RecordedCall]):
         kind.autocast = kind.autocast or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         return kind
 
+    def failed(self, kind: CallsOfKind, sizes: Sizes) -> None:
+        """Forget a call of these sizes: the module raised."""
+        self.total -= 1
+        kind.seen[sizes] -= 1
+        if kind.seen[sizes]:
+            return
+        del kind.seen[sizes]
+        kind.calls = [call for call in kind.calls if call.sizes != sizes]
+        if not kind.seen:
+            self._kinds = {key: other for key, other in self._kinds.items() if other is not kind}
+
     def end(self, kind: CallsOfKind, seconds: float, fills: bool) -> None:
         """The call took so long; `fills` if it put something into what it was given."""
         kind.fills = kind.fills or fills

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from intarsia.errors import InputError
-from intarsia.tuning.recorded import CallsOfKind, Recorded, nesting
+from intarsia.tuning.recorded import CallsOfKind, Recorded, Sizes, nesting, sizes_of
 
 
 @contextmanager
@@ -47,8 +48,16 @@ def new_recorded(module: nn.Module) -> Recorded:
     return Recorded(inspect.signature(module.forward))
 
 
+class _Running(NamedTuple):
+    kind: CallsOfKind
+    sizes: Sizes
+    nested: Any
+    error: BaseException | None  # that was being handled when the call began
+    start: float
+
+
 def watch(module: nn.Module, calls: Recorded) -> list[RemovableHandle]:
-    """Hooks that add every call of the module to `calls`."""
+    """Hooks that add every call of the module to `calls`, but for those that raise."""
     running = threading.local()
 
     def before(_: nn.Module, args: tuple[Any, ...], *rest: dict[str, Any]) -> None:
@@ -56,16 +65,21 @@ def watch(module: nn.Module, calls: Recorded) -> list[RemovableHandle]:
             return
         kwargs = rest[0]
         kind = calls.begin(args, kwargs)
-        stack: list[tuple[CallsOfKind, Any, float]] = running.__dict__.setdefault("stack", [])
-        stack.append((kind, nesting(args, kwargs), time.perf_counter()))
+        stack: list[_Running] = running.__dict__.setdefault("stack", [])
+        given = sizes_of(args, kwargs), nesting(args, kwargs)
+        stack.append(_Running(kind, *given, sys.exc_info()[1], time.perf_counter()))
 
     def after(_: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
-        kwargs = rest[0] if len(rest) > 1 else {}  # torch leaves them out where the module raised
-        stack = running.__dict__.get("stack")
-        if stack:
-            end = time.perf_counter()
-            kind, given, start = stack.pop()
-            calls.end(kind, end - start, given != nesting(args, kwargs))
+        kwargs = rest[0] if len(rest) > 1 else {}  # they are left out where the hook was removed meanwhile
+        stack: list[_Running] = running.__dict__.get("stack", [])
+        if not stack:
+            return
+        end, ended = time.perf_counter(), stack.pop()
+        error = sys.exc_info()[1]
+        if error is not None and error is not ended.error:  # the module raised it
+            calls.failed(ended.kind, ended.sizes)
+        else:
+            calls.end(ended.kind, end - ended.start, ended.nested != nesting(args, kwargs))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),

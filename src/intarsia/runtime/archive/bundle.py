@@ -24,13 +24,16 @@ def write_bundle(
     version: int,
     told: Mapping[str, Json],
     programs: Mapping[str, Compiled],
+    others: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a file of the format `name`: what is `told`, and programs by the names of members."""
+    """Write a file of the format `name`: what is `told`, and programs and `others` by names of members."""
 
     def write(file: BinaryIO, _: str) -> None:
         writer = Writer(file)
         for member, program in programs.items():
             writer.add(member, [save_bytes(program)])
+        for member, data in (others or {}).items():
+            writer.add(member, [data])
         writer.close({"format": name, "version": version, "made by": made_by(), **told})
 
     write_atomically(path, write)
