@@ -316,6 +316,18 @@ def test_a_copy_of_the_model_runs_as_it_is(tmp_path: Path) -> None:
             assert torch.equal(other.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
+def test_compiled_twice_and_restored_once() -> None:
+    model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
+    with intarsia.compile_generation(model, max_length=16, engines="onnxruntime") as first:
+        with intarsia.compile_generation(model, max_length=12, engines="onnxruntime"):
+            assert model.forward is not first.forward
+        assert model.forward is first.forward
+        before = first.forward.runs["token"]
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+        assert first.forward.runs["token"] > before
+    assert "forward" not in vars(model)
+
+
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(InputError, match="takes a transformers model that generates, not a Linear"):
         intarsia.compile_generation(torch.nn.Linear(1, 1), max_length=16)

@@ -42,6 +42,7 @@ class PlacedForward:
         loaded: bool = False,
     ) -> None:
         self.path, self.module, self.own = path, module, module.forward
+        self._before = vars(module).get("forward")  # one that was put there, by us or by others
         functools.update_wrapper(self, self.own, updated=())  # others ask what forward takes
         self.__signature__ = inspect.signature(self.own)
         self.__code__ = getattr(self.own, "__code__", None)
@@ -105,8 +106,12 @@ class PlacedForward:
 
     def take_out(self) -> None:
         """Give the module its own forward back."""
-        if self.module.__dict__.get("forward") is self:
+        if vars(self.module).get("forward") is not self:
+            return
+        if self._before is None:
             del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = self._before
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module, or what is read of a file, has its own forward: its weights are others."""

@@ -55,11 +55,9 @@ def unpack_example(program: Compiled, told: Mapping[str, Any], read: Callable[[s
 
 def fault_of(module: nn.Module, program: Compiled, call: Call, error: float) -> str | None:
     """How a program answers unlike a module, in a clause; in shorter arithmetic it may be off as it was."""
-    judge = Judge(module)
+    judge, lowered = Judge(module), program.lowered
     try:
-        example = judged_example(
-            judge, program.lowered, Example(call, example_inputs(program.lowered, *call))
-        )
+        example = judged_example(judge, lowered, Example(call, example_inputs(lowered, *call)))
     except Exception as raised:
         raise ArchiveError(
             f"it fails on the call that it was tuned with: {type(raised).__name__}: {raised}"
