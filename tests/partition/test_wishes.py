@@ -12,6 +12,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import intarsia
+from intarsia.backend import intarsia_backend
 from intarsia.errors import InputError, IntarsiaError, PartitionError
 from intarsia.graph.nodes import compute_nodes, op_name
 from intarsia.graph.source import _clean_path
@@ -287,7 +288,7 @@ def test_every_door_refuses_what_compile_refuses(wish: dict[str, object], told: 
     options: Any = wish
     doors: list[Callable[[], object]] = [
         lambda: intarsia.compile(model, (x,), **options),
-        lambda: torch.compile(model, backend="intarsia", options=options)(x),
+        lambda: torch.compile(model, backend=intarsia_backend, options=options)(x),
     ]
     if "fallback" not in wish:
         doors.append(lambda: intarsia.tune(model, lambda: model(x), **options))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 import intarsia
+from intarsia.backend import intarsia_backend
 from intarsia.errors import ArchiveError
 from intarsia.lower.output_layouts import laid_out, layout_of
 from intarsia.runtime.archive.results import orders_from_json, views_from_json
@@ -86,7 +87,7 @@ def test_a_graph_break_behind_a_result_sees_its_strides() -> None:
         return y.permute(0, 2, 3, 1).view(-1), y.stride()
 
     options: Any = {"engines": ["onnxruntime"]}
-    quick = torch.compile(function, backend="intarsia", options=options)
+    quick = torch.compile(function, backend=intarsia_backend, options=options)
     x = image(2)
     with torch.no_grad():
         (made, strides), (truth, expected) = quick(x), function(x)
