@@ -319,10 +319,11 @@ def test_a_copy_of_the_model_runs_as_it_is(tmp_path: Path) -> None:
 def test_compiled_twice_and_restored_once() -> None:
     model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
     with intarsia.compile_generation(model, max_length=16, engines="onnxruntime") as first:
+        before = first.forward.runs["token"]
         with intarsia.compile_generation(model, max_length=12, engines="onnxruntime"):
             assert model.forward is not first.forward
-        assert model.forward is first.forward
-        before = first.forward.runs["token"]
+        assert model.forward is first.forward and first.forward.enabled
+        assert first.forward.runs["token"] == before, "the second is compared with the model itself"
         model.generate(ids, max_new_tokens=3, do_sample=False)
         assert first.forward.runs["token"] > before
     assert "forward" not in vars(model)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import LEAST
 from intarsia.generation.generation import Generation
 from intarsia.generation.making import Making, exact, is_short, why_exact
+from intarsia.runtime.placed import PlacedForward
 
 
 def compile_generation(
@@ -63,8 +65,31 @@ def compile_generation(
         raise InputError(f"padding is {padding!r}; it must be True, False or None")
     if isinstance(examples, torch.Tensor) or not isinstance(examples, Sequence):
         raise InputError(f"examples are {examples!r}; they must be a list of prompts")
-    anatomy = anatomy_of(model, max_length, max_source)
-    making = Making(model, anatomy, rows, max_length, padding, tuple(examples))
+    with _as_it_is(model):
+        anatomy = anatomy_of(model, max_length, max_source)
+        made = _compiled(Making(model, anatomy, rows, max_length, padding, tuple(examples)), told)
+    if not made.forward.enabled:
+        warnings.warn(made.notes[-1], stacklevel=2)
+    made.forward.put()
+    return made
+
+
+@contextmanager
+def _as_it_is(model: nn.Module) -> Iterator[None]:
+    """The judge is the model itself: programs that were put into it before rest meanwhile."""
+    before = vars(model).get("forward") if isinstance(model, nn.Module) else None
+    if not isinstance(before, PlacedForward) or not before.enabled:
+        yield
+        return
+    before.enable(False)
+    try:
+        yield
+    finally:
+        before.enable()
+
+
+def _compiled(making: Making, told: Mapping[str, Any]) -> Generation:
+    """The programs, as short as `told` allows and the check of all together bears."""
     encoder, prompts, tokens = making.encoder(told), making.prompts(told), making.tokens(told)
     forward = making.forward(encoder, prompts, tokens)
     tolerance, notes = told.get("tolerance"), []
@@ -83,14 +108,12 @@ def compile_generation(
         forward = making.forward(encoder, prompts, tokens)
         found = making.check(forward, tolerance)
     elif tolerance is not None and not any(map(is_short, tokens.values())):
-        notes.append(why_exact(tokens[rows[0]], tolerance))
+        notes.append(why_exact(tokens[making.rows[0]], tolerance))
     forward.tolerance = tolerance
-    made = Generation(model, forward, found.error, tolerance, tuple(notes))
+    made = Generation(making.model, forward, found.error, tolerance, tuple(notes))
     if found.fault is not None:
         made.enable(False)
         made.notes += (f"the model runs as it is, in PyTorch: compiled, it {found.fault}",)
-        warnings.warn(made.notes[-1], stacklevel=2)
-    forward.put()
     return made
 
 
