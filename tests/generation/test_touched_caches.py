@@ -150,3 +150,56 @@ def test_gradients_go_through_a_cache_that_programs_filled(gpt2: Generation) -> 
     gpt2.enable()
     for ours, truth in zip(found[True], found[False], strict=True):
         torch.testing.assert_close(ours, truth, atol=1e-4, rtol=1e-3)
+
+
+def test_who_holds_keys_and_the_cache_do_not_see_each_other_written(gpt2: Generation) -> None:
+    """After a token, eager's cache is other memory than what was asked for before it."""
+    model, found = gpt2.model, {}
+    for compiled in (True, False):
+        gpt2.enable(compiled)
+        cache: Any = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=IDS, past_key_values=cache, use_cache=True)
+            held = cache.layers[0].keys
+            model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+            held.zero_()
+            cache.layers[1].values.mul_(2)
+            logits = model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits
+        found[compiled] = logits
+    gpt2.enable()
+    torch.testing.assert_close(found[True], found[False], atol=1e-4, rtol=1e-3)
+
+
+def test_generating_moves_no_memory(gpt2: Generation) -> None:
+    model: Any = gpt2.model
+    cache: Any = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model.generate(IDS, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        first = [layer.key_store.data_ptr() for layer in cache.layers]
+        longer = torch.cat([IDS, torch.tensor([[5, 6]])], 1)
+        model.generate(longer, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert [layer.key_store.data_ptr() for layer in cache.layers] == first
+
+
+@pytest.mark.parametrize("edit", ["reorder", "crop"])
+def test_a_cache_that_was_reset_takes_another_number_of_rows(gpt2: Generation, edit: str) -> None:
+    model, found = gpt2.model, {}
+    for compiled in (True, False):
+        gpt2.enable(compiled)
+        cache: Any = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=IDS, past_key_values=cache, use_cache=True)
+            model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+            cache.reset()
+            two = torch.cat([IDS, IDS.flip(1)])
+            model(input_ids=two, past_key_values=cache, use_cache=True)
+            if edit == "reorder":
+                cache.reorder_cache(torch.tensor([1, 0]))
+            else:
+                cache.crop(-1)
+            lengths = cache.get_seq_length()
+            logits = model(input_ids=TOKEN.expand(2, 1), past_key_values=cache, use_cache=True).logits
+        found[compiled] = (lengths, logits)
+    gpt2.enable()
+    assert found[True][0] == found[False][0]
+    torch.testing.assert_close(found[True][1], found[False][1], atol=1e-4, rtol=1e-3)

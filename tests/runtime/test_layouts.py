@@ -16,7 +16,7 @@ import intarsia
 from intarsia.backend import intarsia_backend
 from intarsia.errors import ArchiveError
 from intarsia.lower.output_layouts import laid_out, layout_of
-from intarsia.runtime.archive.results import orders_from_json, views_from_json
+from intarsia.runtime.archive.results import layouts_from_json, views_from_json
 
 ENGINES = ["onnxruntime", "openvino", "pytorch", "inductor"]
 
@@ -95,13 +95,49 @@ def test_a_graph_break_behind_a_result_sees_its_strides() -> None:
     torch.testing.assert_close(made, truth, atol=1e-5, rtol=1e-4)
 
 
+class Special(nn.Module):
+    """Results whose last operator runs in PyTorch, and parts of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.line = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = torch.special.i0(self.line(x[:, 0, 0]))
+        return y.t().contiguous(), self.conv(x)[:, :, 1:5], (self.conv(x) + 1)[:, 1:]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_can_be_viewed_in_the_model_can_be_viewed_in_ours(engine: str) -> None:
+    model, x = Special().eval(), image(2)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    for call in (model, fast):
+        with torch.no_grad():
+            turned, rows, channels = call(x)
+        assert turned.view(-1).shape == (12,)
+        assert rows.permute(0, 2, 3, 1).view(2, 4, 20).shape == (2, 4, 20)
+        assert channels.permute(0, 2, 3, 1).reshape(2, -1).shape == (2, 90)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_results_follow_the_images_of_a_call(engine: str) -> None:
+    """A convolution's result is laid out as its image: by channels last in one call, by rows in another."""
+    model, x = nn.Conv2d(3, 4, 3, padding=1).eval(), image(2)
+    fast = intarsia.compile(model, (x,), engines=[engine])
+    with torch.no_grad():
+        for given in (x, x.contiguous(), x):
+            made, truth = fast(given), model(given)
+            assert made.stride() == truth.stride()
+
+
 @given(st.permutations(range(4)), st.lists(st.integers(1, 4), min_size=4, max_size=4))
 def test_laying_out_gives_the_layout_and_the_same_numbers(order: list[int], sizes: list[int]) -> None:
     inverse = sorted(range(4), key=order.__getitem__)
     truth = torch.randn([sizes[axis] for axis in order]).permute(inverse)
     found = layout_of(truth)
     rows = truth.clone(memory_format=torch.contiguous_format)
-    made = rows if found is None else laid_out(rows, found)
+    assert found is not None
+    made = laid_out(rows, found)
     assert torch.equal(made, truth)
     wide = [axis for axis in range(4) if truth.shape[axis] > 1]
     assert [made.stride(axis) for axis in wide] == [truth.stride(axis) for axis in wide]
@@ -109,9 +145,11 @@ def test_laying_out_gives_the_layout_and_the_same_numbers(order: list[int], size
 
 def test_what_is_no_layout_or_view_in_a_file_is_refused() -> None:
     with pytest.raises(ArchiveError, match="axes in the order \\(0, 0\\), which is none"):
-        orders_from_json([None, [0, 0]])
+        layouts_from_json({"orders": [None, [0, 0]], "images": []}, 1)
     with pytest.raises(ArchiveError, match="-1 is no place"):
-        orders_from_json([[-1, 0]])
+        layouts_from_json({"orders": [[-1, 0]], "images": []}, 1)
+    with pytest.raises(ArchiveError, match="results follow input 1, and there are 1"):
+        layouts_from_json({"orders": [], "images": [[1, True]]}, 1)
     with pytest.raises(ArchiveError, match="a view of inputs \\(3,\\) and results \\(\\)"):
         views_from_json([{"graph": None, "reads": [3], "of": []}], 2, lambda graph: graph)
     with pytest.raises(ArchiveError, match="results \\(0,\\), which are none"):

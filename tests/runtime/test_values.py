@@ -115,6 +115,11 @@ def read_before_it_is_written(_: Any, x: torch.Tensor) -> Any:
     return before, x * 2
 
 
+def view_and_views(self: Any, x: torch.Tensor) -> Any:
+    turned = self.line(x).transpose(0, 1)
+    return turned, turned[0], turned[1:].unsqueeze(0)
+
+
 VIEWS = {
     "a view": lambda _, x: (x.view(-1), torch.relu(x)),
     "only a view": lambda _, x: x[1:],
@@ -128,6 +133,7 @@ VIEWS = {
     "an input that is written and returned": written_and_returned,
     "an input written through a view": written_through_a_view,
     "a copy made before": read_before_it_is_written,
+    "a view of what nobody gets, and views of it": view_and_views,
     "weights and views of them": lambda self, x: (self.table, self.line.weight.t(), self.line(x)),
     "two products": lambda self, x: (self.line(x), self.line(x) + 1),
 }

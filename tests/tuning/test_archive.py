@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.tuning.test_tune import Block, Service, Stateful, agree, tuned_service
+from tests.tuning.test_tune import ANYHOW, Block, Service, Stateful, agree, tuned_service
 from torch import nn
 
 import intarsia
@@ -61,6 +61,30 @@ def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) 
     tuned.restore()
     with pytest.raises(ArchiveError, match="nothing is tuned"):
         save(tuned, path)
+
+
+class Plain(nn.Module):
+    """Reads a tensor that is no buffer, and images by channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.table = nn.Conv2d(8, 8, 3, padding=1), torch.ones(8, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) * self.table
+
+
+@torch.no_grad()
+def test_a_plain_tensor_that_is_written_to_is_seen(tmp_path: Path) -> None:
+    model, x = Plain().eval(), torch.randn(2, 8, 8, 8).to(memory_format=torch.channels_last)
+    with intarsia.tune([model], lambda: model(x), **ANYHOW) as tuned:
+        save(tuned, tmp_path / "a.tuned")
+    with load(tmp_path / "a.tuned", [model]) as again:
+        assert again.placed
+        model.table.mul_(2)
+        with pytest.warns(UserWarning, match="replaced or written to"):
+            made = model(x)
+    torch.testing.assert_close(made, model(x))
 
 
 @pytest.mark.parametrize("change", ["activation", "heads", "epsilon"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import math
 from collections.abc import Callable
 
 import pytest
@@ -64,10 +65,12 @@ class _Scaled(nn.Module):
         super().__init__()
         self.first, self.inner = _model(), nn.LayerNorm(64)
         self.scale, self.table = 2.0, torch.ones(64)
+        self.shift, self.count = 0.0, 1
         self.config = argparse.Namespace(negate=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.inner(self.first(x)) * self.scale + self.table
+        made = made + math.copysign(1, self.shift) + isinstance(self.count, float)
         return -made if self.config.negate else made
 
 
@@ -77,6 +80,14 @@ def _scale(model: _Scaled) -> None:
 
 def _table(model: _Scaled) -> None:
     model.table = torch.zeros(64)
+
+
+def _sign(model: _Scaled) -> None:
+    model.shift = -0.0
+
+
+def _kind(model: _Scaled) -> None:
+    model.count = 1.0
 
 
 def _negate(model: _Scaled) -> None:
@@ -91,7 +102,7 @@ def _forward(model: _Scaled) -> None:
     model.inner.forward = lambda x: x + 1  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("change", [_scale, _table, _negate, _eps, _forward])
+@pytest.mark.parametrize("change", [_scale, _table, _sign, _kind, _negate, _eps, _forward])
 @torch.no_grad()
 def test_attributes_are_read_as_they_are(change: Callable[[_Scaled], None]) -> None:
     model = _Scaled().eval()
@@ -100,7 +111,7 @@ def test_attributes_are_read_as_they_are(change: Callable[[_Scaled], None]) -> N
     before = model(X)
     assert placed.refused is None
     change(model)
-    with pytest.warns(UserWarning, match="is another than when compiled"):
+    with pytest.warns(UserWarning, match="is another than when compiled|was replaced"):
         made = model(X)
     tuned.restore()
     assert torch.equal(made, model(X)) and not torch.allclose(made, before)

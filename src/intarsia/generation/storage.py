@@ -17,16 +17,16 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     To transformers it is a `DynamicLayer`: `keys` and `values` hold the tokens so far, and may be cropped,
     reordered or replaced. They are views of `key_store` and `value_store`, made when they are asked for, to
     which a token is appended without a copy of the others; what was replaced from outside is copied back in
-    by `settle`. Whoever asked for keys or values may still hold them: before a place that was shown is
-    written again (after `crop`, say), the layer moves to other memory. A layer with a sliding window keeps
-    all tokens, since the mask hides them.
+    by `settle`. Whoever asked for keys or values may still hold them, or write to them: before anything is
+    written again, the layer moves to other memory, as a `DynamicLayer` does for every token. A layer with a
+    sliding window keeps all tokens, since the mask hides them.
     """
 
     def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor, is_sliding: bool = False) -> None:
         self._shown: list[Any] | None = None
         self._replaced = False
         self._length = 0
-        self._handed = 0  # so many places have been shown to others
+        self._handed = False  # others have been given keys or values
         super().__init__()
         self.key_store, self.value_store = key_store, value_store
         # The memory of all layers, if this one's is a part of it, and which.
@@ -61,7 +61,10 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def get_seq_length(self) -> int:
         """How many tokens there are, those put in from outside included."""
-        return int(super().get_seq_length()) if self._replaced else self._length
+        if not self._replaced:
+            return self._length
+        keys = self._views()[0]
+        return int(keys.shape[-2]) if keys is not None and keys.numel() else 0
 
     @property
     def room(self) -> int:
@@ -93,9 +96,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
             self.move(*(_longer(part, 2 * end) for part in self._views()))
-        elif self.is_shown(start) or (
-            self.key_store.is_inference() and not torch.is_inference_mode_enabled()
-        ):
+        elif self._handed or (self.key_store.is_inference() and not torch.is_inference_mode_enabled()):
             self.move(self.key_store.clone(), self.value_store.clone())
         place = (slice(None), slice(None), slice(start, end))
         write(self.key_store, place, keys)
@@ -114,6 +115,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
             self.is_initialized = True
             return joined[0], joined[1]
         if self._views()[0] is None and key_states.shape[0] != self.key_store.shape[0]:
+            self.is_initialized = True  # after `reset`, for another number of rows
             self.show(0)
             self.move(_longer(key_states[:, :, :0], self.room), _longer(value_states[:, :, :0], self.room))
         self.settle()
@@ -124,12 +126,13 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take other memory."""
         self.key_store, self.value_store, self.stack = keys, values, (None, 0)
-        self._handed = 0
+        self._handed = False
         self.show(self._length)
 
-    def is_shown(self, start: int) -> bool:
-        """Whether places from `start` on have been shown to others, who may still hold them."""
-        return self._handed > start
+    @property
+    def is_handed(self) -> bool:
+        """Whether others have been given keys or values, which they may still hold."""
+        return self._handed
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove so many of the last tokens."""
@@ -159,7 +162,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def _shorten(self, length: int) -> None:
         """Let so many places be the tokens so far; what is masked behind them must be finite all the same."""
         if length < self._length and not self._is_finite(length):
-            if self.is_shown(length):
+            if self._handed:
                 self.move(self.key_store.clone(), self.value_store.clone())
             for store in (self.key_store, self.value_store):
                 store[:, :, length : self._length].zero_()
@@ -172,10 +175,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
     def _hand_out(self, place: int) -> Any:
         """Keys or values for others, who may keep them, and write to them unseen."""
         forget((self.key_store, self.value_store)[place])
-        shown = self._views()[place]
-        if shown is not None:
-            self._handed = max(self._handed, int(shown.shape[-2]))
-        return shown
+        self._handed = True
+        return self._views()[place]
 
     def _quietly(self, method: Callable[[Any], None], *args: Any) -> None:
         """Run a method of transformers, which asks for keys and values and keeps none of them."""
@@ -257,7 +258,7 @@ def _are_in(stack: torch.Tensor, layers: list[StoredLayer]) -> bool:
 def append_to(layers: list[StoredLayer], slices: torch.Tensor) -> None:
     """Write a further token of every layer behind the others, by one copy; the slices are stacked alike."""
     start = layers[0].length
-    if any(layer.is_shown(start) for layer in layers):
+    if any(layer.is_handed for layer in layers):
         layers[0].stack = None, 0  # others have a part of it: they are moved to a new one
     stack = stack_of(layers)
     end = start + slices.shape[-2]

@@ -12,7 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.lower.output_layouts import Order
+from intarsia.lower.output_layouts import IN_ROWS, Layouts
 from intarsia.lower.output_views import OutputView
 
 
@@ -66,7 +66,7 @@ class Lowered:
     notes: tuple[str, ...] = ()  # what a user should know of how the model was captured
     program: ExportedProgram | None = None  # what it was made of, so that other weights can be put in
     views: tuple[OutputView | None, ...] = ()  # of the user's results, those that share memory in the model
-    layouts: tuple[Order | None, ...] = ()  # of the same, those that do not lie row by row
+    layouts: Layouts = IN_ROWS  # how the same lie in memory in the model
 
 
 def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

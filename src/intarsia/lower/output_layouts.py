@@ -1,4 +1,4 @@
-"""How results lie in memory in the model, where that is not row by row: images in channels_last, transposes.
+"""How results lie in memory in the model: in rows, or as images in channels_last and transposes do.
 
 Engines hand out rows after rows. Who calls `view` on a result, or asks for its strides, must meet those that
 PyTorch gives it: what works on the model's result works on ours.
@@ -7,45 +7,88 @@ PyTorch gives it: what works on the model's result works on ours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 
 from intarsia.lower.output_views import returned_by
 
 Order = tuple[int, ...]  # the axes of a tensor from the one whose steps are longest to the shortest
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def output_layouts(program: ExportedProgram) -> tuple[Order | None, ...]:
-    """For each result that the user gets, how it lies; None for the usual."""
-    return tuple(layout_of(getattr(item, "meta", {}).get("val")) for item in returned_by(program))
+@dataclass(frozen=True)
+class Layouts:
+    """The order of each result of the user's, None where it is not known; and which inputs had channels last.
+
+    `images` has the inputs that may, by their places in the flat call, and whether they did. Convolutions
+    follow them: a call with images laid out otherwise gets images as they are made.
+    """
+
+    orders: tuple[Order | None, ...] = ()
+    images: tuple[tuple[int, bool], ...] = ()
+
+    def follow(self, flat: Sequence[Any]) -> bool:
+        """Whether the images of a call are laid out as those of the example."""
+        return all(has_channels_last(flat[place]) == last for place, last in self.images)
+
+
+IN_ROWS = Layouts()
+
+
+def output_layouts(program: ExportedProgram) -> Layouts:
+    """How the results of a captured program lie."""
+    orders = [layout_of(getattr(item, "meta", {}).get("val")) for item in returned_by(program)]
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    given = [node.meta.get("val") for node in nodes if kinds[node.name] is InputKind.USER_INPUT]
+    images = [(n, x) for n, x in enumerate(given) if isinstance(x, torch.Tensor) and x.dim() in _LAST]
+    return Layouts(tuple(orders), tuple((n, has_channels_last(x)) for n, x in images))
+
+
+def has_channels_last(value: Any) -> bool:
+    """Whether an image is laid out by channels last, and not by rows.
+
+    >>> has_channels_last(torch.empty(2, 3, 4, 4, memory_format=torch.channels_last))
+    True
+    """
+    return isinstance(value, torch.Tensor) and value.dim() in _LAST and is_channels_last(layout_of(value))
+
+
+def is_channels_last(order: Order | None) -> bool:
+    """Whether an order is that of images whose channels come last."""
+    return order is not None and order in ((0, 2, 3, 1), (0, 2, 3, 4, 1))
 
 
 def layout_of(value: Any) -> Order | None:
-    """The order in which a tensor's axes lie, if it fills its memory in another than its own; else None.
+    """The order in which a tensor's axes lie in memory; None where it lies there many times, or is empty.
 
-    Of sizes that vary the order is that of the example.
+    Of sizes that vary the order is that of the example. Axes of one element come where rows would have them.
 
     >>> layout_of(torch.empty(2, 3, 4, 4, memory_format=torch.channels_last))
     (0, 2, 3, 1)
     >>> rows = torch.empty(2, 3)
     >>> layout_of(rows.t()), layout_of(rows), layout_of(rows[:, :1].expand(2, 4))
-    ((1, 0), None, None)
+    ((1, 0), (0, 1), None)
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     sizes, steps = ([_hint(n) for n in told] for told in (value.shape, value.stride()))
     if 0 in sizes:  # it is empty, or how large it is is not known
         return None
-    alone = [axis for axis, size in enumerate(sizes) if size == 1]  # whose steps say nothing
     wide = sorted((axis for axis, size in enumerate(sizes) if size > 1), key=lambda axis: -steps[axis])
-    step = 1
+    reach = 1
     for axis in reversed(wide):
-        if steps[axis] != step:
-            return None  # a part of other memory, or the same memory many times
-        step *= sizes[axis]
-    return None if wide == sorted(wide) else (*alone, *wide)
+        if steps[axis] < reach:
+            return None
+        reach = steps[axis] * sizes[axis]
+    if wide == sorted(wide):
+        return tuple(range(len(sizes)))
+    alone = [axis for axis, size in enumerate(sizes) if size == 1]
+    return (*alone, *wide)
 
 
 def laid_out(value: Any, order: Order) -> Any:

@@ -68,12 +68,13 @@ class _Chain:
     ) -> None:
         self.program = program
         self.kinds, self.given, self.places, self.written = kinds, given, places, written
+        self.place = -1  # of the result that is followed
         self.order: list[fx.Node] = []
         self.sources: list[tuple[fx.Node, str, Any]] = []  # a node, what it is, its place or itself
 
     def follow(self, item: fx.Node, place: int) -> bool:
         """Whether the result at `place` lies in memory of an input, a weight or another result."""
-        own = _unchanged(item)
+        self.place, own = place, _unchanged(item)
         if own.op == "placeholder" and self._is_input(own) and own not in self.written:
             return False  # an input itself: told elsewhere
         if own.op != "placeholder" and alias_of(own) is None and self.places[own] == place:
@@ -86,10 +87,16 @@ class _Chain:
             return True
         if node.op == "placeholder":
             return self._source(node)
-        base = alias_of(node)
-        if base is None and node in self.places:
-            self.sources.append((node, "result", self.places[node]))
+        known = [*self.order], [*self.sources]
+        if self._view_of(node, alias_of(node)):
             return True
+        self.order, self.sources = known
+        if self.places.get(node, self.place) == self.place:
+            return False
+        self.sources.append((node, "result", self.places[node]))
+        return True
+
+    def _view_of(self, node: fx.Node, base: fx.Node | None) -> bool:
         if base is None or not self._tensor(base):
             return False
         if not all(self._number(other) for other in node.all_input_nodes if other is not base):

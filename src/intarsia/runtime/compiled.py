@@ -23,13 +23,13 @@ from intarsia.graph.devices import uses_gpu
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
-from intarsia.lower.output_layouts import Order, laid_out
 from intarsia.runtime.call_structure import flat_arguments, split_spec, with_defaults
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.frozen_module import FrozenModule
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.input_checks import Check, FixedInput, check_inputs, checks_of, fixed_inputs
 from intarsia.runtime.ownership import Ownership, constants_of
+from intarsia.runtime.result_layouts import ResultLayouts
 from intarsia.runtime.weights import FrozenWeights
 
 Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, what it returns out, flat
@@ -112,16 +112,15 @@ class Compiled(FrozenModule):
         users = iter(lowered.views)
         views = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
         self._views = tuple((place, view) for place, view in enumerate(views) if view is not None)
-        self._layouts = _layouts(lowered, views)
+        engines_make = _fresh(lowered, pieces, programs)
+        self._layouts = ResultLayouts(lowered, views, engines_make)
         fresh = [
             output.role is not Role.USER
             or output.is_input
             or output.twin is not None
             or is_fresh
             or views[place] is not None
-            for place, (output, is_fresh) in enumerate(
-                zip(lowered.outputs, _fresh(lowered, pieces, programs), strict=True)
-            )
+            for place, (output, is_fresh) in enumerate(zip(lowered.outputs, engines_make, strict=True))
         ]
         self._ownership = Ownership(held, list(lowered.buffers.values()), fresh)
         by_name = {item.name: item.index for item in lowered.inputs}
@@ -285,8 +284,8 @@ class Compiled(FrozenModule):
     def _finish(self, flat: list[Any], results: Sequence[Any]) -> Any:
         """Write back what the model changes, then give the caller its results."""
         settled = list(self._ownership.own(results, flat))
-        for place, order in self._layouts:
-            settled[place] = laid_out(settled[place], order)
+        if self._layouts:
+            self._layouts.lay_out(settled, flat)
         returned: dict[int, Any] = {}
         indices = dict(self._written)
         with torch.no_grad():
@@ -373,18 +372,6 @@ def _fresh(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program
         not isinstance(item, fx.Node) or (item in made and item not in returned[:place])
         for place, item in enumerate(returned)
     ]
-
-
-def _layouts(lowered: Lowered, views: Sequence[Any]) -> tuple[tuple[int, Order], ...]:
-    """The places of results that do not lie row by row in the model, and how; views lie as what they show."""
-    users = iter(lowered.layouts)
-    orders = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
-    own = [not output.is_input and output.twin is None for output in lowered.outputs]
-    return tuple(
-        (place, order)
-        for place, order in enumerate(orders)
-        if order is not None and own[place] and views[place] is None
-    )
 
 
 def _direct(program: Program | None, quick: list[FixedInput] | None) -> Callable[..., torch.Tensor] | None:

@@ -54,9 +54,9 @@ class PlacedForward:
         self._weights = [
             (table, key, tensor, tensor.data_ptr())
             for part in module.modules()
-            for table in (part._parameters, part._buffers)
+            for table in (part._parameters, part._buffers, vars(part))
             for key, tensor in table.items()
-            if tensor is not None
+            if isinstance(tensor, torch.Tensor)
         ]
         parts = list(module.modules())
         self._parts, inner = parts, parts[1:]  # the module's own hooks are run around what is placed in it

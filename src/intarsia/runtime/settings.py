@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import itemgetter
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import chain, starmap
+from operator import call, is_, itemgetter
+from typing import Any
 
 from torch import nn
 
@@ -13,12 +15,14 @@ _TORCHS = frozenset({*vars(nn.Module()), "training", "forward"})
 _GONE = object()
 
 
-class _Held(NamedTuple):
+@dataclass(frozen=True)
+class _Held:
+    """The plain attributes of one object, read at once."""
+
     path: str
     table: dict[str, Any]
     names: list[str]
     read: Callable[[dict[str, Any]], tuple[Any, ...]]
-    values: tuple[Any, ...]
 
 
 class Settings:
@@ -35,21 +39,33 @@ class Settings:
         inner = [(path, vars(part)) for path, part in root.named_modules() if part is not root]
         self._own_forward = [(path, table) for path, table in inner if "forward" not in table]
         self._held = [_held(path, table) for path, table in _tables(root) if _names(table)]
+        self._reads = [(held.read, held.table) for held in self._held]
+        self._values = list(self._read())
 
     def changed(self) -> str | None:
         """The name of an attribute that is another one now; None where there is none."""
-        for path, table, names, read, values in self._held:  # at every call; the same object is equal at once
-            try:
-                if read(table) == values:
-                    continue
-            except Exception:  # it is gone, or a tensor, which does not say whether it equals another
-                pass
-            for name, value in zip(names, values):  # noqa: B905  (one is read twice)
-                if not _equal(table.get(name, _GONE), value):
-                    return f"{path}.{name}".lstrip(".")
+        try:
+            as_before = all(map(is_, self._read(), self._values))  # at every call, so at the speed of C
+        except KeyError:  # one is gone
+            as_before = False
+        if not as_before and (name := self._other()) is not None:
+            return name
         for path, table in self._own_forward:
             if "forward" in table and not isinstance(table["forward"], self._ours):
                 return f"{path}.forward"
+        return None
+
+    def _read(self) -> Iterator[Any]:
+        return chain.from_iterable(starmap(call, self._reads))
+
+    def _other(self) -> str | None:
+        """The first name that has another value; where all are equal, they are the values from now on."""
+        before = iter(self._values)
+        for held in self._held:
+            for name in held.names:
+                if not _same(held.table.get(name, _GONE), next(before)):
+                    return f"{held.path}.{name}".lstrip(".")
+        self._values = list(self._read())
         return None
 
 
@@ -67,18 +83,19 @@ def _tables(root: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _held(path: str, table: dict[str, Any]) -> _Held:
     names = _names(table)
-    read = itemgetter(*names, names[0])  # of two names at least, so that it gives a tuple
-    return _Held(path, table, names, read, read(table))
+    names = names if len(names) > 1 else names * 2  # of one name, itemgetter gives no tuple
+    return _Held(path, table, names, itemgetter(*names))
 
 
 def _names(table: dict[str, Any]) -> list[str]:
     return [name for name in table if name not in _TORCHS and not name.startswith("_")]
 
 
-def _equal(now: Any, before: Any) -> bool:
+def _same(now: Any, before: Any) -> bool:
+    """Whether two values are the same to a program: 2 and 2.0 are not, nor are 0.0 and -0.0."""
     if now is before:
         return True
     try:
-        return bool(now == before)
-    except Exception:
+        return type(now) is type(before) and bool(now == before) and repr(now) == repr(before)
+    except Exception:  # a tensor does not say whether it equals another
         return False

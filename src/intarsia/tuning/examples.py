@@ -32,7 +32,8 @@ def pack_example(
     """What a manifest says of a call, its tensors being in a `member`, and those tensors."""
     args, kwargs = call
     flat = program.flatten(tuple(args), dict(kwargs))
-    tensors = {str(n): leaf.detach().cpu().clone() for n, leaf in enumerate(flat) if _is_tensor(leaf)}
+    kept = [(str(n), leaf.detach().cpu()) for n, leaf in enumerate(flat) if _is_tensor(leaf)]
+    tensors = {name: leaf.clone(memory_format=torch.contiguous_format) for name, leaf in kept}
     others: dict[str, Json] = {str(n): to_json(leaf) for n, leaf in enumerate(flat) if not _is_tensor(leaf)}
     judge = Judge(placed.module)
     ours, truth = (judge.answer(call, answering).leaves for answering in (program, placed.own))

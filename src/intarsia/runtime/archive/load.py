@@ -25,7 +25,7 @@ from intarsia.runtime.archive.container import Reader
 from intarsia.runtime.archive.door import check_from_json, ranges_from_json
 from intarsia.runtime.archive.engines import engines_from_json, packed_for
 from intarsia.runtime.archive.graphs import ReadGraph, graph_from_json
-from intarsia.runtime.archive.results import orders_from_json, views_from_json
+from intarsia.runtime.archive.results import layouts_from_json, views_from_json
 from intarsia.runtime.archive.save import FORMAT, VERSION
 from intarsia.runtime.archive.structure import signature_from_json, spec_from_json
 from intarsia.runtime.archive.tensors import WEIGHTS, read_tensors
@@ -204,7 +204,7 @@ class _Loader:
 
     def compiled(self, contents: Json, model: nn.Module | None = None) -> Compiled:
         call, found = contents["call"], contents["inlay"]
-        told = contents.get("results") or {"views": [], "orders": []}  # files of old say nothing of them
+        told = contents.get("results") or {"views": [], "orders": [], "images": []}  # files of old
         module = self._graph(found["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
         lowered = Lowered(
@@ -220,7 +220,7 @@ class _Loader:
             views=views_from_json(
                 told["views"], len(call["checks"]), lambda graph: self._graph(graph).module
             ),
-            layouts=orders_from_json(told["orders"]),
+            layouts=layouts_from_json(told, len(call["checks"])),
         )
         plan, pieces, programs, body_plans = self.pieces(found, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
 from intarsia.errors import ArchiveError
 from intarsia.lower import Lowered
-from intarsia.lower.output_layouts import Order
+from intarsia.lower.output_layouts import Layouts
 from intarsia.lower.output_views import OutputView
 from intarsia.runtime.archive.values import Json
 
@@ -21,9 +22,11 @@ def results_to_json(lowered: Lowered, write_graph: Callable[[fx.GraphModule], Js
             return None
         return {"graph": write_graph(view.views), "reads": list(view.reads), "of": list(view.of)}
 
+    layouts = lowered.layouts
     return {
         "views": [view_to_json(view) for view in lowered.views],
-        "orders": [None if order is None else list(order) for order in lowered.layouts],
+        "orders": [None if order is None else list(order) for order in layouts.orders],
+        "images": [[place, last] for place, last in layouts.images],
     }
 
 
@@ -43,13 +46,16 @@ def views_from_json(
     return tuple(map(view_from_json, found))
 
 
-def orders_from_json(found: Sequence[Json]) -> tuple[Order | None, ...]:
-    """The orders, each of which names every axis once."""
-    orders = [None if order is None else tuple(map(_place, order)) for order in found]
+def layouts_from_json(found: Mapping[str, Any], inputs: int) -> Layouts:
+    """The orders, each of which names every axis once, and which inputs had channels last."""
+    orders = [None if order is None else tuple(map(_place, order)) for order in found["orders"]]
     for order in orders:
         if order is not None and sorted(order) != list(range(len(order))):
             raise ArchiveError(f"a result has its axes in the order {order}, which is none")
-    return tuple(orders)
+    images = [(_place(place), bool(last)) for place, last in found["images"]]
+    if strange := [place for place, _ in images if place >= inputs]:
+        raise ArchiveError(f"results follow input {strange[0]}, and there are {inputs}")
+    return Layouts(tuple(orders), tuple(images))
 
 
 def _place(found: Json) -> int:
