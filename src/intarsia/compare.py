@@ -61,6 +61,10 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int
         return f"is on {answer.device}; PyTorch has it on {truth.device}"
     if truth.numel() == 0:
         return None
+    if truth.layout is not torch.strided:
+        if answer.layout != truth.layout:
+            return f"has the layout {answer.layout}; PyTorch makes {truth.layout}"
+        answer, truth, rounding = answer.to_dense(), truth.to_dense(), None
     if truth.is_complex():
         answer, truth = torch.view_as_real(answer.resolve_conj()), torch.view_as_real(truth.resolve_conj())
     if not truth.is_floating_point():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from intarsia.capture.input import further_calls
 from intarsia.choose.wishes import wishes_of
 from intarsia.compiler import compile
 from intarsia.engines import resolve_engines
@@ -44,5 +45,6 @@ def check_values(options: Mapping[str, Any]) -> None:
     choices = {name: value for name, value in options.items() if name in PartitionChoices.__annotations__}
     own = {name: value for name, value in options.items() if name in _VALUES}
     wishes_of(**own, choices=choices)  # type: ignore[arg-type]
+    further_calls(options.get("examples", ()), {})
     if options.get("engines") is not None:
         resolve_engines(options["engines"])

@@ -7,6 +7,7 @@ does not hang on the machine.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,20 @@ def test_damaged_memory_is_measured_anew(
     _compile(model, FEW)
     path = cache / "choices.json"
     kept = json.loads(path.read_text())
-    path.write_text(json.dumps({key: {"trials": "gone"} for key in kept}))
-    count = len(races.log)
-    _compile(model, FEW)
-    assert len(races.log) > count
+
+    def with_numbers(value: Any, number: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: with_numbers(item, number) for key, item in value.items()}
+        if isinstance(value, list):
+            return [with_numbers(item, number) for item in value]
+        return number if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+    gone = {key: {"trials": "gone"} for key in kept}
+    for damaged in (gone, *(with_numbers(kept, number) for number in ("abc", None, -5.0, math.nan))):
+        path.write_text(json.dumps(damaged))
+        count = len(races.log)
+        _compile(model, FEW)
+        assert len(races.log) > count
 
 
 def test_slow_engines_are_left_out_of_a_small_budget(

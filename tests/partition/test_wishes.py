@@ -281,6 +281,8 @@ def test_a_priority_may_name_pytorch_beside_measurement() -> None:
         ({"fallback": "zzz"}, "fallback='zzz'; give 'parts', 'eager' or 'error'"),
         ({"options": {"min_block_size": 1}}, "give a PartitionOptions, or its fields by name"),
         ({"verify": "no"}, "verify='no'"),
+        ({"examples": 5}, "examples are 5; give a list of calls"),
+        ({"rewrite": 5}, "rewrite=5; give patterns"),
     ],
 )
 def test_every_door_refuses_what_compile_refuses(wish: dict[str, object], told: str) -> None:

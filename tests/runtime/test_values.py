@@ -269,3 +269,15 @@ def test_hooks_run_as_they_do_on_the_model() -> None:
     model.register_forward_hook(lambda _, __, made: made + 1)
     quick = by_backend(model, (x,))
     torch.testing.assert_close(quick(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+@torch.no_grad()
+def test_sparse_results(kind: str) -> None:
+    model = Run(lambda self, x: (getattr(torch.relu(self.line(x)), kind)(), self.line(x)))
+    x = torch.randn(3, 4)
+    fast = intarsia.compile(model, (x,), min_block_size=1)
+    (made, _), (truth, _) = fast(x), model(x)
+    assert made.layout == truth.layout
+    torch.testing.assert_close(made.to_dense(), truth.to_dense(), rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,22 @@ def test_a_plain_tensor_that_is_written_to_is_seen(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="replaced or written to"):
             made = model(x)
     torch.testing.assert_close(made, model(x))
+
+
+class Returning(Plain):
+    """Returns a weight beside its result."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.conv.weight
+
+
+@torch.no_grad()
+def test_weights_that_are_returned_are_not_saved(tmp_path: Path) -> None:
+    model, x = Returning().eval(), torch.randn(2, 8, 8, 8)
+    with intarsia.tune([model], lambda: model(x), **ANYHOW) as tuned:
+        assert tuned.placed and model(x)[1] is model.conv.weight
+        with pytest.raises(ArchiveError, match="returns weights of its own, which a file cannot share"):
+            save(tuned, tmp_path / "a.tuned")
 
 
 @pytest.mark.parametrize("change", ["activation", "heads", "epsilon"])

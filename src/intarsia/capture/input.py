@@ -197,6 +197,8 @@ def further_calls(
     examples: Sequence[Sequence[Any]], kwargs: Mapping[str, Any]
 ) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
     """Calls of `examples`, the positional arguments of each, with the keyword arguments of the first call."""
+    if isinstance(examples, torch.Tensor) or not isinstance(examples, Sequence):
+        raise InputError(f"examples are {examples!r}; give a list of calls, such as [(x,), (y,)]")
     for place, example in enumerate(examples):
         if not isinstance(example, tuple | list):
             raise InputError(

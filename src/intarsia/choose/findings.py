@@ -79,10 +79,22 @@ class Findings:
 
     @staticmethod
     def from_dict(kept: Mapping[str, Any]) -> Findings:
-        """The findings that `as_dict` told, also after a way through JSON."""
+        """The findings that `as_dict` told, also after a way through JSON; ValueError for damaged ones."""
         told = dict(kept)
         trials = [{**t, "seconds": tuple(t["seconds"]), "blocks": tuple(t["blocks"])} for t in told["trials"]]
         told["trials"] = tuple(Trial(**trial) for trial in trials)
         told["blocks"] = tuple(BlockCost(**block) for block in told["blocks"])
         told["left_out"] = tuple(told["left_out"])
-        return Findings(**told)
+        found = Findings(**told)
+        if strange := [n for n in found.numbers if not isinstance(n, int | float) or not n >= 0]:
+            raise ValueError(f"{strange[0]!r} is nothing that is measured")
+        return found
+
+    @property
+    def numbers(self) -> list[float]:
+        """Everything that is a time, a count or an error."""
+        of_trials = [(*t.seconds, t.segments, t.build_s, t.options, t.error, t.quickest) for t in self.trials]
+        of_blocks = [(block.place, block.nodes, *block.seconds.values()) for block in self.blocks]
+        own = (self.budget_s, self.spent_s, self.tolerance or 0.0)
+        tables = (*self.entering.values(), *self.errors.values())
+        return [n for numbers in (own, tables, *of_trials, *of_blocks) for n in numbers]

@@ -39,7 +39,7 @@ class Memory:
             return None
         try:
             return Findings.from_dict(kept)
-        except (KeyError, TypeError, ValueError):  # written by another version, or damaged
+        except (AttributeError, KeyError, TypeError, ValueError):  # written by another version, or damaged
             return None
 
     def keep_findings(self, key: str, found: Findings) -> None:

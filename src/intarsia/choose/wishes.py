@@ -15,6 +15,7 @@ from intarsia.errors import InputError
 from intarsia.partition import PartitionOptions, Strategy, find_strategy
 from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.rewrite import Patterns
+from intarsia.rewrite.chosen import as_list
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Wishes:
         limit = self.build_limit_s
         if limit is not None and (not is_number(limit) or not limit > 0):
             raise InputError(f"build_limit_s={limit!r}; give seconds, or None for no limit")
+        if not (self.rewrite is None or isinstance(self.rewrite, bool)):
+            as_list(self.rewrite)
         if not isinstance(self.verify, bool):
             raise InputError(f"verify={self.verify!r}; give True or False")
         if self.cuda_graphs not in (None, True, False, "static"):

@@ -34,6 +34,9 @@ def patterns_by_engine(patterns: Patterns, engines: Sequence[str]) -> dict[str, 
 
 
 def as_list(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
+    """The patterns; RewriteError for what are none."""
+    if isinstance(patterns, type) or not isinstance(patterns, Pattern | Iterable):
+        raise RewriteError(f"rewrite={patterns!r}; give patterns, their names, True, False or None")
     return (
         [patterns] if isinstance(patterns, str | PatternRewriter | RewritePatternManager) else list(patterns)
     )

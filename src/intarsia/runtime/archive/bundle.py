@@ -47,11 +47,13 @@ def open_bundle(path: str | os.PathLike[str], name: str, version: int) -> Reader
 
 
 def check_member(where: str, program: Compiled) -> None:
-    """ArchiveError for a program that changes buffers, which belong to a module outside the file."""
+    """ArchiveError for a program that changes buffers, or returns weights, of a module outside the file."""
     program.weights.check()
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
         raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")
+    if any(view is not None and view.held for view in program.lowered.views):
+        raise ArchiveError(f"{where} returns weights of its own, which a file cannot share")
 
 
 def weight_digests(module: nn.Module) -> dict[str, Json]:

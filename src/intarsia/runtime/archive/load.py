@@ -159,10 +159,17 @@ def _devices(place: Place | None) -> Devices:
     if place is None:
         return same_device
     if isinstance(place, Mapping):
-        table = {torch.device(old): torch.device(new) for old, new in place.items()}
+        table = {torch.device(old): _here(new) for old, new in place.items()}
         return lambda device: table.get(device, device)
-    there = torch.device(place)
+    there = _here(place)
     return lambda device: there
+
+
+def _here(place: str | torch.device) -> torch.device:
+    device = torch.device(place)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArchiveError(f"map_location names {str(device)!r}, and torch sees no CUDA device here")
+    return device
 
 
 class _Loader:
