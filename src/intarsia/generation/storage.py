@@ -96,7 +96,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         start, end = self.length, self.length + keys.shape[-2]
         if end > self.room:
             self.move(*(_longer(part, 2 * end) for part in self._views()))
-        elif self._handed or (self.key_store.is_inference() and not torch.is_inference_mode_enabled()):
+        elif self._handed or not _may_be_written(self.key_store):
             self.move(self.key_store.clone(), self.value_store.clone())
         place = (slice(None), slice(None), slice(start, end))
         write(self.key_store, place, keys)

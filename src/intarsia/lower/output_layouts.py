@@ -99,8 +99,15 @@ def laid_out(value: Any, order: Order) -> Any:
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value
+    if is_rows(order):
+        return value.contiguous()
     rows = value.permute(order)
     return value if rows.is_contiguous() else rows.contiguous().permute(_inverse(order))
+
+
+def is_rows(order: Order) -> bool:
+    """Whether an order is the usual one, row by row."""
+    return order == tuple(range(len(order)))
 
 
 def _inverse(order: Sequence[int]) -> Order:

@@ -56,7 +56,7 @@ class PlacedForward:
             for part in module.modules()
             for table in (part._parameters, part._buffers, vars(part))
             for key, tensor in table.items()
-            if isinstance(tensor, torch.Tensor)
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         ]
         parts = list(module.modules())
         self._parts, inner = parts, parts[1:]  # the module's own hooks are run around what is placed in it
