@@ -99,107 +99,103 @@ def test_of_a_cache_that_nobody_touches_the_sums_are_known(gpt2: Generation) -> 
         assert known_squares(layer.key_store) is None and known_squares(layer.value_store) is None
 
 
+def filled(model: Any, *steps: torch.Tensor) -> Any:
+    """A cache after some steps."""
+    cache: Any = DynamicCache(config=model.config)
+    for ids in steps:
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def both_ways(gpt2: Generation, run: Callable[[Any], list[Any]]) -> None:
+    """What is run on the compiled model and on the model as it is gives the same."""
+    found = {}
+    for compiled in (True, False):
+        gpt2.enable(compiled)
+        found[compiled] = run(gpt2.model)
+    gpt2.enable()
+    for ours, truth in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(ours, truth, atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
 def test_keys_that_somebody_holds_stay_as_they_were(gpt2: Generation) -> None:
     """Eager makes new memory for every token, so what was asked for before never changes."""
-    model = gpt2.model
-    cache: Any = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=IDS, past_key_values=cache, use_cache=True)
-        model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+
+    def run(model: Any) -> list[Any]:
+        cache = filled(model, IDS, TOKEN)
         held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
         kept = [tensor.clone() for tensor in held]
         cache.crop(-4)
-        ours = model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits[:, -1]
         assert all(torch.equal(a, b) for a, b in zip(held, kept, strict=True))
-        gpt2.enable(False)
-        truth: Any = DynamicCache(config=model.config)
-        model(input_ids=IDS, past_key_values=truth, use_cache=True)
-        truth.crop(-3)
-        expected = model(input_ids=TOKEN, past_key_values=truth, use_cache=True).logits[:, -1]
-        gpt2.enable()
-    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+        return [logits]
+
+    both_ways(gpt2, run)
 
 
+@torch.no_grad()
 def test_cropping_copies_nothing_that_nobody_holds(gpt2: Generation) -> None:
-    model = gpt2.model
-    cache: Any = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=IDS, past_key_values=cache, use_cache=True)
-        model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
-        before = cache.layers[0].key_store.data_ptr()
-        cache.crop(-4)
-        model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+    cache = filled(gpt2.model, IDS, TOKEN)
+    before = cache.layers[0].key_store.data_ptr()
+    cache.crop(-4)
+    gpt2.model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
     assert cache.layers[0].key_store.data_ptr() == before
 
 
 def test_gradients_go_through_a_cache_that_programs_filled(gpt2: Generation) -> None:
-    model, found = gpt2.model, {}
-    for compiled in (True, False):
-        gpt2.enable(compiled)
-        cache: Any = DynamicCache(config=model.config)
+    def run(model: Any) -> list[Any]:
         with torch.no_grad():
-            model(input_ids=IDS, past_key_values=cache, use_cache=True)
-            model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+            cache = filled(model, IDS, TOKEN)
         logits = [model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits for _ in range(2)]
         torch.cat(logits).square().sum().backward()
         gradient = model.transformer.h[0].attn.c_attn.weight.grad.clone()
         model.zero_grad()
         with torch.no_grad():
             later = model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits
-        found[compiled] = [*logits, gradient, later]
-    gpt2.enable()
-    for ours, truth in zip(found[True], found[False], strict=True):
-        torch.testing.assert_close(ours, truth, atol=1e-4, rtol=1e-3)
+        return [*logits, gradient, later]
+
+    both_ways(gpt2, run)
 
 
+@torch.no_grad()
 def test_who_holds_keys_and_the_cache_do_not_see_each_other_written(gpt2: Generation) -> None:
     """After a token, eager's cache is other memory than what was asked for before it."""
-    model, found = gpt2.model, {}
-    for compiled in (True, False):
-        gpt2.enable(compiled)
-        cache: Any = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(input_ids=IDS, past_key_values=cache, use_cache=True)
-            held = cache.layers[0].keys
-            model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
-            held.zero_()
-            cache.layers[1].values.mul_(2)
-            logits = model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits
-        found[compiled] = logits
-    gpt2.enable()
-    torch.testing.assert_close(found[True], found[False], atol=1e-4, rtol=1e-3)
+
+    def run(model: Any) -> list[Any]:
+        cache = filled(model, IDS)
+        held = cache.layers[0].keys
+        model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
+        held.zero_()
+        cache.layers[1].values.mul_(2)
+        return [model(input_ids=TOKEN, past_key_values=cache, use_cache=True).logits]
+
+    both_ways(gpt2, run)
 
 
+@torch.no_grad()
 def test_generating_moves_no_memory(gpt2: Generation) -> None:
     model: Any = gpt2.model
     cache: Any = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model.generate(IDS, past_key_values=cache, max_new_tokens=2, do_sample=False)
-        first = [layer.key_store.data_ptr() for layer in cache.layers]
-        longer = torch.cat([IDS, torch.tensor([[5, 6]])], 1)
-        model.generate(longer, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    model.generate(IDS, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    first = [layer.key_store.data_ptr() for layer in cache.layers]
+    longer = torch.cat([IDS, torch.tensor([[5, 6]])], 1)
+    model.generate(longer, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert [layer.key_store.data_ptr() for layer in cache.layers] == first
 
 
 @pytest.mark.parametrize("edit", ["reorder", "crop"])
+@torch.no_grad()
 def test_a_cache_that_was_reset_takes_another_number_of_rows(gpt2: Generation, edit: str) -> None:
-    model, found = gpt2.model, {}
-    for compiled in (True, False):
-        gpt2.enable(compiled)
-        cache: Any = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(input_ids=IDS, past_key_values=cache, use_cache=True)
-            model(input_ids=TOKEN, past_key_values=cache, use_cache=True)
-            cache.reset()
-            two = torch.cat([IDS, IDS.flip(1)])
-            model(input_ids=two, past_key_values=cache, use_cache=True)
-            if edit == "reorder":
-                cache.reorder_cache(torch.tensor([1, 0]))
-            else:
-                cache.crop(-1)
-            lengths = cache.get_seq_length()
-            logits = model(input_ids=TOKEN.expand(2, 1), past_key_values=cache, use_cache=True).logits
-        found[compiled] = (lengths, logits)
-    gpt2.enable()
-    assert found[True][0] == found[False][0]
-    torch.testing.assert_close(found[True][1], found[False][1], atol=1e-4, rtol=1e-3)
+    def run(model: Any) -> list[Any]:
+        cache = filled(model, IDS, TOKEN)
+        cache.reset()
+        model(input_ids=torch.cat([IDS, IDS.flip(1)]), past_key_values=cache, use_cache=True)
+        if edit == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        else:
+            cache.crop(-1)
+        length = cache.get_seq_length()
+        return [length, model(input_ids=TOKEN.expand(2, 1), past_key_values=cache, use_cache=True).logits]
+
+    both_ways(gpt2, run)

@@ -64,6 +64,19 @@ def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) 
         save(tuned, path)
 
 
+def test_a_file_without_calls_says_that_nothing_was_compared(tmp_path: Path) -> None:
+    service, tuned = tuned_service()
+    save(tuned, tmp_path / "a.tuned")
+    for placed in tuned.placed.values():
+        placed.examples.clear()  # as files of older versions are
+    save(tuned, tmp_path / "old.tuned")
+    tuned.restore()
+    with load(tmp_path / "a.tuned", service) as again:
+        assert not again.notes
+    with load(tmp_path / "old.tuned", service) as again:
+        assert "was not compared with its programs" in str(again)
+
+
 class Plain(nn.Module):
     """Reads a tensor that is no buffer, and images by channels last."""
 

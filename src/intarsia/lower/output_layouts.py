@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 from intarsia.lower.output_views import returned_by
 
 Order = tuple[int, ...]  # the axes of a tensor from the one whose steps are longest to the shortest
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_LAST: dict[int, Order] = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}  # of images, by their dimensions
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,8 @@ def has_channels_last(value: Any) -> bool:
     >>> has_channels_last(torch.empty(2, 3, 4, 4, memory_format=torch.channels_last))
     True
     """
-    return isinstance(value, torch.Tensor) and value.dim() in _LAST and is_channels_last(layout_of(value))
-
-
-def is_channels_last(order: Order | None) -> bool:
-    """Whether an order is that of images whose channels come last."""
-    return order is not None and order in ((0, 2, 3, 1), (0, 2, 3, 4, 1))
+    is_image = isinstance(value, torch.Tensor) and value.dim() in _LAST
+    return is_image and layout_of(value) == _LAST[value.dim()]
 
 
 def layout_of(value: Any) -> Order | None:

@@ -116,7 +116,7 @@ class PlacedForward:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module, or what is read of a file, has its own forward: its weights are others."""
         warnings.warn(f"a copy of {self.path} runs as it is, not compiled", stacklevel=3)
-        return own_forward, (self.module,)
+        return own_forward, (self.module, self._before)
 
     def _replaced(self) -> bool:
         if self._counted and sum(tensor._version for tensor in self._counted) != self._written:
@@ -146,9 +146,9 @@ class PlacedForward:
         return sum(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in made)
 
 
-def own_forward(module: nn.Module) -> Any:
-    """The forward that a module's class has."""
-    return MethodType(type(module).forward, module)
+def own_forward(module: nn.Module, before: Any) -> Any:
+    """The forward that a module had `before`, its class's where it had none of its own."""
+    return MethodType(type(module).forward, module) if before is None else before
 
 
 def _autocast() -> bool:

@@ -90,7 +90,11 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
             placed[where] = PlacedForward(where, held[where], programs, calls, loaded=True)
     for one in placed.values():
         one.put()
-    return Tuned(placed, {})
+    unseen = [where for where in modules if None in placed[where].examples.values()]
+    notes = [
+        f"{where} was not compared with the file's program, which is of an older version" for where in unseen
+    ]
+    return Tuned(placed, {}, notes=notes)
 
 
 def _program(where: str, module: nn.Module, name: str, reader: Reader) -> tuple[Compiled, Call | None]:
