@@ -91,10 +91,8 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
     for one in placed.values():
         one.put()
     unseen = [where for where in modules if None in placed[where].examples.values()]
-    notes = [
-        f"{where} was not compared with the file's program, which is of an older version" for where in unseen
-    ]
-    return Tuned(placed, {}, notes=notes)
+    reason = "was not compared with its programs: the file is an older one, without calls to do so"
+    return Tuned(placed, {}, notes=[f"{where} {reason}" for where in unseen])
 
 
 def _program(where: str, module: nn.Module, name: str, reader: Reader) -> tuple[Compiled, Call | None]:
