@@ -9,12 +9,19 @@ import numpy as np
 
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.kinds import AnyGuard, Guards, Index, NonZero, Product, Quotient, ValueGuard
+from intarsia.engines.guards.overflow import LARGEST_HALF
 from intarsia.engines.guards.planner import LOOKED_AT
+from intarsia.errors import EngineError
 from intarsia.network import Network
 
+_HALF_SCALE = 2.0**-20  # so that a million numbers can be added up in float16
 
-def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
-    """Let the model compute a number for each guard that is not of an input, in one more output."""
+
+def add_checks(net: Network, model: Any, guards: Guards, *, float16: bool = False) -> Checks:
+    """Let the model compute a number for each guard that is not of an input, in one more output.
+
+    Where OpenVINO computes in `float16`, so that none is too large for it.
+    """
     from openvino import opset13 as ov
 
     tensors = {
@@ -40,7 +47,8 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
     for name in guards.divided:
         if name in tensors:
             _enlarge(ov, tensors[name].get_node())
-    numbers = [_number(ov, guard, tensors) for guard in made]
+    number_of = _number_in_float16 if float16 else _number
+    numbers = [number_of(ov, guard, tensors) for guard in made]
     if numbers:
         flat = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in numbers]
         model.add_results([ov.result(ov.concat(flat, 0) if len(flat) > 1 else flat[0])])
@@ -54,6 +62,22 @@ def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, flo
         x = tensors[guard.tensor]
         return ov.reduce_l1(_float(ov, x), _axes(ov, x), False), guard.high
     return _count(ov, _holds(ov, guard, tensors)), 0.5
+
+
+def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
+    """The same in float16, where a limit that is larger than all numbers would hold for infinity, too."""
+    if not isinstance(guard, ValueGuard) or tensors[guard.tensor].get_element_type().is_integral_number():
+        raise EngineError(f"{guard}, and float16 does not hold such numbers exactly")
+    x = tensors[guard.tensor]
+    if guard.total:
+        # Whether rounding leaves small numbers is all the same: infinities and NaN stay.
+        scaled = ov.multiply(_float(ov, x), _scalar(ov, _HALF_SCALE))
+        return ov.reduce_l1(scaled, _axes(ov, x), False), min(guard.high * _HALF_SCALE, LARGEST_HALF)
+    most = LARGEST_HALF / 2  # the shift by the middle must not overflow
+    low, high = (
+        bound if math.isinf(bound) else min(max(bound, -most), most) for bound in (guard.low, guard.high)
+    )
+    return _count(ov, _holds(ov, ValueGuard(guard.tensor, low, high), tensors)), 0.5
 
 
 def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:

@@ -105,7 +105,7 @@ class OpenVINO(NetworkEngine):
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.model import guarded
 
-        return guarded(net, self.guards)
+        return guarded(net, self.guards, float16=self.precision == "f16")
 
     def _config(self) -> dict[str, Any]:
         return {

@@ -163,6 +163,26 @@ def _is_norm(value: Any) -> bool:
     )
 
 
+def show_norms(model: Any) -> None:
+    """Write x / sqrt(mean of squares) as a quotient: then OpenVINO computes the squares in float32.
+
+    Where it computes in float16, a hundred squares of 30 are too many for it; a power of -1 hides them.
+    """
+    from openvino import opset13 as ov
+
+    for operation in model.get_ordered_ops():
+        if operation.get_type_name() != "Power":
+            continue
+        root, exponent = operation.input_values()
+        if root.get_node().get_type_name() == "Sqrt" and _is_minus_one(exponent.get_node()):
+            one = ov.constant(np.array(1.0), root.get_element_type())
+            replace(operation.output(0), ov.divide(one, root).output(0))
+
+
+def _is_minus_one(node: Any) -> bool:
+    return node.get_type_name() == "Constant" and bool((node.get_data() == -1).all())
+
+
 def keep_rank(model: Any) -> None:
     """Let products with a weight take what has three dimensions as it is, not as rows and back again.
 

@@ -8,14 +8,16 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.engines.guards.checks import Checks
+from intarsia.engines.guards.overflow import overflow_guards
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.arm import mend
 from intarsia.engines.openvino.checks import add_checks
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.exact import correct
 from intarsia.engines.openvino.halves import shorten
-from intarsia.engines.openvino.idioms import show_rotations
+from intarsia.engines.openvino.idioms import show_norms, show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
+from intarsia.engines.openvino.partial_sums import add_up_in_parts
 from intarsia.engines.openvino.tables import fold, fold_tables, has_short_weights
 from intarsia.engines.openvino.tied import separate
 from intarsia.engines.processor import is_arm
@@ -25,10 +27,13 @@ from intarsia.network import Network
 from intarsia.network.serialize import to_proto, weights_as_inputs
 
 
-def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, object, Checks | None]:
+def guarded(
+    net: Network, guards: bool, *, rounded: bool = False, float16: bool = False
+) -> tuple[Any, object, Checks | None]:
     """The model to compile, what keeps its weights alive, and what must be checked at a call.
 
-    `rounded` says that products will round activations to integers.
+    `rounded` says that products will round activations to integers, `float16` that OpenVINO will compute all
+    in it.
     """
     model, weights = read(net)
     if rounded:
@@ -39,7 +44,15 @@ def guarded(net: Network, guards: bool, *, rounded: bool = False) -> tuple[Any, 
     show_rotations(model)
     separate(model)
     limits = RoundedProductLimits(net) if rounded else OpenVINOLimits(net)
-    checks = add_checks(net, model, plan_guards(net, limits)) if guards else None
+    checks = None
+    if guards:
+        planned = plan_guards(net, limits)
+        planned.others += overflow_guards(net) if float16 else []
+        checks = add_checks(net, model, planned, float16=float16)
+    if float16:
+        show_norms(model)
+    if float16 and is_arm():
+        add_up_in_parts(model)
     if is_arm():
         mend(model)  # guards too are layers
     return model, weights, checks

@@ -1,0 +1,208 @@
+"""OpenVINO in float16: long sums in parts, and numbers that are too large for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import intarsia
+from intarsia.compare import relative_error
+from intarsia.convert import convert
+from intarsia.engines import OpenVINOFp16
+from intarsia.engines.guards.kinds import NonZero, ValueGuard
+from intarsia.engines.guards.overflow import overflow_guards
+from intarsia.engines.openvino.checks import _number_in_float16
+from intarsia.engines.openvino.core import core
+from intarsia.engines.openvino.model import read
+from intarsia.engines.openvino.partial_sums import add_up_in_parts
+from intarsia.engines.processor import is_arm
+from intarsia.errors import EngineError
+from intarsia.network import Network
+
+openvino = pytest.importorskip("openvino")
+needs_float16 = pytest.mark.skipif(
+    OpenVINOFp16().unavailable() is not None, reason=str(OpenVINOFp16().unavailable())
+)
+
+
+SEEDS = itertools.count()
+
+
+class Of(nn.Module):
+    """A function of a tensor and some layers."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, *self.layers)
+
+
+def linear() -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(next(SEEDS))
+        return nn.Linear(64, 64)
+
+
+def network(model: nn.Module, *args: torch.Tensor) -> Network:
+    program = torch.export.export(model.eval(), args)
+    return convert(program.run_decompositions({}).module(check_guards=False), name="openvino")
+
+
+def kinds(model: Any) -> list[str]:
+    return [operation.get_type_name() for operation in model.get_ops()]
+
+
+def answer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    made = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return torch.from_numpy(made([x.numpy()])[0].copy())
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    terms=st.sampled_from([576, 577, 1200, 3072]),
+    rows=st.integers(1, 3),
+    bias=st.booleans(),
+    matrix=st.booleans(),
+)
+def test_a_long_product_in_parts_is_the_product(terms: int, rows: int, bias: bool, matrix: bool) -> None:
+    torch.manual_seed(terms)
+    layer = nn.Linear(terms, 5, bias=bias)
+    x = torch.randn(rows, terms) if matrix else torch.randn(1, rows, 2, terms)
+    model, _weights = read(network(layer, x))
+    add_up_in_parts(model)
+    assert kinds(model).count("MatMul") == -(-terms // 576)
+    torch.testing.assert_close(answer(model, x), layer(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    channels=st.sampled_from([1, 65, 128, 200]),
+    kernel=st.sampled_from([1, 3, 30]),
+    stride=st.integers(1, 2),
+    padding=st.integers(0, 1),
+    dilation=st.integers(1, 2),
+)
+def test_a_long_convolution_in_parts_is_the_convolution(
+    channels: int, kernel: int, stride: int, padding: int, dilation: int
+) -> None:
+    if channels * kernel > 1000:
+        channels = 2
+    torch.manual_seed(channels)
+    layer = nn.Conv2d(channels, 3, kernel, stride, padding, dilation)
+    x = torch.randn(1, channels, 63, 64)
+    model, _weights = read(network(layer, x))
+    add_up_in_parts(model)
+    parts = min(-(-channels * kernel * kernel // 576), channels)
+    assert kinds(model).count("Convolution") == parts
+    torch.testing.assert_close(answer(model, x), layer(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_products_of_two_results_stay_whole() -> None:
+    x = torch.randn(4, 1000)
+    model, _weights = read(network(Of(lambda x: x @ x.mT), x))
+    add_up_in_parts(model)
+    assert kinds(model).count("MatMul") == 1
+
+
+@needs_float16
+@pytest.mark.skipif(not is_arm(), reason="kernels for other processors add up in float32")
+def test_parts_halve_the_error() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(3072, 64).eval(), torch.randn(8, 3072)
+    net = network(layer, x)
+    truth = layer(x).detach()
+    made = core().compile_model(read(net)[0], "CPU", {"INFERENCE_PRECISION_HINT": "f16"})
+    whole = relative_error(torch.from_numpy(made([x.numpy()])[0].copy()), truth)
+    parts = relative_error(OpenVINOFp16().build(net)(x)[0], truth)
+    assert parts < whole / 2
+
+
+TOO_LARGE = {
+    "norm": Of(lambda x, a, n, b: b(n(a(x))), linear(), nn.LayerNorm(64), linear()),
+    "norm without a mean": Of(lambda x, a, n, b: b(n(a(x))), linear(), nn.RMSNorm(64), linear()),
+    "length": Of(lambda x, a: F.normalize(a(x), dim=-1), linear()),
+    "divisor": Of(lambda x, a, b: a(x) / (1 + b(x) * b(x)), linear(), linear()),
+    "comparison": Of(lambda x, a: torch.where(a(x).abs() > 1e5, 1.0, 0.5), linear()),
+    "large bound": Of(lambda x, a: torch.tanh(1e6 / a(x).clamp(1, 1e30)), linear()),
+    "small bound": Of(lambda x, a, b: b(F.relu6(a(x))), linear(), linear()),
+    "softmax": Of(lambda x, a, b: b(torch.softmax(a(x), -1)), linear(), linear()),
+    "sigmoid": Of(lambda x, a, b: b(torch.sigmoid(a(x))), linear(), linear()),
+    "power": Of(lambda x, a: (1 + a(x).abs()).pow(-0.5), linear()),
+    "attention": Of(
+        lambda x, a, b, c: F.scaled_dot_product_attention(a(x)[None], b(x)[None], c(x)[None]),
+        *(linear() for _ in range(3)),
+    ),
+}
+
+
+@needs_float16
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_float16_does_not_hold_is_left_to_pytorch(name: str) -> None:
+    model = TOO_LARGE[name].eval()
+    torch.manual_seed(0)
+    x = torch.randn(8, 64)
+    fast = intarsia.compile(model, (x,), engines=["openvino-fp16"], verify=False)
+    assert "openvino-fp16" in fast.plan.engines
+    with torch.no_grad():
+        assert relative_error(fast(x), model(x)) < 5e-3
+        for scale in (1e5, 1e8, 1e20):
+            assert relative_error(fast(x * scale), model(x * scale)) < 5e-3, scale
+
+
+@needs_float16
+def test_norms_without_a_mean_square_in_float32() -> None:
+    """Squares of a few hundred are too large for float16, and such activations are usual."""
+    model = TOO_LARGE["norm without a mean"].eval()
+    torch.manual_seed(0)
+    x = torch.randn(8, 64)
+    fast = intarsia.compile(model, (x,), engines=["openvino-fp16"], verify=False)
+    with torch.no_grad():
+        for scale in (30, 300, 3000):
+            made, truth = fast(x * scale), model(x * scale)
+            assert 0 < relative_error(made, truth) < 5e-3  # and PyTorch did not answer: it would be exact
+
+
+@needs_float16
+def test_large_maps_stay_in_float16() -> None:
+    """The sum of a million magnitudes is no float16, and nothing is wrong with them."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1) for i in range(20)]
+    model = nn.Sequential(*(m for layer in layers for m in (layer, nn.ReLU())), nn.MaxPool2d(2)).eval()
+    x = torch.randn(1, 3, 224, 224)
+    fast = intarsia.compile(model, (x,), engines=["openvino-fp16"], verify=False)
+    with torch.no_grad():
+        assert 0 < relative_error(fast(x), model(x)) < 0.02
+
+
+def test_guards_stand_where_infinities_would_be_lost() -> None:
+    def watched(function: Callable[..., torch.Tensor], *layers: nn.Module) -> list[tuple[bool, float]]:
+        found = overflow_guards(network(Of(function, *layers), torch.randn(8, 64)))
+        return [(guard.total, guard.high) for guard in found]
+
+    result = (True, 2.0**36)
+    assert watched(lambda x, a: F.relu(a(x)), linear()) == [result]
+    assert watched(lambda x, a, n: n(a(x)), linear(), nn.LayerNorm(64)) == [result, result]
+    assert watched(lambda x, a: x / a(x), linear()) == [result, result]  # the divisor, not the dividend
+    assert watched(lambda x: 1 / x) == [(False, 65504.0), result]  # of an input, each element
+    assert watched(lambda x, a: a(x).clamp(-3, 3), linear()) == [result]
+    assert watched(lambda x, a: a(x).clamp(max=1e5), linear()) == [result, result]
+
+
+def test_integers_are_not_guarded_in_float16() -> None:
+    from openvino import opset13 as ov
+
+    whole = {"n": ov.constant(np.array([3])).output(0)}
+    for guard in (NonZero("n"), ValueGuard("n", 0, 5)):
+        with pytest.raises(EngineError, match="float16 does not hold such numbers exactly"):
+            _number_in_float16(ov, guard, whole)
