@@ -45,3 +45,13 @@ def test_the_best_two_and_all_that_is_new_run_and_slow_races_are_short(took: lis
     if least_rounds(names, trials) > 1:
         assert is_quick(names, trials) and least_rounds(names, trials) * round_s(names, trials) <= 3.0
     assert least_s([*trials, *fresh], trials) >= round_s(names, trials)
+
+
+@pytest.mark.parametrize(("budget_s", "rounds"), [(0.0, 1), (5.0, 1), (12.0, 2), (30.0, 4), (600.0, 4)])
+def test_slow_plans_have_rounds_out_of_the_budget_that_was_given(budget_s: float, rounds: int) -> None:
+    trials = _trials(exact=0.34, other=0.36)
+    names = [*trials, "short"]  # built since: it takes as long as the best, until it is known
+    assert not is_quick(names, trials)
+    assert least_rounds(names, trials, budget_s) == rounds
+    took = round_s(names, trials)
+    assert least_s(names, trials, budget_s) >= (1 + rounds) * took

@@ -11,6 +11,7 @@ SPREAD_ROUNDS = 3  # show a spread
 _QUICK_S = 3.0  # what those may take without asking a budget
 _CALM_ROUNDS = 4  # of which a hiccup may spoil one; of three it would decide
 _SURE_ROUNDS, _SURE_S = 9, 2.0  # so many if they take no more
+_SHARE = 0.2  # of a budget, for a race of slow plans
 _NEAR, _PAIR = 1.1, 2  # so near the best, and so many at least, are all that a race of slow plans has
 
 Trials = Mapping[str, Trial]
@@ -27,11 +28,15 @@ def is_quick(names: Sequence[str], trials: Trials) -> bool:
     return SPREAD_ROUNDS * round_s(names, trials) < _QUICK_S
 
 
-def least_rounds(names: Sequence[str], trials: Trials) -> int:
-    """Rounds that no budget shortens; but one call may take longer than all of it."""
-    if not is_quick(names, trials):
-        return 1
+def least_rounds(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> int:
+    """Rounds that the rest of a budget does not shorten; but one call may take longer than all of it.
+
+    Of slow plans, those that fit into a part of the budget that was given: a whole search is for nothing if
+    one round, in which the machine was busy, decides.
+    """
     took = round_s(names, trials)
+    if not is_quick(names, trials):
+        return min(max(int(_SHARE * budget_s / took), 1), _CALM_ROUNDS)
     return min(max(int(_SURE_S / took), min(int(_QUICK_S / took), _CALM_ROUNDS)), _SURE_ROUNDS)
 
 
@@ -49,10 +54,10 @@ def nearest(leaders: Sequence[str], fresh: Sequence[str], trials: Trials) -> lis
     return [*near, *fresh]
 
 
-def least_s(names: Sequence[str], trials: Trials) -> float:
+def least_s(names: Sequence[str], trials: Trials, budget_s: float = 0.0) -> float:
     """What a race of those nearest to the best takes at least, its warm-up and pauses included."""
     if not trials:
         return 0.0
     leaders = [name for name in names if name in trials]
     names = nearest(leaders, [name for name in names if name not in trials], trials)
-    return (1 + least_rounds(names, trials)) * (round_s(names, trials) + PAUSE_S * len(names))
+    return (1 + least_rounds(names, trials, budget_s)) * (round_s(names, trials) + PAUSE_S * len(names))

@@ -293,7 +293,7 @@ class Search:
         needs = self._expected_build_s(candidate) if others else 0.0  # PyTorch's plan is there at once
         if others and (reason := no_room(self.workshop.builder.module)) is not None:
             return reason
-        needs += least_s([*self.built, candidate.name], self.trials)
+        needs += least_s([*self.built, candidate.name], self.trials, self.measured.budget_s or 0.0)
         if left < needs:
             took = f"it may take {needs:.1f} s to build and to race"
             return f"{took}, and {left:.1f} s are left of {self._budget}"
@@ -314,7 +314,7 @@ class Search:
             calls,
             self.measured.objective,
             rounds=rounds,
-            least=least_rounds(names, self.trials) if final else 1,
+            least=least_rounds(names, self.trials, self.measured.budget_s or 0.0) if final else 1,
             budget_s=budget,
             drop=_FAR,
             failed=failed,
