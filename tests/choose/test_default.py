@@ -140,12 +140,14 @@ def test_patterns_that_are_named_are_not_left_out_by_measuring(monkeypatch: pyte
     assert not [name for names in races.log for name in names if "no patterns" in name]
 
 
-@pytest.mark.parametrize(("seconds", "least"), [(0.001, 9), (0.1, 4), (2.0, 1)])
+@pytest.mark.parametrize(
+    ("seconds", "budget_s", "least"), [(0.001, 300, 9), (0.1, 300, 4), (2.0, 300, 4), (2.0, 20, 1)]
+)
 def test_the_last_race_has_more_rounds_where_they_take_little(
-    seconds: float, least: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, budget_s: float, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     races = _races(monkeypatch, dict.fromkeys(("openvino", "onnxruntime", "pytorch", "eager"), seconds))
-    only = Measured(budget_s=300, candidates=())
+    only = Measured(budget_s=budget_s, candidates=())
     intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), engines=["openvino", "onnxruntime"], partition=only)
     assert races.least[-1] == least, races.log
 
