@@ -24,6 +24,8 @@ class Spread(Protocol):
 
     def least(self, index: int) -> float: ...
 
+    def late(self, index: int) -> torch.Tensor | None: ...
+
     def spread(self, samples: int) -> Sequence[torch.Tensor | None]: ...
 
 
@@ -90,6 +92,9 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int
         and _worst(answer, truth, _least(truth, share), alike, limits) is None
     ):
         return None  # the runs would say the same
+    late = None if rounding is None else rounding.late(index)
+    if late is not None and _worst(answer, truth, late, alike, limits) is None:
+        return None
     for samples in SAMPLES if rounding is not None else (0,):
         noise = rounding.spread(samples)[index] if rounding is not None else None
         if noise is None:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from intarsia.slices import SLICE, slices_of
+from intarsia.tail import Tail
 
 _POOL = 1 << 20  # random numbers that are drawn once and read from random places: drawing costs most of a run
 _LONGEST = 4096  # sums of more terms are taken to be added up in blocks
@@ -31,13 +32,19 @@ class Rounding:
     """
 
     def __init__(
-        self, module: fx.GraphModule, inputs: Sequence[Any], expected: Sequence[Any], coarsest: float = 0.0
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        expected: Sequence[Any],
+        coarsest: float = 0.0,
+        tail: Tail | None = None,
     ) -> None:
-        self._module, self._inputs, self._expected = module, inputs, expected
+        self._module, self._inputs, self._expected, self._tail = module, inputs, expected, tail
         self._coarsest = coarsest  # rounding of an engine that computes in a shorter type than the graph's
         self._generator = torch.Generator().manual_seed(0)
         self._samples = 0
         self._spread: list[torch.Tensor | None] = [None] * len(expected)
+        self._late: list[torch.Tensor | None] | None = None
 
     def least(self, index: int) -> float:
         """What a run would move an output by at least, as a share of itself, root mean square; 0 if unknown.
@@ -62,20 +69,34 @@ class Rounding:
         terms = _terms(_name(node), given, value)
         return _step(_name(node), value.dtype, terms, self._coarsest) / math.sqrt(3)
 
+    def late(self, index: int) -> torch.Tensor | None:
+        """The change of an output in a run of the graph's last part alone; None where that is not known.
+
+        It costs a part of a run, and is less than what becomes of all roundings: who is within it is right.
+        """
+        if self._tail is None:
+            return None
+        if self._late is None:
+            self._late = self._changes(dict(self._tail.known))
+        return self._late[index]
+
     def spread(self, samples: int) -> list[torch.Tensor | None]:
         """The largest change of each element in so many runs; None for what is no tensor."""
         while self._samples < samples:
-            nudged = _Nudged(self._module, self._generator, self._coarsest)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                made = nudged.run(*self._inputs)
             self._samples += 1
-            for index, (other, truth) in enumerate(zip(made, self._expected, strict=True)):
-                if not isinstance(truth, torch.Tensor):
-                    continue
-                change = _change(other, truth)
+            for index, change in enumerate(self._changes()):
                 before = self._spread[index]
-                self._spread[index] = change if before is None else torch.maximum(before, change)
+                if change is not None and before is not None:
+                    change = torch.maximum(before, change)
+                self._spread[index] = change
         return self._spread
+
+    def _changes(self, known: dict[fx.Node, Any] | None = None) -> list[torch.Tensor | None]:
+        nudged = _Nudged(self._module, self._generator, self._coarsest)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            made = nudged.run(*self._inputs, initial_env=known)
+        pairs = zip(made, self._expected, strict=True)
+        return [_change(other, truth) if isinstance(truth, torch.Tensor) else None for other, truth in pairs]
 
 
 def _change(other: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:

@@ -107,13 +107,12 @@ def _tried(judge: Judge, lower: Lower, given: Call, truth: Answer | None, notes:
     for example in examples:
         assert example.truth is not None
         try:
-            made = judge.graph_answer(lowered, example.call)
+            case = _case(judge, lowered, example.call)
         except Exception as error:
             return Faithful(
                 lowered, examples, f"fails where the model does not: {type(error).__name__}: {error}"
             )
-        case = Case(lowered.module, example_inputs(lowered, *copied_call(example.call)), made)
-        fault = judge.fault(lowered, example.truth, made, case.rounding(0.0))
+        fault = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
         if fault is not None and not judge.is_deterministic(example.call, example.truth):
             notes.append("not compared with the model: two runs of the model itself differ")
             return Faithful(lowered, [replace(e, truth=None) for e in examples])
@@ -164,9 +163,13 @@ def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> l
 
 def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
     """The example with the model's answer and the graph's."""
-    made = judge.graph_answer(lowered, example.call)
-    case = Case(lowered.module, example_inputs(lowered, *copied_call(example.call)), made)
+    case = _case(judge, lowered, example.call)
     return replace(example, truth=judge.answer(example.call), case=case)
+
+
+def _case(judge: Judge, lowered: Lowered, call: Call) -> Case:
+    made, tail = judge.graph_answer(lowered, call)
+    return Case(lowered.module, example_inputs(lowered, *copied_call(call)), made, tail=tail)
 
 
 def whole_fault(

@@ -19,6 +19,7 @@ from intarsia.compare import disagreement
 from intarsia.lower import Lowered, Role
 from intarsia.lower.lowered import example_inputs
 from intarsia.rounding import Rounding
+from intarsia.tail import Tail, answer_and_tail
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ class Judge:
             return False
         return disagreement(again.leaves, truth.leaves) is None
 
-    def graph_answer(self, lowered: Lowered, call: Call) -> tuple[Any, ...]:
-        """What the lowered graph answers, run in PyTorch."""
+    def graph_answer(self, lowered: Lowered, call: Call) -> tuple[tuple[Any, ...], Tail | None]:
+        """What the lowered graph answers, run in PyTorch, and the tail of that run."""
         with undisturbed(self.model):
-            return tuple(lowered.module(*example_inputs(lowered, *copied_call(call))))
+            return answer_and_tail(lowered.module, example_inputs(lowered, *copied_call(call)))
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_buffers(remove_duplicate=False)

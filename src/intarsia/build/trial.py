@@ -17,6 +17,7 @@ from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.errors import IntarsiaError
 from intarsia.network import Network
 from intarsia.rounding import Rounding
+from intarsia.tail import Tail
 
 Rewrite = Callable[[Network, NetworkEngine], None]
 
@@ -49,11 +50,12 @@ class Case:
     inputs: list[Any]
     expected: tuple[Any, ...]
     roundings: dict[float, Rounding] = field(default_factory=dict)
+    tail: Tail | None = None  # of the run that made the answer
 
     def rounding(self, coarsest: float) -> Rounding:
         """What rounding does to the answer; runs are made when asked for, and kept."""
         if coarsest not in self.roundings:
-            self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
+            self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest, self.tail)
         return self.roundings[coarsest]
 
 
