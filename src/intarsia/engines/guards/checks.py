@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.guards.kinds import AnyGuard, Index, NonZero, Product, Quotient, ValueGuard
+from intarsia.engines.guards.kinds import AnyGuard, Index, Largest, NonZero, Product, Quotient, ValueGuard
 
-_KINDS = {kind.__name__: kind for kind in (ValueGuard, NonZero, Product, Index, Quotient)}
+_KINDS = {kind.__name__: kind for kind in (ValueGuard, Largest, NonZero, Product, Index, Quotient)}
 
 
 def _none() -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -69,6 +69,8 @@ def _from_json(found: Mapping[str, Any]) -> AnyGuard:
     if kind is ValueGuard:
         low, high = float(given["low"]), float(given["high"])
         return ValueGuard(str(given["tensor"]), low, high, bool(given["total"]))
+    if kind is Largest:
+        return Largest(str(given["tensor"]), float(given["high"]), bool(given["signed"]))
     if kind is Product:
         return Product(str(given["one"]), str(given["other"]), float(given["high"]))
     if kind is NonZero:

@@ -34,6 +34,22 @@ class ValueGuard:
 
 
 @dataclass(frozen=True)
+class Largest:
+    """No element of a tensor exceeds a bound; `signed`, in magnitude. NaN is looked for by others."""
+
+    tensor: str
+    high: float
+    signed: bool
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.tensor,)
+
+    def __str__(self) -> str:
+        return f"{self.tensor} must be at most {self.high:.10g}{' in magnitude' if self.signed else ''}"
+
+
+@dataclass(frozen=True)
 class NonZero:
     """No element of a tensor is zero."""
 
@@ -94,7 +110,7 @@ class Quotient:
         return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
 
 
-AnyGuard = ValueGuard | NonZero | Product | Index | Quotient
+AnyGuard = ValueGuard | Largest | NonZero | Product | Index | Quotient
 
 
 @dataclass

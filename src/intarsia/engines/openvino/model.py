@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.engines.guards.checks import Checks
-from intarsia.engines.guards.overflow import overflow_guards
+from intarsia.engines.guards.overflow import in_float16
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.arm import mend
 from intarsia.engines.openvino.checks import add_checks
@@ -47,8 +47,7 @@ def guarded(
     checks = None
     if guards:
         planned = plan_guards(net, limits)
-        planned.others += overflow_guards(net) if float16 else []
-        checks = add_checks(net, model, planned, float16=float16)
+        checks = add_checks(net, model, in_float16(net, planned) if float16 else planned, float16=float16)
     if float16:
         show_norms(model)
     if float16 and is_arm():

@@ -9,7 +9,8 @@ import numpy as np
 
 from intarsia.engines.openvino.idioms import replace
 
-_MOST_TERMS = 576  # of one sum: 64 channels of 3 by 3
+_MOST_TERMS = 576  # of one sum
+_MOST_TRANSFORMED = 1152  # where a kernel may transform windows first, and adds up channels alone
 
 
 def add_up_in_parts(model: Any) -> None:
@@ -35,7 +36,7 @@ def _split_product(product: Any) -> None:
     if weight is None or weight.ndim != 2 or given["transpose_a"]:
         return
     rows = weight.T if given["transpose_b"] else weight
-    sizes = _sizes(rows.shape[0], rows.shape[0])
+    sizes = _sizes(rows.shape[0], rows.shape[0], _MOST_TERMS)
     if len(sizes) == 1:
         return
     parts = _split(ov, x, len(x.get_partial_shape()) - 1, sizes)
@@ -54,7 +55,9 @@ def _split_convolution(convolution: Any) -> None:
     x, weight = convolution.input_value(0), _constant(convolution.input_value(1))
     if weight is None:
         return
-    sizes = _sizes(weight[0].size, weight.shape[1])
+    steps = [*given["strides"], *given["dilations"]]
+    transformed = weight[0, 0].size > 1 and all(step == 1 for step in steps)
+    sizes = _sizes(weight[0].size, weight.shape[1], _MOST_TRANSFORMED if transformed else _MOST_TERMS)
     if len(sizes) == 1:
         return
     parts = _split(ov, x, 1, sizes)
@@ -86,9 +89,9 @@ def _constant(value: Any) -> np.ndarray[Any, Any] | None:
     return None if turned is None or order is None else turned.transpose(order)
 
 
-def _sizes(terms: int, channels: int) -> list[int]:
+def _sizes(terms: int, channels: int, most: int) -> list[int]:
     """How many channels each part has, as equal as can be."""
-    count = min(-(-terms // _MOST_TERMS), channels)
+    count = min(-(-terms // most), channels)
     return [len(part) for part in np.array_split(np.arange(channels), count)]
 
 
