@@ -45,7 +45,7 @@ from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
-from intarsia.choose.precision import Precision
+from intarsia.choose.precision import Precision, refuse_short_engines
 from intarsia.choose.reuse import Earlier
 from intarsia.choose.wishes import Wishes, wishes_of
 from intarsia.choose.worth import is_measuring, may_favour_slow_engines, too_small_to_measure
@@ -155,6 +155,8 @@ def compile(
         paying = by_default and (device == "cuda" or may_favour_slow_engines(model))
         if paying or (engines is None and asked_to_measure):
             usable = with_unasked_engines(usable, device)
+        if wishes.measured is not None and not arithmetic:
+            refuse_short_engines(usable)
         if arithmetic:
             usable, missing = with_short_engines(usable, arithmetic)
             notes += [f"{name} is not tried: {reason}" for name, reason in missing.items()]
@@ -273,13 +275,14 @@ def refitting(usable: Sequence[Engine], wishes: Wishes, examples: Sequence[Examp
     """What makes a module of other weights: lowered, cut and built as before, tried on the examples."""
     calls = [example.call for example in examples]
     comparable = all(example.truth is not None for example in examples)  # unless the model draws lots
+    plans: list[Plan] = []  # of the compile: what some weights could not have, the next may
 
     def refitted(old: Compiled, weights: Mapping[str, Any] | nn.Module) -> Compiled:
         state = new_state(old.state_dict(), weights)
         model = weights if isinstance(weights, nn.Module) else None
         lowered = relowered(old.lowered, state, model, registry.__contains__)
         again = [Example(call, example_inputs(lowered, *call)) for call in calls]
-        plans = [old.plan, *old.body_plans.values()]
+        plans.extend([] if plans else [old.plan, *old.body_plans.values()])
         own = replace(wishes, strategy=as_before(plans, wishes.strategy), measured=None)
         own = replace(own, only_if_worth_it=False)  # the plan names its engines
         made = _built(model, lowered, usable, own, again, ())

@@ -217,3 +217,36 @@ def test_only_the_precision_that_is_named(model: nn.Module, monkeypatch: pytest.
 def test_wishes_that_contradict(model: nn.Module, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         _compile(model, **wrong)
+
+
+def test_errors_of_other_weights_are_not_remembered(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that 8 bits cannot hold say nothing of the next ones."""
+    log = _prefer(monkeypatch, "onnxruntime-int8")
+    other = Net().eval()
+    with torch.no_grad():
+        for layer in other.layers:
+            layer.weight *= 30.0
+    asked: dict[str, Any] = {"tolerance": 0.05, "precision": "int8", "engines": ["onnxruntime"]}
+    assert _compile(other, **asked).plan.engines != ("onnxruntime-int8",)
+    count = len(log)
+    good = _compile(model, **asked)
+    assert len(log) > count and good.plan.engines == ("onnxruntime-int8",)
+    count = len(log)
+    again = _compile(model, **asked)
+    assert len(log) == count and again.plan.findings.remembered
+    assert again.plan.findings.trial("onnxruntime-int8").error == pytest.approx(
+        relative_error(again(X), model(X)), rel=0.5
+    )
+
+
+def test_engines_that_are_named_and_not_tried_are_told(model: nn.Module) -> None:
+    with pytest.raises(InputError, match="onnxruntime-int8 computes in int8, and is measured within a tol"):
+        intarsia.compile(model, (X,), engines=["onnxruntime-int8"], partition=Measured(budget_s=3))
+    asked: dict[str, Any] = {"tolerance": 0.02, "partition": Measured(budget_s=3)}
+    told = intarsia.compile(model, (X,), engines=["onnxruntime-int8"], precision="bf16", **asked)
+    assert "onnxruntime-int8 is not tried: it computes in int8, and precision is bf16" in told.notes
+    assert "onnxruntime-int8" not in str(told.plan)
+    told = intarsia.compile(model, (X,), engines=["onnxruntime"], precision="bf16", **asked)
+    assert "bf16 is not tried: no engine that was named computes in it" in told.notes

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.errors import RefitError
+from intarsia.engines import OnnxRuntime
+from intarsia.errors import EngineError, RefitError
 
 
 class Folds(nn.Module):
@@ -140,3 +141,34 @@ def test_weights_of_which_something_else_was_proven() -> None:
     with pytest.raises(RefitError, match="another graph"):
         fast.refit({"mask": torch.ones(4, 4, dtype=torch.bool).tril()})
     torch.testing.assert_close(fast(q), model(q))
+
+
+def test_what_some_weights_could_not_have_the_next_may() -> None:
+    """A layer that had to leave its engine for one set of weights is back with the next."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    x = torch.randn(2, 16)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = [segment.engine for segment in fast.plan.segments]
+    original = OnnxRuntime.build
+
+    def refusing(self: OnnxRuntime, net: Any) -> Any:
+        if any(
+            (abs(w) > 1e5).any()
+            for layer in net.get_layers()
+            for t in layer.get_inputs()
+            if t is not None
+            for w in [t.constant]
+            if w is not None
+        ):
+            raise EngineError("too large")
+        return original(self, net)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnnxRuntime, "build", refusing)
+        fast.refit({**before, "2.bias": before["2.bias"] + 1e6})
+        assert "pytorch" in [segment.engine for segment in fast.plan.segments]
+        fast.refit(before)
+    assert [segment.engine for segment in fast.plan.segments] == plan
+    torch.testing.assert_close(fast(x), model(x).detach())

@@ -9,7 +9,7 @@ import torch
 
 from intarsia.choose.blocks import blocks_at
 from intarsia.choose.candidate import Candidate, Sample, Workshop
-from intarsia.choose.contents import contents
+from intarsia.choose.contents import contents, digest
 from intarsia.choose.findings import Findings
 from intarsia.choose.line_ups import line_ups, with_other_options, without_patterns
 from intarsia.choose.measured import Measured
@@ -24,6 +24,7 @@ from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.weights import tensor_digest
 
 
 def choose(
@@ -43,6 +44,8 @@ def choose(
     sizes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in sample.inputs]
     asked = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {tolerance}"
     told = f"{asked} {sizes} {told}"
+    if tolerance is not None:
+        told = f"{told} {_values(workshop)}"  # errors are those of these weights, on these examples
     key = _key(measured, workshop, engines, told)
     known = memory.findings(key)
     if known is not None and (known.complete or (measured.budget_s or 0.0) <= known.budget_s):
@@ -97,6 +100,13 @@ def _key(measured: Measured, workshop: Workshop, engines: Sequence[Engine], told
     tried = [*engines, *(measured.candidates or ())]
     asked = "usual" if measured.candidates is None else "given"
     return key_of(contents(workshop.builder.module), tried, told, asked)
+
+
+def _values(workshop: Workshop) -> str:
+    """A digest of all numbers that results depend on."""
+    state = workshop.builder.module.state_dict().values()
+    given = [x for example in workshop.builder.examples for x in example]
+    return digest(*(tensor_digest(x) if isinstance(x, torch.Tensor) else repr(x) for x in (*state, *given)))
 
 
 def _with_findings(module: Compiled, found: Findings) -> Compiled:

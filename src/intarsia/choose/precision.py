@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from intarsia.choose.measured import is_number
+from intarsia.engines import Engine
 from intarsia.errors import InputError
 
 Precision = Literal["fp32", "bf16", "fp16", "int8", "int8-weights", "int4-weights"]
@@ -37,3 +39,13 @@ def allowed_arithmetic(
             f"tolerance={tolerance!r} needs verify=True: the error is found by running the model"
         )
     return (precision,) if precision is not None else known[1:]
+
+
+def refuse_short_engines(engines: Sequence[Engine]) -> None:
+    """Refuse to measure engines of shorter arithmetic where nothing says how far results may be off."""
+    for engine in engines:
+        if not engine.is_exact:
+            raise InputError(
+                f"{engine.name} computes in {engine.arithmetic}, and is measured within a tolerance alone:"
+                " give tolerance=, or leave partition=Measured() away"
+            )

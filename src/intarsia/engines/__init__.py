@@ -137,11 +137,18 @@ def with_short_engines(
     usable: Sequence[Engine], arithmetic: Sequence[str]
 ) -> tuple[list[Engine], dict[str, str]]:
     """The engines, and before PyTorch those of them in shorter arithmetic; why others are not there."""
+    wrong = [engine for engine in usable if not (engine.is_exact or engine.arithmetic in arithmetic)]
+    usable = [engine for engine in usable if engine not in wrong]
     families = [engine.name for engine in usable]
     asked = [kind() for kind in SHORT if kind.arithmetic in arithmetic and kind.based_on in families]
     asked = [engine for engine in asked if engine.name not in families]
     missing = {engine.name: reason for engine in asked if (reason := _unavailable(engine)) is not None}
-    return [*usable[:-1], *(e for e in asked if e.name not in missing), *usable[-1:]], missing
+    found = [*usable[:-1], *(e for e in asked if e.name not in missing), *usable[-1:]]
+    precision = ", ".join(arithmetic)
+    missing |= {e.name: f"it computes in {e.arithmetic}, and precision is {precision}" for e in wrong}
+    if not missing and all(engine.is_exact for engine in found):
+        missing[precision] = "no engine that was named computes in it"
+    return found, missing
 
 
 def _unavailable(engine: Engine) -> str | None:
