@@ -224,6 +224,7 @@ def test_no_overflow_is_hidden(name: str) -> None:
         lambda x: torch.where(x > 3, 1e6, x * 2),
         lambda x: torch.where(x > 3, -float("inf"), x * 2),
         lambda x: torch.sigmoid((x + x) / 1e5),
+        lambda x: torch.log_softmax(torch.where(x > 3, torch.finfo(torch.float32).min, x), -1),
     ],
 )
 def test_constants_that_float16_does_not_hold_stay_in_pytorch(function: Any) -> None:
@@ -231,7 +232,8 @@ def test_constants_that_float16_does_not_hold_stay_in_pytorch(function: Any) -> 
     x = torch.rand(8, 64)
     fast = intarsia.compile(model, (x,), engines=["openvino-fp16"], verify=False, min_block_size=1)
     assert "and float16 does not" in str(fast.plan)
-    assert relative_error(fast(x * 5), model(x * 5)) < 0.01
+    far = (x > 0.6) * 5.0  # from 3, on either side
+    assert relative_error(fast(far), model(far)) < 0.01
 
 
 @needs_float16
@@ -250,6 +252,38 @@ def test_masks_may_be_infinite() -> None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # which would tell that PyTorch answers
             assert 0 < relative_error(fast(x), model(x)) < 0.01
+
+
+@needs_float16
+def test_filled_tensors_that_float16_does_not_hold() -> None:
+    class Filled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.where(x[:, :1] > 3, torch.full((x.shape[0], 64), 1e9), x * 2)
+
+    sizes = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}
+    x = torch.rand(8, 64)
+    fast = intarsia.compile(
+        Filled(), (x,), dynamic_shapes=sizes, engines=["openvino-fp16"], verify=False, min_block_size=1
+    )
+    assert relative_error(fast(x * 5), Filled()(x * 5)) < 0.01
+
+
+@needs_float16
+def test_recurrent_layers() -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, x = Sequence().eval(), torch.randn(2, 5, 16)
+    fast = intarsia.compile(model, (x,), engines=["openvino-fp16"], verify=False, min_block_size=1)
+    with torch.no_grad():
+        for scale in (1.0, 1e5, 1e20):
+            assert relative_error(fast(x * scale), model(x * scale)) < 0.01
 
 
 def test_what_is_bounded_by_its_weights_is_not_watched() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from intarsia.engines.guards.checks import Checks
+from intarsia.engines.guards.half_layers import LARGEST_HALF
 from intarsia.engines.guards.kinds import (
     AnyGuard,
     Guards,
@@ -18,7 +19,6 @@ from intarsia.engines.guards.kinds import (
     Quotient,
     ValueGuard,
 )
-from intarsia.engines.guards.overflow import LARGEST_HALF
 from intarsia.engines.guards.planner import LOOKED_AT
 from intarsia.errors import EngineError
 from intarsia.network import Network
