@@ -49,10 +49,15 @@ class Of(nn.Module):
         return self.function(x, *self.layers)
 
 
-def linear() -> nn.Linear:
+def seeded(kind: Any, *given: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(next(SEEDS))
-        return nn.Linear(64, 64)
+        return kind(*given)
+
+
+def linear() -> nn.Linear:
+    made: nn.Linear = seeded(nn.Linear, 64, 64)
+    return made
 
 
 def network(model: nn.Module, *args: torch.Tensor) -> Network:
@@ -188,7 +193,7 @@ def test_large_maps_stay_in_float16() -> None:
 
 
 HIDDEN = {
-    "a long sum, relu": (Of(lambda x, c: F.relu(c(x)), nn.Conv2d(128, 16, 3)), (1, 128, 9, 9), 1e6),
+    "a long sum, relu": (Of(lambda x, c: F.relu(c(x)), seeded(nn.Conv2d, 128, 16, 3)), (1, 128, 9, 9), 1e6),
     "a residual, relu": (Of(lambda x, a: F.relu(x + a(x)), linear()), (8, 64), 1e6),
     "a product of results, relu": (Of(lambda x, a: F.relu(x * a(x)), linear()), (8, 64), 1e6),
     "a mean, relu": (Of(lambda x: F.relu(x - x.mean(-1, keepdim=True))), (8, 64), 1e6),
@@ -203,17 +208,44 @@ HIDDEN = {
 }
 
 
+def signs(layer: Any, scale: float) -> Of:
+    """A product whose terms cancel, times a factor that an engine may multiply its weights by."""
+    with torch.no_grad():
+        flat = torch.ones(layer.weight[0].numel())
+        flat[::2] = -1
+        layer.weight.copy_(flat.reshape(layer.weight[0].shape).expand_as(layer.weight) / 8)
+    return Of(lambda x, product: F.relu6(product(x) * scale), layer)
+
+
+HIDDEN |= {
+    "a factor of a convolution": (signs(nn.Conv2d(8, 64, 1, bias=False), 500.0), (1, 8, 80, 80), 1e3),
+    "a factor of a product": (signs(nn.Linear(64, 1024, bias=False), 500.0), (64, 64), 1e2),
+    "an infinity less a number": (Of(lambda x: (x * x - 50000.0).clamp(0, 40000)), (8, 64), 257.0),
+    "an infinity less two": (
+        Of(lambda x: torch.sigmoid(x * x - (x * 1e3).clamp(0, 5e4) - (x * 1e3).clamp(0, 4e4))),
+        (8, 64),
+        257.0,
+    ),
+    "scores that are all masked": (
+        Of(lambda x: torch.softmax((x @ x.mT).masked_fill(x[:, :8] < 1e4, -1e9), -1) @ torch.tanh(x)),
+        (8, 64),
+        1.0,
+    ),
+}
+
+
 @needs_float16
 @pytest.mark.parametrize("name", HIDDEN)
 def test_no_overflow_is_hidden(name: str) -> None:
     model, shape, scale = HIDDEN[name]
     model.eval()
     torch.manual_seed(0)
-    x = torch.randn(shape)
+    x = torch.ones(shape) if "an infinity" in name or "a factor" in name else torch.randn(shape)
     fast = intarsia.compile(model, (x.abs(),), engines=["openvino-fp16"], verify=False, min_block_size=1)
     with torch.no_grad():
-        assert relative_error(fast(x.abs()), model(x.abs())) < 0.01
-        assert relative_error(fast(x * scale), model(x * scale)) < 0.01
+        # Winograd's float16 is off by 0.01; what is hidden was off by 0.05 to 1.
+        assert relative_error(fast(x.abs()), model(x.abs())) < 0.02
+        assert relative_error(fast(x * scale), model(x * scale)) < 0.02
 
 
 @needs_float16

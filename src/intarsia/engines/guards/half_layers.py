@@ -20,6 +20,7 @@ MOVES = KEEPS_VALUES | frozenset(
     }
 )
 # fmt: on
+_NEAR = 4  # layers behind a product
 _BOUNDS = frozenset({"Clip", "Max", "Min"})
 
 
@@ -48,6 +49,26 @@ def may_transform(layer: Layer) -> bool:
         return False
     steps = [*layer.attribute("strides", ()), *layer.attribute("dilations", ())]
     return any(size != 1 for size in weight.shape[2:]) and all(step == 1 for step in steps)
+
+
+def is_scaled(layer: Layer) -> bool:
+    """Whether a constant multiplies the result of a product: an engine may multiply the weights by it."""
+    made = layer.get_outputs(0)[0]
+    for _ in range(_NEAR):
+        readers = made.get_users()
+        if any(map(_scales, readers)):
+            return True
+        on = [reader for reader in readers if reader.kind in MOVES or reader.kind in ("Add", "Sub")]
+        if len(on) != 1:
+            return False
+        made = on[0].get_outputs(0)[0]
+    return True
+
+
+def _scales(layer: Layer) -> bool:
+    if layer.kind not in ("Div", "Mul"):
+        return layer.kind == "BatchNormalization"
+    return any(tensor is not None and tensor.constant is not None for tensor in layer.get_inputs())
 
 
 def has_large_bound(layer: Layer) -> bool:
@@ -96,7 +117,7 @@ def mask_values(layers: list[Layer], net: Network) -> set[ir.Value]:
     def is_masked(layer: Layer, index: int) -> bool:
         if layer.kind == "Softmax" or (layer.kind == "Attention" and index == 3):
             return True
-        passes = layer.kind in MOVES or layer.kind == "Add"
+        passes = layer.kind in MOVES or layer.kind in ("Add", "Equal")  # to which infinity another is put
         return passes and all(made.value in found for made in layer.get_outputs())
 
     for layer in reversed(layers):

@@ -14,6 +14,7 @@ from intarsia.engines.guards.half_layers import (
     PRODUCTS,
     has_large_bound,
     is_computed,
+    is_scaled,
     mask_values,
     may_divide_by_zero,
     may_transform,
@@ -47,6 +48,7 @@ _DOUBTFUL = _SATURATING | frozenset(
     }
 )
 # fmt: on
+_SHOWING = frozenset({"LeakyRelu", "MaxPool", "Relu"})  # of a positive infinity
 _LOSES = frozenset({"Gelu", "HardSwish", "LogSoftmax", "Mish", "Softmax", "Swish"})  # -inf * 0, inf - inf
 # NaN may arise inside: of a variance, the difference of two large numbers, that is less than 0.
 _INWARD = frozenset(
@@ -82,8 +84,9 @@ class _Watch:
         self.layers = list(net.get_layers())
         floats = [tensor for tensor in net.get_inputs() if tensor.dtype in dtypes.FLOATS]
         self.known = {tensor.value: whole(tensor.dtype) for tensor in net.get_inputs()}
-        self.doubtful = {tensor.value for tensor in floats}  # they may be NaN
         self.masks = mask_values(self.layers, net)
+        self.doubtful = {tensor.value for tensor in floats} - self.masks  # they may be NaN
+        self.loose: set[ir.Value] = set()  # sums of an infinity and a number: it may stand for a small one
         self.guards: dict[ir.Value, list[AnyGuard]] = {}
         self.inputs = {tensor.value for tensor in net.get_inputs()}
         self.sums: dict[Layer, tuple[float, float] | None] = {}
@@ -93,6 +96,8 @@ class _Watch:
             self._refuse_constants(layer)
             if layer.kind not in MOVES:
                 self._stand(layer)
+            elif all(made.value in self.masks for made in layer.get_outputs()):
+                self._stand_unmasked(layer)
             self._note(layer)
         for tensor in self.net.get_outputs():
             self._require(tensor, LARGEST_HALF)
@@ -100,32 +105,47 @@ class _Watch:
 
     def _stand(self, layer: Layer) -> None:
         saturates = layer.kind in _SATURATING and not has_large_bound(layer)
+        unsure = self.doubtful if layer.kind in _SHOWING else self.doubtful | self.loose
         if layer.kind in ("Add", "Sub") and self._is_of_one(layer):
             return
         for index, tensor in enumerate(layer.get_inputs()):
             if tensor is None or not is_computed(tensor):
                 continue
-            if saturates and tensor.value in self.doubtful:
+            if saturates and tensor.value in unsure:
                 self._require(tensor, LARGEST_HALF)
             elif not saturates and not self._shows(layer, index):
                 self._require(tensor, self._most(layer, tensor, index))
 
+    def _stand_unmasked(self, layer: Layer) -> None:
+        """What a mask is put over must be sure: behind it, an infinity would pass for one of the mask's."""
+        for tensor in layer.get_inputs():
+            if tensor is not None and tensor.value in self.doubtful:
+                self._require(tensor, LARGEST_HALF)
+
     def _is_of_one(self, layer: Layer) -> bool:
-        """Whether but one of two summands may be an infinity, which then is that of the sum."""
+        """Whether but one of two summands may be an infinity, which then is that of the sum.
+
+        The sum may be a small number none the less: it is loose. To what is loose already nothing is added,
+        unless only a positive infinity is left of it, which stays one.
+        """
         given = [tensor for tensor in layer.get_inputs() if tensor is not None]
         may_be = [tensor for tensor in given if not range_of(tensor, self.known).within(_SAFE)]
-        return len(may_be) < 2 and not any(tensor.value in self.doubtful for tensor in may_be)
+        if len(may_be) > 1 or any(tensor.value in self.doubtful for tensor in may_be):
+            return False
+        loose = [tensor for tensor in may_be if tensor.value in self.loose]
+        return not loose or (layer.kind == "Add" and range_of(loose[0], self.known).low >= 0)
 
     def _shows(self, layer: Layer, index: int) -> bool:
         """Whether the result of a product is watched: an overflow anywhere in it is seen there.
 
-        So it is of small ones, and of convolutions whose kernel may transform what it adds up. Of others the
-        operand is, by its limit, so that their kernels can go on with the next layer.
+        So it is of small ones, of convolutions whose kernel may transform what it adds up, and where a factor
+        may become one of the weights. Of others the operand is, by its limit, so that their kernels can go on
+        with the next layer.
         """
         if index != 0 or layer.kind not in PRODUCTS:
             return False
         sizes = [size if isinstance(size, int) else _SMALL for size in layer.get_outputs(0)[0].shape]
-        return math.prod(sizes) <= _SMALL or may_transform(layer)
+        return math.prod(sizes) <= _SMALL or may_transform(layer) or is_scaled(layer)
 
     def _most(self, layer: Layer, tensor: Tensor, index: int) -> float:
         """How large an operand may be: finite, and if weights multiply it, the sum of the products too."""
@@ -145,13 +165,16 @@ class _Watch:
         """Let a tensor stay within a limit from here on, by a guard if it is not known to."""
         if not is_computed(tensor) or 0 in tensor.shape:
             return
-        least = -math.inf if tensor.value in self.masks else -most
+        is_mask = tensor.value in self.masks and tensor.value not in self.doubtful
+        least = -math.inf if is_mask else -most
         found = range_of(tensor, self.known)
         if not found.within(Interval(least, min(most, _SURE))):
             self._watch(tensor, found, least, most)
             # What is finite counts as sure; where it is too large to add to, the sum is looked at as well.
-            self.known[tensor.value] = found.cut(Interval(max(least, -_SURE), min(most, _SURE)))
+            sure = Interval(least if is_mask else max(least, -_SURE), min(most, _SURE))
+            self.known[tensor.value] = found.cut(sure)
         self.doubtful.discard(tensor.value)
+        self.loose.discard(tensor.value)
 
     def _watch(self, tensor: Tensor, found: Interval, least: float, most: float) -> None:
         name, guards = tensor.name, self.guards.setdefault(tensor.value, [])
@@ -175,8 +198,10 @@ class _Watch:
             assert x is not None
             reach = 1.01 * (x.reach * total + bias)
             made = [Interval(-reach, reach, x.nan)]
-        carried = layer.kind in MOVES and any(
-            tensor is not None and tensor.value in self.doubtful for tensor in layer.get_inputs()
+        read = [tensor.value for tensor in layer.get_inputs() if tensor is not None]
+        carried = layer.kind in MOVES and any(value in self.doubtful for value in read)
+        is_loose = layer.kind in ("Add", "Sub") or (
+            layer.kind in MOVES | _SHOWING and any(value in self.loose for value in read)
         )
         for tensor, interval in zip(outputs, made, strict=False):
             self.known[tensor.value] = interval
@@ -188,6 +213,8 @@ class _Watch:
             in_doubt = layer.kind in _DOUBTFUL and summed is None and not interval.within(_SAFE)
             if tensor.dtype in dtypes.FLOATS and (carried or in_doubt):
                 self.doubtful.add(tensor.value)
+            if is_loose and not interval.within(_SAFE):
+                self.loose.add(tensor.value)
 
     def _with_lost(self, layer: Layer, given: Sequence[Interval | None], made: Interval) -> Interval:
         """An interval with NaN, where a layer would make that of an infinity it may be given."""
