@@ -93,7 +93,7 @@ def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tup
 
 
 def _reduced(ov: Any, reduce: Any, x: Any) -> Any:
-    """Images are reduced within each channel first: in any other order it takes twice as long."""
+    """Reduce to one number; images within each channel first, as they lie in memory."""
     rank = len((x.output(0) if hasattr(x, "output") else x).get_partial_shape())
     if rank == 4:
         within = reduce(x, ov.constant(np.array([2, 3])), True)
