@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import Dim
 
 import intarsia
-from intarsia.choose import reuse
+from intarsia.compiler import build_cache
 from intarsia.engines import OnnxRuntime, OpenVINO
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
@@ -27,7 +27,7 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Names of the engines that build something, in order; a cache of the test's own."""
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("INTARSIA_CACHE_GB", "1")
-    monkeypatch.setattr(reuse, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(build_cache, "LEAST_S", 0.0)
     made: list[str] = []
     for kind in (OpenVINO, OnnxRuntime):
 
@@ -116,7 +116,7 @@ def test_other_weights_inputs_options_and_threads_are_other_entries(
     assert not is_kept(compiled(make(), engines=OnnxRuntime(threads=2)))
     assert not is_kept(compiled(make(), rewrite=False))
     assert not is_kept(compiled(make(), dynamic_shapes={"input": {0: Dim("n", min=1, max=8)}}))
-    monkeypatch.setattr("intarsia.build.fingerprint.machine_key", lambda: "another")
+    monkeypatch.setattr("intarsia.compiler.fingerprint.machine_key", lambda: "another")
     assert not is_kept(compiled(make()))
     monkeypatch.undo()
 
@@ -202,8 +202,8 @@ def test_two_processes_at_once_and_one_killed(built: list[str], tmp_path: Path) 
     code = textwrap.dedent(
         """
         import torch, intarsia, sys
-        from intarsia.choose import reuse
-        reuse.WORTH_KEEPING_S = 0.0
+        from intarsia.compiler import build_cache
+        build_cache.LEAST_S = 0.0
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).eval()
         x = torch.linspace(-1, 1, 32).reshape(2, 16)

@@ -219,7 +219,7 @@ def test_interrupting_leaves_nothing_broken(fault: str) -> None:
 def test_interrupting_any_phase(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    flow = sys.modules["intarsia.compiler"]
+    flow = sys.modules["intarsia.compiler.job"]
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(), nn.BatchNorm1d(5)).train()
     before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
 

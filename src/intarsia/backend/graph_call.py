@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from intarsia.backend.frozen import Autocast, example_of, freeze, without_autoca
 from intarsia.backend.options import without_name
 from intarsia.backend.program import Program, Stamp, program_of, stamp
 from intarsia.backend.reports import GraphReport, joined, update
-from intarsia.compiler import compile
+from intarsia.compiler import compile_with
 from intarsia.errors import (
     CaptureError,
     InputError,
@@ -26,6 +27,7 @@ from intarsia.errors import (
     UnknownNameError,
 )
 from intarsia.graph.segment import PYTORCH
+from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 
 _CHANGES = 4  # a weight that changed so often is an input from then on
@@ -45,11 +47,11 @@ class GraphCall:
         self,
         module: fx.GraphModule,
         known: Sequence[DynamoInput],
-        options: Mapping[str, Any],
+        options: CompileOptions,
         autocast: Autocast,
         report: GraphReport,
     ) -> None:
-        self._module, self._known, self._options = module, tuple(known), dict(options)
+        self._module, self._known, self._options = module, tuple(known), options
         self._autocast, self._report = autocast, report
         self._weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT]
         self._programs: tuple[Program, ...] = ()
@@ -75,7 +77,7 @@ class GraphCall:
             try:
                 self._compile_knowing_names(args)
             except (CaptureError, LoweringError) as error:
-                if self._options.get("fallback") == "error" or self._options.get("require_full_compilation"):
+                if self._options.fallback == "error" or self._options.limits.require_full_compilation:
                     raise
                 self.leave(str(error).splitlines()[0])
             except IntarsiaError:
@@ -154,7 +156,6 @@ class GraphCall:
             names = ", ".join(self._known[i].source for i in sorted(uncounted)[:3])
             self._note(f"{names}: made in inference mode, where torch counts no changes, so no constant")
         frozen = freeze(self._module, self._known, args, self._live, self._autocast)
-        options = {name: value for name, value in self._options.items() if name != "fallback"}
         self._stamps = {i: stamp(args[i]) for i in frozen.weights}
         with (
             apart_from_dynamo(),
@@ -162,12 +163,11 @@ class GraphCall:
             torch.no_grad(),
             without_autocast(self._autocast),
         ):
-            compiled = compile(
+            compiled = compile_with(
+                replace(self._options, fallback="error"),
                 frozen.module,
                 example_of(frozen, args),
                 dynamic_shapes=frozen.dynamic_shapes,
-                fallback="error",
-                **options,
             )
         assert isinstance(compiled, Compiled)
         made = program_of(compiled, frozen, self._autocast, args, weakref.WeakMethod(self.drop))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
-from intarsia.compile_options import check_values
-from intarsia.compiler import compile
 from intarsia.errors import InputError, UnknownNameError
-from intarsia.partition.options import PartitionChoices
+from intarsia.options import CALL_ARGUMENTS, CompileOptions
 
-# What Dynamo itself tells: the graph, its inputs and which of their sizes vary.
-_TOLD_BY_DYNAMO = ("model", "args", "kwargs", "dynamic_shapes", "choices")
 _INSTEAD = {
     "reduce-overhead": "on a GPU the whole graph is one CUDA graph unless options={'cuda_graphs': False}",
     "max-autotune": "options={'partition': intarsia.Measured()} measures who runs what best",
@@ -23,49 +17,30 @@ _INSTEAD = {
 }
 
 
-def known_options() -> list[str]:
-    """The names that `options` may hold.
-
-    >>> "engines" in known_options(), "min_block_size" in known_options(), "model" in known_options()
-    (True, True, False)
-    """
-    own = [name for name in inspect.signature(compile).parameters if name not in _TOLD_BY_DYNAMO]
-    return [*own, *PartitionChoices.__annotations__]
-
-
-def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> CompileOptions:
     """The options, if each is one of `compile`'s; InputError, with near names, if not.
 
     >>> checked_options(None, {"engine": "openvino"})
     Traceback (most recent call last):
     ...
-    intarsia.errors.InputError: there is no option 'engine'; near is 'engines'
+    intarsia.errors.InputError: torch.compile(backend="intarsia") has no option 'engine'; near is 'engines'
     """
     if mode not in (None, "default"):
         instead = f": {_INSTEAD[mode]}" if mode in _INSTEAD else ""
         raise InputError(f"mode={mode!r} is a setting of TorchInductor; give options= instead{instead}")
-    known = known_options()
-    for name in options or {}:
-        if name in ("args", "kwargs", "dynamic_shapes", "model"):
+    for name in CALL_ARGUMENTS:  # Dynamo knows the graph, its inputs and which of their sizes vary
+        if name in (options or {}):
             raise InputError(
                 f"option {name!r} is told by Dynamo; say which sizes vary by torch.compile(dynamic=...)"
                 " or torch._dynamo.mark_dynamic"
             )
-        if name not in known:
-            near = get_close_matches(str(name), known, n=3, cutoff=0.5)
-            told = f"; near is {', '.join(map(repr, near))}" if near else f"; known are {', '.join(known)}"
-            raise InputError(f"there is no option {name!r}{told}")
-    check_values(options or {})
-    return dict(options or {})
+    return CompileOptions.checked(options or {}, 'torch.compile(backend="intarsia")')
 
 
-def without_name(options: Mapping[str, Any], error: UnknownNameError) -> dict[str, Any] | None:
+def without_name(options: CompileOptions, error: UnknownNameError) -> CompileOptions | None:
     """The options without a name that one graph does not have; None where it cannot be taken out."""
-    together = options.get("options")
-    held = options.get(error.option) if together is None else getattr(together, error.option)
-    if isinstance(held, str) or not isinstance(held, Sequence) or error.name not in held:
+    names = getattr(options.limits, error.option)
+    if isinstance(names, str) or not isinstance(names, Sequence) or error.name not in names:
         return None
-    kept = [name for name in held if name is not error.name and name != error.name]
-    if together is None:
-        return {**options, error.option: kept}
-    return {**options, "options": replace(together, **{error.option: kept})}
+    others = [name for name in names if name is not error.name and name != error.name]
+    return replace(options, limits=replace(options.limits, **{error.option: others}))

@@ -26,6 +26,14 @@ from intarsia.runtime.fallback import Origin, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and the support table that it was made from."""
+
+    plan: Plan
+    table: SupportTable
+
+
 @dataclass
 class Builder:
     """Builds every piece of a plan; programs that stand are kept when the plan has to be repaired."""
@@ -48,8 +56,16 @@ class Builder:
 
     def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
         """A plan whose every piece builds and answers as PyTorch does."""
+        return self.build(self.plan(table))
+
+    def plan(self, table: SupportTable) -> Planned:
+        """What the strategy makes of the graph, before anything is built."""
         table = constrain(self.module, table, self.options)
-        plan = self.strategy(self.module, table, self.options)
+        return Planned(self.strategy(self.module, table, self.options), table)
+
+    def build(self, planned: Planned) -> tuple[Plan, list[Piece], list[Program]]:
+        """The pieces of the plan and their programs; the plan is repaired where a piece fails."""
+        plan, table = planned.plan, planned.table
         while True:
             pieces = extract(self.module, plan.verify(self.module))
             programs, refusals = self._build_all(pieces)

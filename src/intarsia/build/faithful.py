@@ -25,7 +25,6 @@ from intarsia.partition.table import PYTORCH
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.input_checks import check_inputs, checks_of
 
-Lower = Callable[[], tuple[Lowered, Call]]
 _MOST_SUSPECTS = 12
 
 
@@ -47,51 +46,49 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Faithful:
-    """A graph, the examples it was tried on, and how it still differs from the model, if it does."""
+class LoweredModel:
+    """A lowered graph, the examples it is tried on, and notes for the user.
+
+    With a `fault` it answers unlike the model and must not be used.
+    """
 
     lowered: Lowered
     examples: list[Example]
+    notes: tuple[str, ...] = ()
     fault: str | None = None
 
 
 def faithful_lowering(
     judge: Judge,
-    made: tuple[Lowered, Call],
-    lower: Lower,
+    first: LoweredModel,
+    lower: Callable[[], LoweredModel],
     operators: Callable[[], set[Any]],
-    given: Call,
-    truth: Answer | None,
-    notes: list[str],
-) -> Faithful:
-    """Lower a model so that the graph answers as the model does.
+) -> LoweredModel:
+    """A lowered model whose graph answers as the model does.
 
-    It was `made` once, as usual. Where that graph does not, decompositions are left out, one by one and then
-    all; `operators` names those of the model. A fault that stays is told, and the graph must not be used.
+    Where the `first` graph does not, the model is lowered again without decompositions, one by one and then
+    without any; `operators` names those of the model. A graph that still has a fault is returned with it.
     """
-    told: list[str] = []
-    first = _tried(judge, lambda: made, given, truth, told)
-    if first.fault is None:
-        notes += told
-        return first
+    checked = _checked(judge, first)
+    if checked.fault is None:
+        return checked
     called = operators()
-    suspects = [op for op in decomposition_table() if op in called][:_MOST_SUSPECTS]
-    for keep in (*({op} for op in suspects), None):
-        told = []
-        with keeping_whole(_Kept(keep)):
+    suspected = [op for op in decomposition_table() if op in called][:_MOST_SUSPECTS]
+    for whole in (*({op} for op in suspected), None):
+        with keeping_whole(_StaysWhole(whole)):
             try:
-                other = _tried(judge, lower, given, truth, told)
-            except Exception:  # the graph cannot be made so: this way out is none
+                other = _checked(judge, lower())
+            except Exception:  # the graph cannot be made so: try the next
                 continue
         if other.fault is None:
-            whole = "any operator" if keep is None else ", ".join(map(str, keep))
-            notes += [*told, f"the decomposition of {whole} is not used: with it, the graph {first.fault}"]
-            return other
-    return first
+            names = "any operator" if whole is None else ", ".join(map(str, whole))
+            note = f"the decomposition of {names} is not used: with it, the graph {checked.fault}"
+            return replace(other, notes=(*other.notes, note))
+    return checked
 
 
-class _Kept:
-    """Whether an operator stays whole: one of these, or, without any named, every one."""
+class _StaysWhole:
+    """Whether an operator is not decomposed: one of these, or, without any named, every one."""
 
     def __init__(self, named: set[Any] | None) -> None:
         self.named = named
@@ -100,48 +97,52 @@ class _Kept:
         return self.named is None or operator in self.named
 
 
-def _tried(judge: Judge, lower: Lower, given: Call, truth: Answer | None, notes: list[str]) -> Faithful:
-    lowered, call = lower()
-    examples = examples_of(judge, lowered, call, given, truth, notes)
-    tried: list[Example] = []
-    for example in examples:
+def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
+    """The graph with its own answers to the examples, or with the fault that they show."""
+    lowered, answered = graph.lowered, list[Example]()
+    for example in graph.examples:
         assert example.truth is not None
         try:
             case = _case(judge, lowered, example.call)
         except Exception as error:
-            return Faithful(
-                lowered, examples, f"fails where the model does not: {type(error).__name__}: {error}"
-            )
-        fault = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
-        if fault is not None and not judge.is_deterministic(example.call, example.truth):
-            notes.append("not compared with the model: two runs of the model itself differ")
-            return Faithful(lowered, [replace(e, truth=None) for e in examples])
-        if fault is not None:
-            return Faithful(lowered, examples, f"answers unlike the model: {fault}")
-        tried.append(replace(example, case=case))
-    return Faithful(lowered, tried)
+            fault = f"fails where the model does not: {type(error).__name__}: {error}"
+            return replace(graph, fault=fault)
+        mismatch = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
+        if mismatch is not None and not judge.is_deterministic(example.call, example.truth):
+            note = "not compared with the model: two runs of the model itself differ"
+            examples = [replace(e, truth=None) for e in graph.examples]
+            return replace(graph, examples=examples, notes=(*graph.notes, note))
+        if mismatch is not None:
+            return replace(graph, fault=f"answers unlike the model: {mismatch}")
+        answered.append(replace(example, case=case))
+    return replace(graph, examples=answered)
 
 
 def examples_of(
-    judge: Judge, lowered: Lowered, call: Call, given: Call, truth: Answer | None, notes: list[str]
-) -> list[Example]:
-    """The call that was captured, the user's own, and the same at the least and largest sizes it may have."""
-    example = example_inputs(lowered, *call)
-    own = call[0] is given[0]
-    calls: list[tuple[Call, list[Any], Answer | None]] = [(call, example, truth if own else None)]
-    if not own:
+    judge: Judge, lowered: Lowered, captured: Call, given: Call, truth: Answer | None
+) -> tuple[list[Example], list[str]]:
+    """The call that was captured, the user's own, and the same at the least and largest sizes it may have.
+
+    The notes name the sizes at which nothing can be compared. `truth` is the model's answer to the `given`
+    call, which lowering may have widened to the `captured` one.
+    """
+    notes: list[str] = []
+    inputs = example_inputs(lowered, *captured)
+    is_given = captured[0] is given[0]
+    calls: list[tuple[Call, list[Any], Answer | None]] = [(captured, inputs, truth if is_given else None)]
+    if not is_given:
         calls.append((given, example_inputs(lowered, *given), truth))
-    calls += [(call_of(lowered, end), end, None) for end in corners(lowered, example, notes)]
-    found: list[Example] = []
-    for one, inputs, answer in calls:
+    calls += [(call_of(lowered, corner), corner, None) for corner in corners(lowered, inputs, notes)]
+    examples: list[Example] = []
+    for call, graph_inputs, answer in calls:
         try:
-            found.append(Example(one, inputs, answer or judge.answer(one)))
+            examples.append(Example(call, graph_inputs, answer or judge.answer(call)))
         except Exception as error:  # the model itself has no answer here: there is nothing to compare
-            sizes = ", ".join(str(tuple(x.shape)) for x in inputs if isinstance(x, torch.Tensor))
+            sizes = ", ".join(str(tuple(x.shape)) for x in graph_inputs if isinstance(x, torch.Tensor))
             notes.append(
                 f"not verified at {sizes}, where PyTorch itself fails: {type(error).__name__}: {error}"
             )
-    return found
+    return examples, notes
 
 
 def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> list[Example]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from intarsia.compile_options import checked
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import LEAST
 from intarsia.generation.generation import Generation
 from intarsia.generation.making import Making, exact, is_short, why_exact
+from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
 
 
@@ -53,7 +53,7 @@ def compile_generation(
     ...     model.generate(torch.tensor([[1, 5]]), max_new_tokens=3, min_new_tokens=3).shape
     torch.Size([1, 5])
     """
-    told = checked(options, "compile_generation")
+    compile_options = CompileOptions.checked(options, "compile_generation", found=["fallback", "examples"])
     rows = (batch,) if isinstance(batch, int) or not isinstance(batch, Sequence) else tuple(batch)
     if not rows or any(not _is_count(n, 1) for n in rows):
         raise InputError(f"batch is {batch!r}; it must be a number of rows, or several")
@@ -67,7 +67,7 @@ def compile_generation(
         raise InputError(f"examples are {examples!r}; they must be a list of prompts")
     with _as_it_is(model):
         anatomy = anatomy_of(model, max_length, max_source)
-        made = _compiled(Making(model, anatomy, rows, max_length, padding, tuple(examples)), told)
+        made = _compiled(Making(model, anatomy, rows, max_length, padding, tuple(examples)), compile_options)
     if not made.forward.enabled:
         warnings.warn(made.notes[-1], stacklevel=2)
     made.forward.put()
@@ -88,23 +88,23 @@ def _as_it_is(model: nn.Module) -> Iterator[None]:
         before.enable()
 
 
-def _compiled(making: Making, told: Mapping[str, Any]) -> Generation:
-    """The programs, as short as `told` allows and the check of all together bears."""
-    encoder, prompts, tokens = making.encoder(told), making.prompts(told), making.tokens(told)
+def _compiled(making: Making, options: CompileOptions) -> Generation:
+    """The programs, as short as `options` allow and the check of all together bears."""
+    encoder, prompts, tokens = making.encoder(options), making.prompts(options), making.tokens(options)
     forward = making.forward(encoder, prompts, tokens)
-    tolerance, notes = told.get("tolerance"), []
+    tolerance, notes = options.accuracy.tolerance, []
     found = making.check(forward, tolerance)
     # Errors of keys and values add up in the cache: what fits in one call may not fit after several.
     read_first = [one for pair in prompts.values() for one in pair]
     read_first += [] if encoder is None else [encoder.plain, encoder.masked]
     if found.fault is not None and any(map(is_short, read_first)):
         notes.append(f"prompts are exact: otherwise the model, compiled, {found.fault}")
-        encoder, prompts = making.encoder(exact(told)), making.prompts(exact(told))
+        encoder, prompts = making.encoder(exact(options)), making.prompts(exact(options))
         forward = making.forward(encoder, prompts, tokens)
         found = making.check(forward, tolerance)
     if found.fault is not None and any(map(is_short, tokens.values())):
         notes.append(f"tokens are exact: otherwise the model, compiled, {found.fault}")
-        tokens = making.tokens(exact(told))
+        tokens = making.tokens(exact(options))
         forward = making.forward(encoder, prompts, tokens)
         found = making.check(forward, tolerance)
     elif tolerance is not None and not any(map(is_short, tokens.values())):

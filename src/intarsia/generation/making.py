@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +15,11 @@ from intarsia.generation.check import LEAST, Checked, checked, worst
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.forward import GeneratingForward, Programs
 from intarsia.generation.programs import compiled_encoder, compiled_prompts, compiled_token
+from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
 Program = Compiled | PartlyCompiled
-Options = Mapping[str, Any]
-_SHORTER = ("tolerance", "precision")
 _SHORT_NAMES = tuple(kind.name for kind in SHORT)
 
 
@@ -55,10 +53,10 @@ class Making:
                     f" {self.max_length} tokens"
                 )
 
-    def encoder(self, options: Options) -> EncoderForward | None:
+    def encoder(self, options: CompileOptions) -> EncoderForward | None:
         return compiled_encoder(self.model, self.anatomy, self.rows, self.padding, options)
 
-    def prompts(self, options: Options) -> dict[int, tuple[Program | None, Program | None]]:
+    def prompts(self, options: CompileOptions) -> dict[int, tuple[Program | None, Program | None]]:
         return {
             n: compiled_prompts(
                 self.model, self.anatomy, n, self.max_length, self.padding, self._of(n), options
@@ -66,7 +64,7 @@ class Making:
             for n in self.rows
         }
 
-    def tokens(self, options: Options) -> dict[int, Program]:
+    def tokens(self, options: CompileOptions) -> dict[int, Program]:
         return {
             n: compiled_token(self.model, self.anatomy, n, self.max_length, self._of(n), options)
             for n in self.rows
@@ -89,9 +87,9 @@ class Making:
         return [one.to(self.anatomy.device) for one in self.examples if one.shape[0] == rows]
 
 
-def exact(options: Options) -> dict[str, Any]:
+def exact(options: CompileOptions) -> CompileOptions:
     """The options without those that allow shorter arithmetic."""
-    return {name: value for name, value in options.items() if name not in _SHORTER}
+    return options.changed(tolerance=None, precision=None)
 
 
 def is_short(program: Program | None) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import Dim
 
-from intarsia.compiler import compile
+from intarsia.compiler import compile_with
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.check import relative_error
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask
 from intarsia.generation.steps import EncoderStep, PromptStep, TokenStep
+from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
@@ -23,7 +24,7 @@ _PROMPT = 128  # tokens of a prompt: who is first with 16 may come last with mor
 
 
 def compiled_encoder(
-    model: Any, anatomy: Anatomy, rows: Sequence[int], padding: bool | None, options: Mapping[str, Any]
+    model: Any, anatomy: Anatomy, rows: Sequence[int], padding: bool | None, options: CompileOptions
 ) -> EncoderForward | None:
     """The encoder, for 1 row to the most there are (beams share what is read); None where there is none."""
     source = anatomy.source
@@ -36,12 +37,13 @@ def compiled_encoder(
     if most > 1:
         shape[0] = of_mask[0] = Dim("rows", min=1, max=most)
     step = EncoderStep(model, anatomy, source.argument)
-    plain = compile(step, (given,), dynamic_shapes={"given": shape}, **options)
+    plain = compile_with(options, step, (given,), dynamic_shapes={"given": shape})
     masked = None
     if not source.fixed and (padding or (padding is None and most > 1)):
         seen = torch.ones_like(given, dtype=torch.bool)
         mask = source_mask(seen, room=None, dtype=anatomy.mask_dtype)
-        masked = compile(step, (given, mask), dynamic_shapes={"given": shape, "masks": (of_mask,)}, **options)
+        shapes = {"given": shape, "masks": (of_mask,)}
+        masked = compile_with(options, step, (given, mask), dynamic_shapes=shapes)
     return EncoderForward(model.get_encoder(), anatomy, source, plain, masked)
 
 
@@ -52,7 +54,7 @@ def compiled_prompts(
     max_length: int,
     padding: bool | None,
     examples: Sequence[torch.Tensor],
-    options: Mapping[str, Any],
+    options: CompileOptions,
 ) -> tuple[Compiled | PartlyCompiled | None, Compiled | PartlyCompiled | None]:
     """Prompts of so many rows, without masks and with them; None where there is no need for one.
 
@@ -74,7 +76,7 @@ def compiled_prompts(
             shapes["rest"] = (*({2: dim, 3: dim} for _ in range(count)), *of_encoded)
         more = [feed(one) for one in others]
         step = PromptStep(model, anatomy)
-        return compile(step, feed(ids), dynamic_shapes=shapes, examples=more, **options)
+        return compile_with(options.changed(examples=more), step, feed(ids), dynamic_shapes=shapes)
 
     plain = masked = None
     if not anatomy.slides and anatomy.source is None:
@@ -90,7 +92,7 @@ def compiled_token(
     rows: int,
     max_length: int,
     examples: Sequence[torch.Tensor],
-    options: Mapping[str, Any],
+    options: CompileOptions,
 ) -> Compiled | PartlyCompiled:
     """A token of so many rows, after those in the cache."""
     room = anatomy.room(max_length)
@@ -113,7 +115,8 @@ def compiled_token(
     if not calls:
         ids = _usual(anatomy, rows, max_length)
         calls = [feed(ids, _noise(anatomy.empty(rows, room), ids.shape[1] - 1))]
-    return compile(_token_step(model, anatomy, calls[0]), calls[0], examples=calls[1:], **options)
+    step = _token_step(model, anatomy, calls[0])
+    return compile_with(options.changed(examples=calls[1:]), step, calls[0])
 
 
 def _usual(anatomy: Anatomy, rows: int, most: int, usual: int = _USUAL) -> torch.Tensor:

@@ -19,10 +19,10 @@ from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.shapes import segment_shapes
 from intarsia.lower.generalize import lower_model
-from intarsia.partition import PartitionOptions, Plan, Strategy, SupportTable, find_strategy
+from intarsia.options import CompileKeywords, CompileOptions
+from intarsia.partition import PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.partition.advice import advise
 from intarsia.partition.names import check_names
-from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
 
@@ -34,17 +34,13 @@ def explain(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
-    engines: Sequence[Engine | str] | Engine | str | None = None,
-    partition: str | Strategy = "dependency",
-    options: PartitionOptions | None = None,
-    **choices: Unpack[PartitionChoices],
+    **options: Unpack[CompileKeywords],
 ) -> Explanation:
     """Say what `compile` would run where, and why; no engine is built and nothing is run.
 
-    Nothing is measured either: engines take what they can in their order, as `compile` has it where engines
-    or a partition are named. The arguments are those of `compile`, without what concerns building. The advice
-    names the ops that, if an engine took them, would save segments. Bodies of control flow are explained too,
-    each by itself.
+    The arguments are those of `compile`. Nothing is measured: where `compile` would measure, the plan shown
+    is the one that engines in their order give, and a note says so. The advice names the ops that, if an
+    engine took them, would save segments. Bodies of control flow are explained too, each by itself.
 
     Example:
         >>> import torch, intarsia
@@ -53,17 +49,20 @@ def explain(
         >>> print(str(explanation).splitlines()[0])
         Plan by dependency: 1 segment, 0 of 2 nodes (0%) on engines
     """
-    wishes, strategy = partition_options(options, choices), find_strategy(partition)
+    checked = CompileOptions.of(**options)
     check_call(args, kwargs)
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
     device = device_kind(model, args, kwargs)
     refuse_autocast(device)
-    usable, notes = resolve_engines(engines, device)
+    usable, notes = resolve_engines(checked.engines, device)
     lowered, _ = lower_model(
         model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
     )
-    check_names(lowered.module, wishes, [engine.name for engine in usable])
-    return _explain(lowered.module, usable, strategy, wishes, (*notes, *lowered.notes))
+    check_names(lowered.module, checked.limits, [engine.name for engine in usable])
+    placement = checked.placement
+    if placement.measured is not None:
+        notes.append("nothing is measured here: the plan is the one that engines in their order give")
+    return _explain(lowered.module, usable, placement.strategy, checked.limits, (*notes, *lowered.notes))
 
 
 def _explain(

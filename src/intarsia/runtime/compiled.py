@@ -153,7 +153,7 @@ class Compiled(FrozenModule):
         """
         if self._refitted is None and self.captured is not None:
             # By its name: a process that only loads and runs imports nothing that compiles.
-            importlib.import_module("intarsia.refit_loaded").make_refittable(self, self.captured())
+            importlib.import_module("intarsia.compiler.loaded").make_refittable(self, self.captured())
         if self._refitted is None or not self._stands:
             raise RefitError(
                 "this module has not kept the program it was made of, since it runs as it is; compile the"

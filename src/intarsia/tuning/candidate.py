@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,11 +11,12 @@ from torch import nn
 from intarsia.build.faithful import Example, judged_example, whole_fault
 from intarsia.build.judge import Call, Judge
 from intarsia.capture.device import device_kind
-from intarsia.compiler import compile
+from intarsia.compiler import compile_with
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import InputError, IntarsiaError
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import example_inputs
+from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import PAUSE_S, race
@@ -27,7 +28,7 @@ _LEAST_SHARE = 0.1  # of a module's time: a rarer kind of call is not worth a pr
 
 
 def compiled_for(
-    path: str, module: nn.Module, calls: Recorded, options: Mapping[str, Any], *, only_if_faster: bool
+    path: str, module: nn.Module, calls: Recorded, options: CompileOptions, *, only_if_faster: bool
 ) -> PlacedForward | str:
     """A `forward` for the module, or a clause that says why it stays as it is."""
     reason = _not_now(module, calls)
@@ -80,26 +81,25 @@ def _not_alone(calls: Recorded) -> str | None:
 
 
 def _program(
-    module: nn.Module, kind: CallsOfKind, options: Mapping[str, Any], only_if_faster: bool
+    module: nn.Module, kind: CallsOfKind, options: CompileOptions, only_if_faster: bool
 ) -> Compiled | str:
     example, reason = kind.example, ""
     for shapes in dict.fromkeys((kind.dynamic_shapes is not None, False)):
         try:
             with torch.inference_mode(False), torch.no_grad():
-                made = compile(
+                made = compile_with(
+                    replace(options, fallback="error"),
                     module,
                     example.args,
                     example.kwargs,
                     dynamic_shapes=kind.dynamic_shapes if shapes else None,
-                    fallback="error",
-                    **options,
                 )
         except IntarsiaError as error:
             reason = str(error).splitlines()[0]
             continue
         assert isinstance(made, Compiled)
         device = device_kind(module, example.args, example.kwargs)
-        engines, _ = resolve_engines(options.get("engines"), device)
+        engines, _ = resolve_engines(options.engines, device)
         reason = _fault(module, made, kind, engines, only_if_faster) or ""
         if not reason:
             return made

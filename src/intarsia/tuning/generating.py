@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from intarsia.errors import IntarsiaError
+from intarsia.options import CompileOptions
 from intarsia.timing import PAUSE_S, race
 from intarsia.tuning.recorded import Recorded
 
@@ -30,13 +31,14 @@ def generates(module: nn.Module, calls: Recorded) -> bool:
 
 
 def generating_forward(
-    path: str, module: nn.Module, calls: Recorded, options: Mapping[str, Any], *, only_if_faster: bool
+    path: str, module: nn.Module, calls: Recorded, options: CompileOptions, *, only_if_faster: bool
 ) -> GeneratingForward | str:
     """A `forward` for the model, for the rows seen and up to twice the tokens; or why it stays as it is."""
     from intarsia.generation import compile_generation
     from intarsia.generation.check import LEAST
 
     prompts = _prompts(calls)
+    given = {name: v for name, v in options.keywords().items() if name not in ("examples", "fallback")}
     most = getattr(module.config, "max_position_embeddings", None) or 2 * calls.tokens
     try:
         made = compile_generation(
@@ -45,7 +47,7 @@ def generating_forward(
             batch=sorted({ids.shape[0] for ids in prompts}),
             padding=True if any(_is_padded(call.kwargs) for call in calls) else None,
             examples=[ids for ids in prompts if ids.shape[1] >= LEAST][:2],
-            **options,
+            **given,
         )
     except IntarsiaError as error:
         return str(error).splitlines()[0]

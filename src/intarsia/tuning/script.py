@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from intarsia.compile_options import checked
 from intarsia.errors import InputError
+from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
 from intarsia.tuning.candidate import compiled_for
 from intarsia.tuning.recorded import Recorded
@@ -56,7 +56,8 @@ class ScriptTuner:
         if after < 1:
             raise InputError(f"after={after}: a module must be called at least once before it is compiled")
         self.watched: dict[nn.Module, Watched] = {}
-        self._after, self._options, self._only_if_faster = after, checked(options, "tune"), only_if_faster
+        self._after, self._only_if_faster = after, only_if_faster
+        self._options = CompileOptions.checked(options, "tune", found=["fallback"])
         self._running, self._lock = threading.local(), threading.RLock()
         self._busy = False  # compiling runs modules too, which are none of the script's calls
 

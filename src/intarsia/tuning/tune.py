@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from intarsia.compile_options import checked
 from intarsia.errors import InputError
+from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import PAUSE_S, race
 from intarsia.tuning.call_tree import CallTree, call_tree
@@ -57,7 +57,7 @@ def tune(
         raise InputError(f"least_share={least_share!r}; give a share of the time, such as 0.05")
     if not isinstance(rounds, int) or rounds < 1:
         raise InputError(f"rounds={rounds!r}; give how many turns to time, 1 or more")
-    options = checked(options, "tune")
+    compile_options = CompileOptions.checked(options, "tune", found=["fallback"])
     modules = held_modules(target)
     if not modules:
         raise InputError(f"tune found no nn.Module in this {type(target).__name__}")
@@ -66,7 +66,7 @@ def tune(
     tree = call_tree(modules.values(), call)
     if not tree.callers:
         raise InputError(f"the call ran none of the {len(modules)} modules in this {type(target).__name__}")
-    placed, left = _search(paths, tree, call, least_share, options, only_if_faster)
+    placed, left = _search(paths, tree, call, least_share, compile_options, only_if_faster)
     shares = {path: tree.share(made.module) for path, made in placed.items()}
     tuned = Tuned(placed, left, shares)
     for made in placed.values():
@@ -85,7 +85,7 @@ def _search(
     tree: CallTree,
     call: Callable[[], object],
     least_share: float,
-    options: Mapping[str, Any],
+    options: CompileOptions,
     only_if_faster: bool,
 ) -> tuple[dict[str, PlacedForward], dict[str, str]]:
     """From the outermost modules inwards: compiled where it can be, else what is inside is looked at."""

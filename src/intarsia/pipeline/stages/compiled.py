@@ -44,7 +44,10 @@ def compile_stages(
     stages: StageSequence, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> list[nn.Module]:
     """Compile every stage with the values that reach it from an example call."""
-    from intarsia.compiler import compile as compile_module
+    from intarsia.compiler import compile_with
+    from intarsia.options import CompileOptions
+
+    checked = CompileOptions.checked(options, "compile")
 
     stages.check_memory()
     values: Sequence[Any] = stages.signature.flatten(args, kwargs)
@@ -58,7 +61,7 @@ def compile_stages(
             following = stage(*values)
         form = stage.form if isinstance(stage, Stage) else None
         shapes = _grown_sizes(values, more[i]) if form is None else _open_sizes(form, stages.signature)
-        made = compile_module(stage, tuple(values), dynamic_shapes=shapes, **options)
+        made = compile_with(checked, stage, tuple(values), dynamic_shapes=shapes)
         parts.append(CompiledStage(made, stage))
         values = following
     return parts

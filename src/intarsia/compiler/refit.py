@@ -1,24 +1,70 @@
-"""New weights for a module that is compiled already: lowered once more, cut as before."""
+"""New weights for a compiled module: the graph is lowered once more, and cut and built as before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
+from intarsia.build.faithful import Example, LoweredModel, judged_example
+from intarsia.build.judge import Judge
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
+from intarsia.convert import registry
 from intarsia.errors import RefitError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, lower
-from intarsia.lower.generalize import HasConverter
+from intarsia.lower.lowered import example_inputs
 from intarsia.partition import PartitionOptions, Segment, Strategy, SupportTable
+from intarsia.runtime.compiled import Compiled
 
 State = dict[str, torch.Tensor]
+Weights = Mapping[str, Any] | nn.Module
+
+
+class Rebuild(Protocol):
+    """What a refit needs of the job that compiled the module."""
+
+    def rebuild(
+        self, model: nn.Module | None, lowered: Lowered, examples: Sequence[Example], plans: Sequence[Plan]
+    ) -> Compiled: ...
+
+    def mismatch(self, judge: Judge, graph: LoweredModel, compiled: Compiled) -> str | None: ...
+
+
+class Refit:
+    """Makes the module with other weights; if they come with a model, it is compared with that model."""
+
+    def __init__(self, job: Rebuild, examples: Sequence[Example]) -> None:
+        self._job = job
+        self._calls = [example.call for example in examples]
+        self._is_comparable = all(e.truth is not None for e in examples)  # unless it draws random numbers
+        # The plans of the compile. The plan of the last refit will not do: some weights may not allow what
+        # the next ones do.
+        self._plans: list[Plan] = []
+
+    def __call__(self, old: Compiled, weights: Weights) -> Compiled:
+        state = new_state(old.state_dict(), weights)
+        model = weights if isinstance(weights, nn.Module) else None
+        lowered = relowered(old.lowered, state, model)
+        self._plans = self._plans or [old.plan, *old.body_plans.values()]
+        examples = [Example(call, example_inputs(lowered, *call)) for call in self._calls]
+        compiled = self._job.rebuild(model, lowered, examples, self._plans)
+        compiled.refit_from(old, state)
+        if model is not None and self._is_comparable:
+            judge = Judge(model)
+            judged = [judged_example(judge, lowered, example) for example in examples]
+            mismatch = self._job.mismatch(judge, LoweredModel(lowered, judged), compiled)
+            if mismatch is not None:
+                raise RefitError(
+                    f"with these weights the compiled module {mismatch}; compile the model again"
+                )
+        compiled.refit_by(self)
+        return compiled
 
 
 def new_state(old: Mapping[str, torch.Tensor], given: Mapping[str, Any] | nn.Module) -> State:
@@ -48,7 +94,7 @@ def new_state(old: Mapping[str, torch.Tensor], given: Mapping[str, Any] | nn.Mod
     return {name: found[name].detach() if shared else found[name].detach().clone() for name in old}
 
 
-def relowered(old: Lowered, state: State, model: nn.Module | None, has_converter: HasConverter) -> Lowered:
+def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
     """The graph with other weights; RefitError where it is another graph then.
 
     Constants are folded, and what they prove is proven, from the new weights. Nothing is captured.
@@ -69,7 +115,7 @@ def relowered(old: Lowered, state: State, model: nn.Module | None, has_converter
             if new is not None and (new.shape, new.dtype) == (constant.shape, constant.dtype):
                 table[name] = new
     with honest_sizes():
-        made = lower(program, has_converter=has_converter)
+        made = lower(program, has_converter=registry.__contains__)
     difference = _difference(old.module, made.module) or _other_call(old, made)
     if difference is not None:
         raise RefitError(

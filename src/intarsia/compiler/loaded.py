@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,14 +14,14 @@ from intarsia.build.judge import Answer, Judge
 from intarsia.capture.call import Call
 from intarsia.capture.export import capture
 from intarsia.capture.random_state import kept_random_state
-from intarsia.choose.wishes import Wishes
 from intarsia.compare import disagreement
-from intarsia.compiler import COMPILING, refitting
+from intarsia.compiler.job import COMPILING, CompileJob, Request
+from intarsia.compiler.refit import Refit, Weights
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.graph_program import GraphProgram
 from intarsia.errors import RefitError
 from intarsia.lower.lowered import Role, example_inputs
-from intarsia.partition import PartitionOptions, find_strategy
+from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
@@ -36,30 +36,29 @@ def make_refittable(loaded: Compiled, captured: fx.GraphModule) -> None:
     """
     judge = Judge(captured)
     flat, truth = _inputs(loaded, judge)
-    known = truth if judge.is_deterministic((flat, {}), truth) else None
-    engines = _engines(loaded)
+    is_comparable = judge.is_deterministic((flat, {}), truth)
     with COMPILING:
         program = capture(captured, flat)
     args, kwargs = pytree.tree_unflatten(flat, loaded.lowered.in_spec)
-    example = Example((args, kwargs), example_inputs(loaded.lowered, args, kwargs), known)
-    options = PartitionOptions(min_block_size=1)
-    wishes = Wishes(find_strategy("dependency"), None, options, None, True, None, 600.0)
-    by_compiler = refitting(engines, wishes, [example])
+    example = Example(
+        (args, kwargs), example_inputs(loaded.lowered, args, kwargs), truth if is_comparable else None
+    )
+    options = CompileOptions.of(partition="dependency", min_block_size=1)  # the file holds no options
+    job = CompileJob(None, Request(((), {})), tuple(_engines(loaded)), options, options.placement)
+    refit = Refit(job, [example])
 
-    def refitted(old: Compiled, weights: Mapping[str, Any] | nn.Module) -> Compiled:
-        made = by_compiler(old, weights)
-        fault = None if known is None else _fault(made, captured, weights, (args, kwargs))
+    def refitted(old: Compiled, weights: Weights) -> Compiled:
+        compiled = refit(old, weights)
+        fault = _fault(compiled, captured, weights, (args, kwargs)) if is_comparable else None
         if fault is not None:
             raise RefitError(f"with these weights the compiled module {fault}; compile the model again")
-        made.refit_by(refitted)
-        return made
+        compiled.refit_by(refitted)
+        return compiled
 
     loaded.refit_by(refitted, program)
 
 
-def _fault(
-    made: Compiled, captured: nn.Module, weights: Mapping[str, Any] | nn.Module, call: Call
-) -> str | None:
+def _fault(made: Compiled, captured: nn.Module, weights: Weights, call: Call) -> str | None:
     """How the refitted module differs from the captured program with the new weights."""
     program, flat = made.lowered.program, tuple(pytree.tree_leaves(call))
     assert program is not None

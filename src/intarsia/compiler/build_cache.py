@@ -1,0 +1,151 @@
+"""The build cache: a second compile of the same model, in any process, builds no engine."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from intarsia.build.faithful import Example
+from intarsia.cache.directory import cache_directory
+from intarsia.cache.shelf import Shelf
+from intarsia.choose.findings import Findings
+from intarsia.choose.plan import MeasuredPlan, measured_plan
+from intarsia.compiler.fingerprint import Unknowable, digest_of, of_lowered, of_process, of_values
+from intarsia.convert import registry
+from intarsia.engines import Engine
+from intarsia.errors import IntarsiaError
+from intarsia.lower import Lowered
+from intarsia.rewrite import RewritePatternManager
+from intarsia.runtime.archive.load import load_pieces
+from intarsia.runtime.archive.save import save_sealed
+from intarsia.runtime.compiled import Compiled
+
+LEAST_S = 1.0  # a compile that took less is not stored: reading it back would take about as long
+REUSED = "no engine was built: an earlier compile of the same model was kept on disk"
+
+
+def cache_entry(
+    lowered: Lowered, examples: Sequence[Example], engines: Sequence[Engine], settings: Sequence[Any]
+) -> CacheEntry:
+    """The entry of a compile.
+
+    A stored build is reused only if all of these match: the lowered graph with its weights, the examples and
+    what the model answers to them, engines, settings, versions and machine. Where one of them cannot be
+    written as text, such as a strategy of the user's own, the compile has no entry.
+    """
+    if Shelf(_folder()).limit <= 0 or _has_foreign_parts():
+        return CacheEntry(None)
+    answers = [(e.inputs, e.truth and (e.truth.leaves, e.truth.inputs, e.truth.buffers)) for e in examples]
+    try:
+        lines = [
+            *of_process(),
+            *_converters(),
+            *of_lowered(lowered),
+            *of_values(answers),
+            *(f"{type(e).__module__}.{type(e).__qualname__} {_text(e.key())}" for e in engines),
+            *map(_text, settings),
+        ]
+    except (Unknowable, RuntimeError):  # the latter of a tensor without plain memory
+        return CacheEntry(None)
+    return CacheEntry(digest_of(lines))
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """The place of one compile on disk; without a key it is always empty."""
+
+    key: str | None
+
+    def module(self, model: nn.Module | None, lowered: Lowered) -> Compiled | None:
+        """The module that an earlier compile stored, over this model's weights; None if there is none."""
+        if self.key is None or model is None:
+            return None
+        shelf = Shelf(_folder())
+        path, facts_path = shelf.find(self.key), shelf.find(f"{self.key}.json")
+        if path is None or facts_path is None:
+            return None
+        try:
+            facts = json.loads(facts_path.read_bytes())
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # what would be warned of is built again
+                pieces = load_pieces(path, lowered, model.state_dict(), facts["seal"])
+        except Exception:  # damaged, or thrown out by another process meanwhile: it is built again
+            shelf.throw_out(f"{self.key}.json")
+            shelf.throw_out(self.key)
+            return None
+        compiled = Compiled(
+            lowered,
+            pieces.plan,
+            pieces.pieces,
+            pieces.programs,
+            [*pieces.notes, REUSED],
+            inspect.signature(model.forward),
+            pieces.body_plans,
+            model,
+        )
+        if facts.get("findings") is not None:
+            findings = replace(Findings.from_dict(facts["findings"]), remembered=True)
+            compiled.plan = measured_plan(pieces.plan, findings)
+        return compiled
+
+    def store(self, compiled: Compiled, compile_s: float) -> None:
+        """Store a module that took long to make; one that cannot be saved, or is too large, is not stored."""
+        shelf = Shelf(_folder())
+        if self.key is None or compile_s < LEAST_S or not shelf.has_room(_bytes(compiled)):
+            return
+        seals: list[str] = []
+        try:
+            shelf.put(self.key, lambda path: seals.append(save_sealed(compiled, path)))
+        except IntarsiaError:
+            return
+        if seals:
+            plan = compiled.plan
+            findings = plan.findings.as_dict() if isinstance(plan, MeasuredPlan) else None
+            facts = json.dumps({"findings": findings, "seal": seals[0]})
+            shelf.put(f"{self.key}.json", lambda path: _write(path, facts))
+
+
+def _folder() -> Path:
+    return cache_directory() / "built"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _bytes(compiled: Compiled) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in compiled.state_dict().values())
+
+
+def _text(value: Any) -> str:
+    """The text of a setting; an object that is known by its address alone has none."""
+    if callable(value) and not isinstance(value, type):
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '<')}"
+        if not name.startswith("intarsia.") or "<" in name:
+            raise Unknowable(name)
+        return name
+    text = repr(value)
+    if " at 0x" in text or "<function" in text or "object at" in text:
+        raise Unknowable(text)
+    return text
+
+
+def _has_foreign_parts() -> bool:
+    """Whether converters or patterns are in use that this package does not ship."""
+    if RewritePatternManager.instance().entries():
+        return True
+    return not all(one.shipped for target in registry.targets() for one in registry.converters(target))
+
+
+def _converters() -> list[str]:
+    """Those in use; some may be switched off."""
+    return sorted(
+        f"{target} {[c.name for c in registry.converters(target)]}" for target in registry.targets()
+    )

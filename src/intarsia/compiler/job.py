@@ -1,0 +1,558 @@
+"""The compile job: what happens to a model, stage by stage.
+
+    prepare   the example call, the device and the engines
+    capture   the model runs once on the example; everything that follows is compared with its answer
+    lower     torch.export, then functional ATen; the graph must answer as the model does
+    support   node x engine -> None, or the reason why the engine refuses the node
+    plan      a strategy cuts the graph into segments
+    build     every segment becomes a program, tried on the examples; or
+    choose    several plans are built and measured, and the best is taken
+    verify    the whole module is compared with the model
+    finish    the module goes to the build cache, and can take other weights
+
+Each stage returns a value that later stages only read.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, Unpack
+
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from intarsia.build.builder import Builder
+from intarsia.build.cases import Cases
+from intarsia.build.faithful import (
+    Example,
+    LoweredModel,
+    error_of,
+    examples_of,
+    faithful_lowering,
+    further_examples,
+    operators_of,
+    suspects,
+    whole_fault,
+)
+from intarsia.build.judge import Answer, Judge
+from intarsia.build.rewriter import rewriter
+from intarsia.capture.autocast import refuse_autocast
+from intarsia.capture.call import Call
+from intarsia.capture.device import device_kind, device_of
+from intarsia.capture.export import capture
+from intarsia.capture.frozen_state import watched
+from intarsia.capture.input import check_call, further_calls, resolve_call
+from intarsia.capture.protect import undisturbed
+from intarsia.capture.random_state import kept_random_state
+from intarsia.choose.candidate import Workshop, sample_of
+from intarsia.choose.choose import choose
+from intarsia.choose.measured import Measured
+from intarsia.choose.plan import EAGER
+from intarsia.choose.precision import Precision, refuse_short_engines
+from intarsia.choose.worth import is_measuring, may_favour_slow_engines, too_small_to_measure
+from intarsia.compiler.build_cache import CacheEntry, cache_entry
+from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
+from intarsia.compiler.refit import Refit, as_before
+from intarsia.convert import registry
+from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
+from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError
+from intarsia.graph.devices import uses_gpu
+from intarsia.lower import Lowered
+from intarsia.lower.generalize import lower_model
+from intarsia.lower.lowered import example_inputs
+from intarsia.options import CompileOptions, Placement
+from intarsia.partition import PartitionOptions, Piece, Plan, Strategy, SupportTable
+from intarsia.partition.names import check_names
+from intarsia.partition.options import PartitionChoices
+from intarsia.partition.support import refused_table, support_table
+from intarsia.rewrite import Patterns
+from intarsia.runtime import archive as archive  # compiled modules are pickled through it
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.cuda_graphs import use_cuda_graphs
+from intarsia.runtime.partly import PartlyCompiled
+
+# torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
+COMPILING = threading.RLock()
+
+
+def compile(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    engines: Sequence[Engine | str] | Engine | str | None = None,
+    partition: str | Strategy | Measured | None = None,
+    precision: Precision | None = None,
+    tolerance: float | None = None,
+    examples: Sequence[Sequence[Any]] = (),
+    options: PartitionOptions | None = None,
+    rewrite: Patterns = None,
+    verify: bool = True,
+    cuda_graphs: bool | Literal["static"] | None = None,
+    build_limit_s: float | None = 600.0,
+    fallback: Literal["parts", "eager", "error"] = "parts",
+    **choices: Unpack[PartitionChoices],
+) -> Compiled | PartlyCompiled:
+    """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
+
+    The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
+    named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
+    `plan` says why. With `verify` the model is run on the example inputs, and at the ends of sizes that vary:
+    the graph made of it, every piece on its engine, and the whole must answer alike (see `compare`), or the
+    nodes at fault, and at worst the model, stay in PyTorch. An engine that takes longer than `build_limit_s`
+    seconds to answer, build or first run a piece is given up; its thread cannot be ended and is left behind.
+    `rewrite` chooses patterns: None those measured to pay here, True all, False none, or a list of shipped
+    names, patterns and managers; `RewritePatternManager.instance()` holds those applied with None and True.
+    On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
+    off, and with "static" a call returns the graph's own memory, which the next call overwrites.
+    A model that torch.export cannot take is compiled in parts: the submodules that can be captured, largest
+    first, run compiled, the rest as it is, and `notes` say what and why; with `fallback="eager"` all of it
+    runs as it is, with "error" it is refused.
+    `partition` is `Measured()`, the name of a strategy, or one of your own. With `Measured()` every engine
+    alone, other options and the model as it is are measured on this machine, and the best is taken (see
+    `docs/choosing.md`). It is the default where neither engines nor their order are named, unless
+    the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
+    Arithmetic is the model's own (`precision="fp32"`). With `tolerance=0.02` engines may use bf16, fp16,
+    int8, or weights of 8 or 4 bits ("int8-weights", "int4-weights"; or only what `precision` names) where
+    that is measured to be faster and the largest error of each result, on the example and on further
+    `examples` of positional arguments, stays within that share of its largest value; blocks with the largest
+    errors are kept exact, and the plan tells the error.
+    `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
+    `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
+    `backend_support_map`), given by name or together as `options`.
+
+    >>> import torch, intarsia
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    >>> fast = intarsia.compile(model, (torch.ones(1, 8),))
+    >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
+    True
+    """
+    checked = CompileOptions.of(
+        engines=engines,
+        partition=partition,
+        precision=precision,
+        tolerance=tolerance,
+        examples=examples,
+        options=options,
+        rewrite=rewrite,
+        verify=verify,
+        cuda_graphs=cuda_graphs,
+        build_limit_s=build_limit_s,
+        fallback=fallback,
+        **choices,
+    )
+    return compile_with(checked, model, args, kwargs, dynamic_shapes)
+
+
+def compile_with(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Compiled | PartlyCompiled:
+    """`compile` with options that are checked already."""
+    began = time.perf_counter()
+    check_call(args, kwargs)
+    with COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
+        job = prepare(options, model, args, kwargs or {}, dynamic_shapes, began)
+        try:
+            return job.run()
+        except (CaptureError, LoweringError) as error:
+            if job.must_be_whole(error):
+                raise
+            return job.in_parts(str(error).splitlines()[0])
+
+
+def prepare(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+    began: float,
+) -> CompileJob:
+    """The job of a call: the example with every `Input` drawn, and the engines of its device."""
+    *call, dynamic_shapes = resolve_call(model, args, kwargs, dynamic_shapes)
+    device = device_kind(model, *call)
+    refuse_autocast(device)
+    if options.cuda_graphs not in (None, False) and device != "cuda":
+        raise InputError(
+            f"cuda_graphs={options.cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
+        )
+    usable, notes = resolve_engines(options.engines, device)
+    placement, arithmetic = options.placement, options.accuracy.arithmetic
+    is_open = options.engines is None and options.limits.backend_priority is None
+    by_default = is_open and options.partition is None and not arithmetic
+    if by_default and device in ("cpu", "cuda") and len(usable) > 1 and is_measuring():
+        placement = replace(placement, measured=Measured(), by_default=device == "cpu")
+        if device == "cuda" or may_favour_slow_engines(model):
+            usable = with_unasked_engines(usable, device)
+    elif options.engines is None and placement.measured is not None:
+        usable = with_unasked_engines(usable, device)
+    if arithmetic:
+        usable, missing = with_short_engines(usable, arithmetic)
+        notes += [f"{name} is not tried: {reason}" for name, reason in missing.items()]
+    elif placement.measured is not None:
+        refuse_short_engines(usable)
+    request = Request((call[0], call[1]), dynamic_shapes, tuple(notes), began)
+    return CompileJob(model, request, tuple(usable), options, placement)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The example call that a model is compiled for, and what is known before anything is done."""
+
+    call: Call
+    dynamic_shapes: Any = None
+    notes: tuple[str, ...] = ()
+    began: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the model answers to the example: nothing without verification, or where the model fails."""
+
+    judge: Judge | None = None
+    truth: Answer | None = None
+    notes: tuple[str, ...] = ()  # what a run of the model does that a graph does not repeat
+
+
+@dataclass(frozen=True)
+class Support:
+    """Which engine can run which node, and what decides where several can."""
+
+    engines: tuple[Engine, ...]
+    table: SupportTable
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class CompileJob:
+    """One compile of one model, or of one part of it: `run` has the stages in their order."""
+
+    model: nn.Module | ExportedProgram | None  # None for new weights that come without a model
+    request: Request
+    engines: tuple[Engine, ...]
+    options: CompileOptions
+    placement: Placement
+    part_graphs: list[fx.GraphModule] | None = None  # where the model is a part: the graphs of all parts
+
+    def run(self) -> Compiled:
+        """The compiled module."""
+        captured = self.capture()
+        graph = self.lower(captured)
+        cache = self.cache_entry(graph)
+        earlier = cache.module(self._module, graph.lowered)
+        if earlier is not None:
+            return self.finish(graph, earlier)
+        graph = self.check(captured, graph)
+        if graph.fault is not None:
+            return self.as_it_is(graph, graph.fault)
+        support = self.support(graph)
+        if support.measured is None:
+            compiled = self.build(graph, support)
+        else:
+            compiled = self.choose(graph, support, support.measured)
+        verified = self.verify(captured, graph, support, compiled)
+        if verified is compiled:
+            self.store(cache, graph, compiled)
+        return self.finish(graph, verified)
+
+    def capture(self) -> Captured:
+        """Run the model on the example, before anything else is done to it."""
+        if not self.options.accuracy.verify:
+            return Captured()
+        assert self.model is not None
+        judge = Judge(self.model)
+        with watched(judge.model) as frozen:
+            truth = judge.answer_if_any(self.request.call)
+        return Captured(judge, truth, tuple(frozen))
+
+    def lower(self, captured: Captured) -> LoweredModel:
+        """Export the model and lower it; the examples are the call, and the ends of the ranges of sizes."""
+        notes = (*self.request.notes, *captured.notes)
+        if captured.judge is None:
+            with watched(self._module) as frozen:
+                lowered, call = self._lowered()
+            return LoweredModel(lowered, [Example(call, example_inputs(lowered, *call))], (*notes, *frozen))
+        lowered, call = self._lowered()
+        examples, unverified = examples_of(captured.judge, lowered, call, self.request.call, captured.truth)
+        return LoweredModel(lowered, examples, (*notes, *unverified))
+
+    def _lowered(self) -> tuple[Lowered, Call]:
+        assert self.model is not None
+        return lower_model(
+            self.model,  # type: ignore[arg-type]
+            *self.request.call,
+            self.request.dynamic_shapes,
+            has_converter=registry.__contains__,
+            drop_guards=self.options.accuracy.verify,
+        )
+
+    def cache_entry(self, graph: LoweredModel) -> CacheEntry:
+        """The place of this compile in the build cache; parts, and what has a tolerance, have none."""
+        accuracy, model = self.options.accuracy, self.model
+        is_whole = self.part_graphs is None and isinstance(model, nn.Module)
+        if not is_whole or accuracy.tolerance is not None or accuracy.examples:
+            return CacheEntry(None)
+        assert isinstance(model, nn.Module)
+        settings = (
+            *(self.placement.strategy, self.placement.measured, self.placement.by_default),
+            *(self.options.limits, self.options.rewrite, self.options.cuda_graphs, accuracy.verify),
+            *(list(graph.notes), inspect.signature(model.forward)),
+        )
+        return cache_entry(graph.lowered, graph.examples, self.engines, settings)
+
+    def check(self, captured: Captured, graph: LoweredModel) -> LoweredModel:
+        """A graph that answers as the model does; decompositions that change its answers are left out."""
+        checked = graph
+        if captured.judge is not None:
+            checked = faithful_lowering(
+                captured.judge, graph, partial(self.lower, captured), self._exported_operators
+            )
+        if captured.judge is not None and checked.fault is None:
+            calls = further_calls(self.options.accuracy.examples, self.request.call[1])
+            more = further_examples(captured.judge, checked.lowered, calls)
+            checked = replace(checked, examples=[*checked.examples, *more])
+        self._check_names(checked.lowered.module)
+        return checked
+
+    def _exported_operators(self) -> set[Any]:
+        assert self.model is not None
+        program = capture(self.model, *self.request.call, self.request.dynamic_shapes)  # type: ignore[arg-type]
+        return operators_of(program.graph)
+
+    def _check_names(self, module: fx.GraphModule) -> None:
+        """Raise for a name of the user's that means nothing; those of parts are checked over all parts."""
+        if self.part_graphs is None:
+            check_names(module, self.options.limits, [engine.name for engine in self.engines])
+        else:
+            self.part_graphs.append(module)
+
+    def support(self, graph: LoweredModel) -> Support:
+        """Ask every engine for every node, and decide whether to measure."""
+        module, measured, notes = graph.lowered.module, self.placement.measured, tuple[str, ...]()
+        small = too_small_to_measure(module) if self.placement.by_default and measured is not None else None
+        if small is not None:
+            measured, notes = None, (small,)
+        engines = self.engines if measured is not None else self._quick_engines()
+        table = support_table(module, engines, self.options.build_limit_s)
+        return Support(engines, table, measured, notes)
+
+    def _quick_engines(self) -> tuple[Engine, ...]:
+        """The engines to use without measuring: nobody asked for those that are slow to build."""
+        if not self.placement.by_default:
+            return self.engines
+        return tuple(engine for engine in self.engines if not engine.slow_to_build)
+
+    def build(self, graph: LoweredModel, support: Support) -> Compiled:
+        """Plan by the strategy, and build every segment; what fails leaves its engine."""
+        builder = self._builder(graph, support.engines, support.notes)
+        return self._inlaid(graph, *builder.build(builder.plan(support.table)), builder)
+
+    def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
+        """Build several plans, measure them on this machine, and take the best."""
+        lowered, options = graph.lowered, self.options
+        workshop = Workshop(
+            self._builder(graph, support.engines, support.notes),
+            support.table,
+            partial(self._inlaid, graph),
+            partial(self._eager, graph, EAGER, by_choice=True),
+            partial(error_of, lowered, graph.examples),
+            options.rewrite is None,
+            self.request.began,
+        )
+        sample = sample_of(graph.examples, self.request.call, largest=measured.objective == "throughput")
+        settings = f"{options.rewrite} {options.accuracy.verify} {options.cuda_graphs}"
+        model = self._module
+        with nullcontext() if model is None else undisturbed(model):  # it is measured as it is, too
+            return choose(measured, workshop, support.engines, sample, settings, options.accuracy.tolerance)
+
+    def verify(
+        self, captured: Captured, graph: LoweredModel, support: Support, compiled: Compiled
+    ) -> Compiled:
+        """The module if it answers as the model does; else one without the engine or segment at fault."""
+        if captured.judge is None:
+            return compiled
+        fault = self.mismatch(captured.judge, graph, compiled)
+        if fault is None:
+            return compiled
+        engines = self._quick_engines()
+        table = support.table.with_engines(tuple(engine.name for engine in engines))
+        for refusals, note in suspects(graph.lowered.module.graph, compiled.plan, fault):
+            narrowed = Support(engines, table.with_refusals(refusals), notes=(*support.notes, note))
+            candidate = self.build(graph, narrowed)
+            if self.mismatch(captured.judge, graph, candidate) is None:
+                return candidate
+        return self.as_it_is(graph, fault)
+
+    def mismatch(self, judge: Judge, graph: LoweredModel, compiled: Compiled) -> str | None:
+        """How the module as a whole differs from the model; None where it answers alike.
+
+        What rounding may do is that of the coarsest engine in use; a tolerance counts only where an engine
+        of shorter arithmetic is in use.
+        """
+        plans = (compiled.plan, *compiled.body_plans.values())
+        names = {name for plan in plans for name in plan.engines}
+        used = [engine for engine in self.engines if engine.name in names]
+        coarsest = max((engine.coarsest for engine in used), default=0.0)
+        is_exact = all(engine.is_exact for engine in used)
+        tolerance = None if is_exact else self.options.accuracy.tolerance
+        return whole_fault(judge, graph.lowered, compiled, graph.examples, coarsest, tolerance)
+
+    def store(self, cache: CacheEntry, graph: LoweredModel, compiled: Compiled) -> None:
+        """Keep a module that was compared with the model, or need not be, in the build cache."""
+        if self.options.accuracy.verify and any(example.truth is None for example in graph.examples):
+            return  # the model draws random numbers: the module was not compared with it
+        cache.store(compiled, time.perf_counter() - self.request.began)
+
+    def finish(self, graph: LoweredModel, compiled: Compiled) -> Compiled:
+        """Let the module take other weights.
+
+        What does so lives as long as the module, so it must not hold the model.
+        """
+        without_model = replace(self, model=None, request=Request(((), {})), part_graphs=None)
+        compiled.refit_by(Refit(without_model, graph.examples))
+        return compiled
+
+    def rebuild(
+        self, model: nn.Module | None, lowered: Lowered, examples: Sequence[Example], plans: Sequence[Plan]
+    ) -> Compiled:
+        """A module of the same graph with other weights, cut as these plans cut the graph and its bodies."""
+        strategy = as_before(plans, self.placement.strategy)
+        job = replace(self, model=model, placement=Placement(strategy))
+        graph = LoweredModel(lowered, list(examples))
+        return job.build(graph, job.support(graph))
+
+    def as_it_is(self, graph: LoweredModel, fault: str) -> Compiled:
+        """The model itself, run in PyTorch: what was made of it does not answer as it does."""
+        if self.options.limits.require_full_compilation:
+            raise PartitionError(f"full compilation is impossible: compiled, the model {fault}")
+        reason = f"the model runs as it is, in PyTorch: compiled, it {fault}"
+        return self._eager(replace(graph, notes=(*graph.notes, reason)), reason, by_choice=False)
+
+    def _eager(self, graph: LoweredModel, reason: str, *, by_choice: bool) -> Compiled:
+        engines = self._quick_engines()
+        builder = self._builder(replace(graph, examples=[]), engines)
+        table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
+        plan, pieces, programs = builder.build(builder.plan(table))
+        return self._compiled(graph, plan, pieces, programs, builder, as_it_is=True, by_choice=by_choice)
+
+    def _builder(
+        self, graph: LoweredModel, engines: tuple[Engine, ...], notes: Sequence[str] = ()
+    ) -> Builder:
+        module, options = graph.lowered.module, self.options
+        device = "cuda" if uses_gpu(module.graph) else "cpu"
+        verified = options.accuracy.verify
+        return Builder(
+            module,
+            engines,
+            options.limits,
+            self.placement.strategy,
+            rewrite=None if options.rewrite is False else rewriter(options.rewrite, engines, device),
+            examples=[example.inputs for example in graph.examples] if verified else (),
+            build_limit_s=options.build_limit_s,
+            cases=Cases(module, [example.case for example in graph.examples]),
+            tolerance=options.accuracy.tolerance,
+            notes=list(notes),
+        )
+
+    def _inlaid(
+        self,
+        graph: LoweredModel,
+        plan: Plan,
+        pieces: Sequence[Piece],
+        programs: Sequence[Program],
+        builder: Builder,
+    ) -> Compiled:
+        """The programs as one module, and on a GPU as one CUDA graph where it can be recorded."""
+        compiled = self._compiled(graph, plan, pieces, programs, builder)
+        setting, module = self.options.cuda_graphs, graph.lowered.module
+        if uses_gpu(module.graph) and graph.examples and setting is not False:
+            use_cuda_graphs(
+                compiled,
+                module.graph,
+                capturable=all(e.capturable for e in builder.engines if e.name in plan.engines),
+                results="static" if setting == "static" else "fresh",
+                example=graph.examples[0].inputs,
+            )
+        return compiled
+
+    def _compiled(
+        self,
+        graph: LoweredModel,
+        plan: Plan,
+        pieces: Sequence[Piece],
+        programs: Sequence[Program],
+        builder: Builder,
+        *,
+        as_it_is: bool = False,
+        by_choice: bool = False,
+    ) -> Compiled:
+        is_module = isinstance(self.model, nn.Module)
+        return Compiled(
+            graph.lowered,
+            plan,
+            pieces,
+            programs,
+            [*graph.notes, *graph.lowered.notes, *builder.notes],
+            inspect.signature(self.model.forward) if is_module else None,  # type: ignore[union-attr]
+            builder.body_plans,
+            self._module,
+            as_it_is,
+            by_choice=by_choice,
+        )
+
+    @functools.cached_property
+    def _module(self) -> nn.Module | None:
+        """The model as something to call."""
+        return self.model.module() if isinstance(self.model, ExportedProgram) else self.model
+
+    def must_be_whole(self, error: IntarsiaError) -> bool:
+        """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
+        if self.options.fallback == "error" or self.options.limits.require_full_compilation:
+            return True
+        if not isinstance(self.model, nn.Module):
+            return True
+        if self.request.dynamic_shapes is None or isinstance(error, LoweringError):
+            return False  # a graph that torch cannot take apart says nothing against the sizes
+        try:
+            capture(self.model, *self.request.call)
+        except CaptureError:
+            return False
+        return True
+
+    def in_parts(self, reason: str) -> PartlyCompiled:
+        """The submodules that can be captured, compiled by jobs of their own; the rest runs as it is."""
+        assert isinstance(self.model, nn.Module)
+        graphs: list[fx.GraphModule] = []
+        compile_one = partial(self._compile_part, graphs) if self.options.fallback == "parts" else None
+        partly = compile_parts(self.model, self.request.call, reason, compile_one, self.request.notes)
+        names = [engine.name for engine in self.engines]
+        check_names_of_parts(self.model, self.request.call, graphs, self.options.limits, names)
+        return partly
+
+    def _compile_part(
+        self, graphs: list[fx.GraphModule], path: str, module: nn.Module, call: Call, dynamic_shapes: Any
+    ) -> Compiled:
+        """One submodule; modules that the user named mean in it what they mean in the model."""
+        assert isinstance(self.model, nn.Module)
+        limits, accuracy = self.options.limits, self.options.accuracy
+        inner = names_within(self.model, path, limits.torch_executed_modules)
+        options = replace(
+            self.options,
+            limits=replace(limits, torch_executed_modules=inner),
+            accuracy=replace(accuracy, examples=()),
+        )
+        request = Request(call, dynamic_shapes)
+        return replace(self, model=module, request=request, options=options, part_graphs=graphs).run()

@@ -1,0 +1,191 @@
+"""`CompileOptions`: what a user asks of a compile, checked once and shared by every entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from intarsia.capture.input import further_calls
+from intarsia.choose.measured import Measured, is_number
+from intarsia.choose.precision import SHORTENING_S, Precision, allowed_arithmetic
+from intarsia.engines import Engine, resolve_engines
+from intarsia.errors import InputError
+from intarsia.partition import PartitionOptions, Strategy, find_strategy
+from intarsia.partition.options import PartitionChoices, partition_options
+from intarsia.rewrite import Patterns
+from intarsia.rewrite.chosen import as_list
+
+Engines = Sequence[Engine | str] | Engine | str | None
+Partition = str | Strategy | Measured | None
+Fallback = Literal["parts", "eager", "error"]
+
+
+class CompileKeywords(PartitionChoices, total=False):
+    """The options as users give them by name, to `compile` and to whatever compiles for them."""
+
+    engines: Engines
+    partition: Partition
+    precision: Precision | None
+    tolerance: float | None
+    examples: Sequence[Sequence[Any]]
+    options: PartitionOptions | None
+    rewrite: Patterns
+    verify: bool
+    cuda_graphs: bool | Literal["static"] | None
+    build_limit_s: float | None
+    fallback: Fallback
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How exact the results must be, and how that is checked.
+
+    Args:
+        precision: the only shorter arithmetic that engines may use; None for any that the tolerance allows.
+        tolerance: how far results may be off, as a share of the largest value; None for the model's own
+            arithmetic.
+        examples: further calls on which the error is measured, as positional arguments.
+        verify: whether everything that is built is compared with the model.
+    """
+
+    precision: Precision | None = None
+    tolerance: float | None = None
+    examples: Sequence[Sequence[Any]] = ()
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.verify, bool):
+            raise InputError(f"verify={self.verify!r}; give True or False")
+        allowed_arithmetic(self.precision, self.tolerance, verify=self.verify)
+        further_calls(self.examples, {})
+
+    @property
+    def arithmetic(self) -> tuple[str, ...]:
+        """The kinds of arithmetic shorter than the model's own that engines may use."""
+        return allowed_arithmetic(self.precision, self.tolerance, verify=self.verify)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who decides which engine runs what: a measurement on this machine, or else a strategy.
+
+    `by_default` says that nobody asked to measure: models too small for it are not measured, and engines
+    that are slow to build are then not used.
+    """
+
+    strategy: Strategy
+    measured: Measured | None = None
+    by_default: bool = False
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """The options of one compile. `compile` documents them; values that it does not take raise here.
+
+    >>> CompileOptions.of(tolerance=0.02).accuracy.tolerance
+    0.02
+    >>> CompileOptions.of(fallback="part")
+    Traceback (most recent call last):
+    ...
+    intarsia.errors.InputError: fallback='part'; give 'parts', 'eager' or 'error'
+    """
+
+    engines: Engines = None
+    partition: Partition = None
+    limits: PartitionOptions = field(default_factory=PartitionOptions)
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    rewrite: Patterns = None
+    cuda_graphs: bool | Literal["static"] | None = None
+    build_limit_s: float | None = 600.0
+    fallback: Fallback = "parts"
+
+    def __post_init__(self) -> None:
+        if self.fallback not in get_args(Fallback):
+            raise InputError(f"fallback={self.fallback!r}; give 'parts', 'eager' or 'error'")
+        limit = self.build_limit_s
+        if limit is not None and (not is_number(limit) or not limit > 0):
+            raise InputError(f"build_limit_s={limit!r}; give seconds, or None for no limit")
+        if not (self.rewrite is None or isinstance(self.rewrite, bool)):
+            as_list(self.rewrite)
+        if self.cuda_graphs not in (None, True, False, "static"):
+            raise InputError(f"cuda_graphs={self.cuda_graphs!r}; give True, False, 'static' or None")
+        is_measured = self.partition is None or isinstance(self.partition, Measured)
+        if self.accuracy.arithmetic and not is_measured:
+            raise InputError(
+                f"tolerance={self.accuracy.tolerance!r} needs partition=Measured(), not {self.partition!r}"
+            )
+        if not is_measured:
+            find_strategy(self.partition)  # type: ignore[arg-type]
+
+    @property
+    def placement(self) -> Placement:
+        """The strategy or measurement that these options ask for.
+
+        With a tolerance there are more candidates to build, so a measurement without a budget gets one.
+        """
+        if isinstance(self.partition, Measured):
+            return Placement(find_strategy("dependency"), self.partition)
+        if self.partition is not None:
+            return Placement(find_strategy(self.partition))
+        measured = Measured(budget_s=SHORTENING_S) if self.accuracy.arithmetic else None
+        return Placement(find_strategy("dependency"), measured)
+
+    @classmethod
+    def of(cls, **given: Any) -> CompileOptions:
+        """The options that a user gave by the names of `compile`'s arguments."""
+        return cls().changed(**given)
+
+    @classmethod
+    def checked(cls, given: Mapping[str, Any], function: str, found: Sequence[str] = ()) -> CompileOptions:
+        """The options given to another function that compiles; InputError, with near names, for others.
+
+        `found` are options that the function sets itself. Engines are looked up at once, so that a wrong
+        name does not show only after a model was run.
+
+        >>> CompileOptions.checked({"engine": "openvino"}, "tune")
+        Traceback (most recent call last):
+        ...
+        intarsia.errors.InputError: tune has no option 'engine'; near is 'engines'
+        """
+        known = [name for name in option_names() if name not in found]
+        for name in given:
+            if name in (*CALL_ARGUMENTS, *found):
+                raise InputError(f"{function} finds {name} by itself; it is no option")
+            if name not in known:
+                near = get_close_matches(str(name), known, n=3, cutoff=0.5)
+                names = f"; near is {near[0]!r}" if near else f"; known are {', '.join(known)}"
+                raise InputError(f"{function} has no option {name!r}{names}")
+        options = cls.of(**given)
+        if options.engines is not None:
+            resolve_engines(options.engines)
+        return options
+
+    def changed(self, **given: Any) -> CompileOptions:
+        """A copy with some options changed, by the names of `compile`'s arguments."""
+        accuracy = {name: given.pop(name) for name in list(given) if name in Accuracy.__annotations__}
+        plain = {name: given.pop(name) for name in list(given) if name in _PLAIN}
+        together = given.pop("options", None)
+        if together is not None or given:
+            plain["limits"] = partition_options(together, given)  # type: ignore[arg-type]
+        return replace(self, accuracy=replace(self.accuracy, **accuracy), **plain)
+
+    def keywords(self) -> dict[str, Any]:
+        """The options by the names of `compile`'s arguments, for a function that takes them so."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        accuracy = {name: getattr(self.accuracy, name) for name in Accuracy.__annotations__}
+        return {**plain, **accuracy, "options": self.limits}
+
+
+_PLAIN = ("engines", "partition", "rewrite", "cuda_graphs", "build_limit_s", "fallback")
+CALL_ARGUMENTS = ("model", "args", "kwargs", "dynamic_shapes")  # of `compile`, which are no options
+
+
+def option_names() -> list[str]:
+    """The names of all options that a user may give.
+
+    >>> "engines" in option_names(), "min_block_size" in option_names(), "model" in option_names()
+    (True, True, False)
+    """
+    return [*CompileKeywords.__annotations__]
