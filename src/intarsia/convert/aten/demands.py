@@ -14,10 +14,9 @@ from intarsia.convert.aten.sizes import Size, int64
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
+from intarsia.network.ops import COUNTS
 
 D = ir.DataType
-# Layers whose integers are never negative.
-_PLACES = frozenset({"ArgMax", "ArgMin", "NonZero", "TopK", "Shape", "Size"})
 
 
 def from_the_front(index: Tensor, extent: Size) -> Tensor:
@@ -29,7 +28,7 @@ def from_the_front(index: Tensor, extent: Size) -> Tensor:
         return F.constant(known.astype(np.int64))
     index = F.cast(index, D.INT64)
     parent = index.get_parent()
-    if parent is not None and parent.kind in _PLACES:
+    if parent is not None and parent.kind in COUNTS:
         return index
     return F.where(F.less(index, 0), int64(extent), index)
 
