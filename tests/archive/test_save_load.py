@@ -1,4 +1,4 @@
-"""A compiled module is saved and loaded like any other: by files, copies, pickle and `torch.save`; and freed."""
+"""A compiled module is saved and loaded by files, copies, pickle and `torch.save`, and it is freed."""
 
 from __future__ import annotations
 
