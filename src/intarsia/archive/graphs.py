@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from intarsia.archive.operators import find_operator, name_of
+from intarsia.archive.tensors import TensorTable
+from intarsia.archive.values import Devices, Json, from_json, same_device, to_json
 from intarsia.errors import ArchiveError
 from intarsia.graph.source import module_path, source_line
-from intarsia.runtime.archive.operators import find_operator, name_of
-from intarsia.runtime.archive.tensors import TensorTable
-from intarsia.runtime.archive.values import Devices, Json, from_json, same_device, to_json
 
 # FX writes these into the source of a function, so that a name must be nothing but a name.
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)

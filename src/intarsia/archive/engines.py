@@ -6,10 +6,10 @@ import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 
+from intarsia.archive.values import Json, from_json, to_json
 from intarsia.cache.machine import machine_key, package_version, processor_features
 from intarsia.engines import Engine, PyTorch, known_engines, resolve_engines
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.values import Json, from_json, to_json
 
 _PACKAGES = ("onnxruntime", "openvino")
 _INSTEAD = "its segments run in PyTorch"

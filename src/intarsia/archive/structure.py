@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from intarsia.archive.values import Json, from_json, to_json
 from intarsia.capture.output_objects import Opened as Opened  # which is registered by it
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.values import Json, from_json, to_json
 
 # torch would import the module that a file names to find a default factory or an enumeration.
 _IMPORTING = ("collections.defaultdict",)

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import fx
 
+from intarsia.archive.values import Json
 from intarsia.errors import ArchiveError
 from intarsia.lower import Lowered
 from intarsia.lower.output_layouts import Layouts
 from intarsia.lower.output_views import OutputView
-from intarsia.runtime.archive.values import Json
 
 
 def results_to_json(lowered: Lowered, write_graph: Callable[[fx.GraphModule], Json]) -> Json:

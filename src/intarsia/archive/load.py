@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx, nn
 
+from intarsia.archive.captured import captured_from_json
+from intarsia.archive.container import Reader
+from intarsia.archive.door import check_from_json, ranges_from_json
+from intarsia.archive.engines import engines_from_json, packed_for
+from intarsia.archive.graphs import ReadGraph, graph_from_json
+from intarsia.archive.results import layouts_from_json, views_from_json
+from intarsia.archive.save import FORMAT, VERSION
+from intarsia.archive.structure import signature_from_json, spec_from_json
+from intarsia.archive.tensors import WEIGHTS, read_tensors
+from intarsia.archive.unpack import Unpacker
+from intarsia.archive.values import Devices, Json, from_json, same_device
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program, PyTorch
 from intarsia.errors import ArchiveError, EngineError, IntarsiaError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
-from intarsia.runtime.archive.captured import captured_from_json
-from intarsia.runtime.archive.container import Reader
-from intarsia.runtime.archive.door import check_from_json, ranges_from_json
-from intarsia.runtime.archive.engines import engines_from_json, packed_for
-from intarsia.runtime.archive.graphs import ReadGraph, graph_from_json
-from intarsia.runtime.archive.results import layouts_from_json, views_from_json
-from intarsia.runtime.archive.save import FORMAT, VERSION
-from intarsia.runtime.archive.structure import signature_from_json, spec_from_json
-from intarsia.runtime.archive.tensors import WEIGHTS, read_tensors
-from intarsia.runtime.archive.unpack import Unpacker
-from intarsia.runtime.archive.values import Devices, Json, from_json, same_device
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import Made, Origin, with_fallback
@@ -358,7 +358,7 @@ class _Loader:
         return engine.load_package(bytes(self._reader.member(told["package"])), graph.module)
 
     def _network(self, item: Json) -> Network:
-        from intarsia.runtime.archive.networks import network_from_onnx  # which takes long to import
+        from intarsia.archive.networks import network_from_onnx  # which takes long to import
 
         return network_from_onnx(self._reader.member(item["network"]), item["weights"], self._tensors)
 

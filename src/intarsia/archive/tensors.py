@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from intarsia.archive.container import ALIGNMENT
+from intarsia.archive.rows import rows_of_others
+from intarsia.archive.values import Devices
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import ALIGNMENT
-from intarsia.runtime.archive.rows import rows_of_others
-from intarsia.runtime.archive.values import Devices
 
 WEIGHTS = "weights.safetensors"
 MOST_HEADER = 100_000_000  # as safetensors itself has it

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from intarsia.archive.values import Devices, Json, from_json, to_json
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.values import Devices, Json, from_json, to_json
 from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck
 
 _FROM_TORCH = """FloorDiv ModularIndexing CleanDiv Mod PythonMod CeilToInt FloorToInt TruncToInt RoundToInt

@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, BinaryIO
 import torch
 from torch import fx, nn
 
+from intarsia.archive.captured import CAPTURED, captured_module, captured_to_json
+from intarsia.archive.container import Writer, write_atomically
+from intarsia.archive.door import check_to_json, ranges_to_json
+from intarsia.archive.engines import engine_to_json, packed_for
+from intarsia.archive.graphs import graph_to_json
+from intarsia.archive.results import results_to_json
+from intarsia.archive.structure import signature_to_json, spec_to_json
+from intarsia.archive.tensors import WEIGHTS, TensorTable
+from intarsia.archive.values import Json, to_json
 from intarsia.cache.machine import package_version, processor_name
 from intarsia.engines import Program
 from intarsia.engines.base import GraphEngine, GrowingFile, NetworkEngine
@@ -19,15 +28,6 @@ from intarsia.errors import ArchiveError, EngineError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import Lowered
-from intarsia.runtime.archive.captured import CAPTURED, captured_module, captured_to_json
-from intarsia.runtime.archive.container import Writer, write_atomically
-from intarsia.runtime.archive.door import check_to_json, ranges_to_json
-from intarsia.runtime.archive.engines import engine_to_json, packed_for
-from intarsia.runtime.archive.graphs import graph_to_json
-from intarsia.runtime.archive.results import results_to_json
-from intarsia.runtime.archive.structure import signature_to_json, spec_to_json
-from intarsia.runtime.archive.tensors import WEIGHTS, TensorTable
-from intarsia.runtime.archive.values import Json, to_json
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import WithFallback
@@ -220,7 +220,7 @@ class _Saver:
         if self._native and isinstance(origin.engine, GraphEngine) and origin.engine.runs_packages:
             written["native"] = self._package(origin.engine, origin.module)
         if origin.network is not None:
-            from intarsia.runtime.archive.networks import network_to_onnx  # which loading may do without
+            from intarsia.archive.networks import network_to_onnx  # which loading may do without
 
             data, keys = network_to_onnx(origin.network, self.tensors)
             member = f"networks/{len(self.networks)}.onnx"

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from intarsia.archive.checksum import Checksum
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.checksum import Checksum
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 ALIGNMENT = 64

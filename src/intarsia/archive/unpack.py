@@ -8,12 +8,12 @@ from types import TracebackType
 
 import torch
 
+from intarsia.archive.container import Reader
+from intarsia.archive.engines import packed_for
+from intarsia.archive.values import Json
 from intarsia.engines import Engine, NetworkEngine, Program
 from intarsia.engines.base import WeightFile
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import Reader
-from intarsia.runtime.archive.engines import packed_for
-from intarsia.runtime.archive.values import Json
 
 
 class Unpacker:

@@ -9,11 +9,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
+from intarsia.archive.container import Reader, Writer, write_atomically
+from intarsia.archive.load import check_version
+from intarsia.archive.save import made_by, save_bytes
+from intarsia.archive.values import Json
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import Reader, Writer, write_atomically
-from intarsia.runtime.archive.load import check_version
-from intarsia.runtime.archive.save import made_by, save_bytes
-from intarsia.runtime.archive.values import Json
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.weights import tensor_digest
 

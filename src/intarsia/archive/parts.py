@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from intarsia.archive.bundle import check_member, check_weights, weight_digests, write_bundle
+from intarsia.archive.container import Reader
+from intarsia.archive.load import Place, check_version, load_whole
+from intarsia.archive.values import Json
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.bundle import check_member, check_weights, weight_digests, write_bundle
-from intarsia.runtime.archive.container import Reader
-from intarsia.runtime.archive.load import Place, check_version, load_whole
-from intarsia.runtime.archive.values import Json
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled, assembled
 

@@ -11,10 +11,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from intarsia.archive.graphs import ReadModule, WriteModule, graph_from_json, graph_to_json
+from intarsia.archive.tensors import TensorTable
+from intarsia.archive.values import Devices
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.graphs import ReadModule, WriteModule, graph_from_json, graph_to_json
-from intarsia.runtime.archive.tensors import TensorTable
-from intarsia.runtime.archive.values import Devices
 
 CAPTURED = "captured.json"
 _HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

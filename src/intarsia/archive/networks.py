@@ -10,10 +10,10 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor
 
+from intarsia.archive.tensors import TensorTable
 from intarsia.errors import ArchiveError
 from intarsia.network import Network, dtypes
 from intarsia.network.serialize import to_proto
-from intarsia.runtime.archive.tensors import TensorTable
 
 _SOURCE = "source"  # where a layer comes from, as a path of the machine it was compiled on
 

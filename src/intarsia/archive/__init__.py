@@ -5,10 +5,10 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable
 
-from intarsia.runtime.archive.file import load as load
-from intarsia.runtime.archive.file import save as save
-from intarsia.runtime.archive.load import load_bytes
-from intarsia.runtime.archive.save import save_bytes
+from intarsia.archive.file import load as load
+from intarsia.archive.file import save as save
+from intarsia.archive.load import load_bytes
+from intarsia.archive.save import save_bytes
 from intarsia.runtime.compiled import Compiled
 
 

@@ -1,4 +1,4 @@
-"""A compiled module is a module like any other: copied, pickled, saved by torch, freed."""
+"""A compiled module is saved and loaded by files, copies, pickle and `torch.save`, and it is freed."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from typing import Literal, overload
 
 from torch import nn
 
+from intarsia.archive.container import Reader
+from intarsia.archive.load import Place, complaining, load_whole
+from intarsia.archive.parts import PARTS, load_parts, save_parts
+from intarsia.archive.save import save_sealed
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import Reader
-from intarsia.runtime.archive.load import Place, complaining, load_whole
-from intarsia.runtime.archive.parts import PARTS, load_parts, save_parts
-from intarsia.runtime.archive.save import save_sealed
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
