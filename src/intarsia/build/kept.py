@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from intarsia.archive.load import Pieces, load_pieces
+from intarsia.archive.save import save_sealed
 from intarsia.build.fingerprint import Unknowable, digest_of, of_lowered, of_process, of_values
 from intarsia.cache.directory import cache_directory
 from intarsia.cache.shelf import Shelf
@@ -19,8 +21,6 @@ from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.lower import Lowered
 from intarsia.rewrite import RewritePatternManager
-from intarsia.runtime.archive.load import Pieces, load_pieces
-from intarsia.runtime.archive.save import save_sealed
 from intarsia.runtime.compiled import Compiled
 
 
