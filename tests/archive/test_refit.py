@@ -15,11 +15,11 @@ from tests.runtime.test_refit import Folds, changed
 from torch import nn
 
 import intarsia
+from intarsia.archive.load import load_bytes
+from intarsia.archive.save import save_bytes
 from intarsia.cli import zoo
 from intarsia.compare import relative_error
 from intarsia.errors import RefitError
-from intarsia.runtime.archive.load import load_bytes
-from intarsia.runtime.archive.save import save_bytes
 
 
 @pytest.mark.parametrize("engines", ["openvino", "onnxruntime", "pytorch"])
@@ -43,6 +43,7 @@ def test_what_was_folded_is_folded_again(engines: str, tmp_path: Path) -> None:
         assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_new_process_refits_without_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Folds().eval(), torch.randn(2, 3, 8, 8)

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from intarsia.archive.load import load_pieces
+from intarsia.archive.save import save_sealed
 from intarsia.build.faithful import Example
 from intarsia.cache.directory import cache_directory
 from intarsia.cache.shelf import Shelf
@@ -23,8 +25,6 @@ from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.lower import Lowered
 from intarsia.rewrite import RewritePatternManager
-from intarsia.runtime.archive.load import load_pieces
-from intarsia.runtime.archive.save import save_sealed
 from intarsia.runtime.compiled import Compiled
 
 LEAST_S = 1.0  # a compile that took less is not stored: reading it back would take about as long
@@ -49,7 +49,7 @@ def cache_entry(
             *_converters(),
             *of_lowered(lowered),
             *of_values(answers),
-            *(f"{type(e).__module__}.{type(e).__qualname__} {_text(e.key())}" for e in engines),
+            *map(_engine_text, engines),
             *map(_text, settings),
         ]
     except (Unknowable, RuntimeError):  # the latter of a tensor without plain memory
@@ -135,6 +135,12 @@ def _text(value: Any) -> str:
     if " at 0x" in text or "<function" in text or "object at" in text:
         raise Unknowable(text)
     return text
+
+
+def _engine_text(engine: Engine) -> str:
+    """An engine with its options and its version."""
+    kind = type(engine)
+    return f"{kind.__module__}.{kind.__qualname__} {engine.version()} {_text(engine.key())}"
 
 
 def _has_foreign_parts() -> bool:
