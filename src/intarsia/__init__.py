@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from intarsia.refitting import set_maker
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -51,6 +53,16 @@ _HOMES = {
     "recording": "intarsia.tuning.recording",
     "tune": "intarsia.tuning.tune",
 }
+
+
+def _make_refittable(loaded: Any, captured: Any) -> None:
+    """New weights for a loaded module need the compiler, which is imported only now (see `refitting`)."""
+    from intarsia.compiler.loaded import make_refittable
+
+    make_refittable(loaded, captured)
+
+
+set_maker(_make_refittable)
 
 if not TYPE_CHECKING:
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia import compiler
 from intarsia.choose import candidate, search, worth
 from intarsia.choose.measured import Measured
 from intarsia.choose.variants import variants
@@ -262,7 +261,7 @@ def test_inductor_is_tried_without_the_rewrites_that_apply() -> None:
 
 def test_a_model_on_a_gpu_is_measured_as_it_is_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whatever is on a GPU is tried as a CUDA graph; without one here, a note says that it cannot be.
-    monkeypatch.setattr(compiler, "uses_gpu", lambda graph: True)
+    monkeypatch.setattr("intarsia.compiler.job.uses_gpu", lambda graph: True)
     x = torch.randn(4, LARGE)
     fast = intarsia.compile(Net(LARGE), (x,), engines=["pytorch"], partition=Measured(), rewrite=False)
     assert {trial.name for trial in fast.plan.findings.trials} == {"pytorch", "eager"}

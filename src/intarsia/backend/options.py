@@ -42,5 +42,5 @@ def without_name(options: CompileOptions, error: UnknownNameError) -> CompileOpt
     names = getattr(options.limits, error.option)
     if isinstance(names, str) or not isinstance(names, Sequence) or error.name not in names:
         return None
-    others = [name for name in names if name is not error.name and name != error.name]
+    others: Any = [name for name in names if name is not error.name and name != error.name]
     return replace(options, limits=replace(options.limits, **{error.option: others}))

@@ -181,8 +181,8 @@ def prepare(
     began: float,
 ) -> CompileJob:
     """The job of a call: the example with every `Input` drawn, and the engines of its device."""
-    *call, dynamic_shapes = resolve_call(model, args, kwargs, dynamic_shapes)
-    device = device_kind(model, *call)
+    args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs, dynamic_shapes)
+    device = device_kind(model, args, kwargs)
     refuse_autocast(device)
     if options.cuda_graphs not in (None, False) and device != "cuda":
         raise InputError(
@@ -203,7 +203,7 @@ def prepare(
         notes += [f"{name} is not tried: {reason}" for name, reason in missing.items()]
     elif placement.measured is not None:
         refuse_short_engines(usable)
-    request = Request((call[0], call[1]), dynamic_shapes, tuple(notes), began)
+    request = Request((args, kwargs), dynamic_shapes, tuple(notes), began)
     return CompileJob(model, request, tuple(usable), options, placement)
 
 
@@ -282,6 +282,7 @@ class CompileJob:
         """Export the model and lower it; the examples are the call, and the ends of the ranges of sizes."""
         notes = (*self.request.notes, *captured.notes)
         if captured.judge is None:
+            assert self._module is not None
             with watched(self._module) as frozen:
                 lowered, call = self._lowered()
             return LoweredModel(lowered, [Example(call, example_inputs(lowered, *call))], (*notes, *frozen))

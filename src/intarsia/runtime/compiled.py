@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from intarsia.graph.devices import uses_gpu
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, Role
+from intarsia.refitting import make_refittable
 from intarsia.runtime.call_structure import flat_arguments, split_spec, with_defaults
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.frozen_module import FrozenModule
@@ -152,8 +152,7 @@ class Compiled(FrozenModule):
         tensor([[5.]])
         """
         if self._refitted is None and self.captured is not None:
-            # By its name: a process that only loads and runs imports nothing that compiles.
-            importlib.import_module("intarsia.compiler.loaded").make_refittable(self, self.captured())
+            make_refittable(self, self.captured())
         if self._refitted is None or not self._stands:
             raise RefitError(
                 "this module has not kept the program it was made of, since it runs as it is; compile the"
