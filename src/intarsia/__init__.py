@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from intarsia.archive import load as load
+    from intarsia.archive import save as save
     from intarsia.capture.annotate import run_on as run_on
     from intarsia.capture.input import Input as Input
     from intarsia.choose import Measured as Measured
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from intarsia.report import explain as explain
     from intarsia.runtime import Compiled as Compiled
     from intarsia.runtime import PartlyCompiled as PartlyCompiled
-    from intarsia.runtime.archive import load as load
-    from intarsia.runtime.archive import save as save
     from intarsia.tuning.recording import recording as recording
     from intarsia.tuning.tune import tune as tune
 
@@ -46,8 +46,8 @@ _HOMES = {
     "explain": "intarsia.report",
     "Compiled": "intarsia.runtime",
     "PartlyCompiled": "intarsia.runtime",
-    "load": "intarsia.runtime.archive",
-    "save": "intarsia.runtime.archive",
+    "load": "intarsia.archive",
+    "save": "intarsia.archive",
     "recording": "intarsia.tuning.recording",
     "tune": "intarsia.tuning.tune",
 }

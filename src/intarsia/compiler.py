@@ -15,6 +15,7 @@ from typing import Any, Literal, Unpack
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from intarsia import archive as archive  # compiled modules are pickled through it
 from intarsia.build.builder import Builder
 from intarsia.build.cases import Cases
 from intarsia.build.faithful import (
@@ -61,7 +62,6 @@ from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices
 from intarsia.partition.support import refused_table, support_table
 from intarsia.rewrite import Patterns
-from intarsia.runtime import archive as archive  # compiled modules are pickled through it
 from intarsia.runtime.compiled import Compiled, Refit, Source
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
 from intarsia.runtime.inlay import Assembly

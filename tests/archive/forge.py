@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from intarsia.runtime.archive.container import MANIFEST, SEAL, Writer
+from intarsia.archive.container import MANIFEST, SEAL, Writer
 
 
 def members(data: bytes) -> dict[str, bytes]:

@@ -11,10 +11,10 @@ from tests.archive.forge import members
 from torch import nn
 
 import intarsia
+from intarsia.archive.container import MANIFEST
+from intarsia.archive.graphs import graph_from_json, graph_to_json
+from intarsia.archive.tensors import TensorTable
 from intarsia.engines import Inductor
-from intarsia.runtime.archive.container import MANIFEST
-from intarsia.runtime.archive.graphs import graph_from_json, graph_to_json
-from intarsia.runtime.archive.tensors import TensorTable
 
 
 def test_inductor_is_built_again_from_the_graph(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from tests.archive.forge import members, sealed, unsealed
 from torch import nn
 
 import intarsia
+from intarsia.archive.container import MANIFEST
+from intarsia.archive.load import load_bytes
+from intarsia.archive.save import save_bytes
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import MANIFEST
-from intarsia.runtime.archive.load import load_bytes
-from intarsia.runtime.archive.save import save_bytes
 
 X = torch.linspace(-1, 1, 48).reshape(3, 16)
 

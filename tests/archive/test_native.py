@@ -11,9 +11,9 @@ from tests.archive.forge import members, sealed
 from torch import nn
 
 import intarsia
+from intarsia.archive.engines import packed_for
 from intarsia.engines import Inductor
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.engines import packed_for
 
 X = torch.linspace(-1, 1, 48).reshape(3, 16)
 
@@ -74,7 +74,7 @@ def test_a_package_of_another_machine_is_built_anew(
     saved: tuple[Path, torch.Tensor], built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, expected = saved
-    monkeypatch.setattr("intarsia.runtime.archive.engines.processor_features", lambda: "none")
+    monkeypatch.setattr("intarsia.archive.engines.processor_features", lambda: "none")
     loaded = intarsia.load(path, trust_native_code=True)
     assert built == ["build"]
     assert any("another version or machine" in note for note in loaded.notes)

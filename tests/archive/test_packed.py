@@ -16,9 +16,9 @@ from tests.archive.forge import members, sealed
 from torch import nn
 
 import intarsia
+from intarsia.archive.container import MANIFEST
 from intarsia.engines import OnnxRuntime, OpenVINO
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import MANIFEST
 
 ENGINES = {"openvino": OpenVINO, "onnxruntime": OnnxRuntime}
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
@@ -67,9 +67,9 @@ def test_another_version_machine_or_option_builds_it_again(
     name, path, expected = saved
     built, given = _no_build(monkeypatch), None
     if what == "version":
-        monkeypatch.setattr("intarsia.runtime.archive.engines.package_version", lambda name: "0.0")
+        monkeypatch.setattr("intarsia.archive.engines.package_version", lambda name: "0.0")
     elif what == "machine":
-        monkeypatch.setattr("intarsia.runtime.archive.engines.processor_features", lambda: "none")
+        monkeypatch.setattr("intarsia.archive.engines.processor_features", lambda: "none")
     else:
         given = ENGINES[name](threads=3)
     loaded = intarsia.load(path, engines=given)

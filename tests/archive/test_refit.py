@@ -15,11 +15,11 @@ from tests.runtime.test_refit import Folds, changed
 from torch import nn
 
 import intarsia
+from intarsia.archive.load import load_bytes
+from intarsia.archive.save import save_bytes
 from intarsia.cli import zoo
 from intarsia.compare import relative_error
 from intarsia.errors import RefitError
-from intarsia.runtime.archive.load import load_bytes
-from intarsia.runtime.archive.save import save_bytes
 
 
 @pytest.mark.parametrize("engines", ["openvino", "onnxruntime", "pytorch"])

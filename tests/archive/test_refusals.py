@@ -19,10 +19,10 @@ from tests.archive.forge import members, repacked, sealed, unsealed
 from torch import nn
 
 import intarsia
+from intarsia.archive.container import MANIFEST, SEAL
+from intarsia.archive.load import load_bytes
+from intarsia.archive.save import save_bytes
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import MANIFEST, SEAL
-from intarsia.runtime.archive.load import load_bytes
-from intarsia.runtime.archive.save import save_bytes
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
 

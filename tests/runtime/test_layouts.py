@@ -13,10 +13,10 @@ from torch import nn
 from torch.export import Dim
 
 import intarsia
+from intarsia.archive.results import layouts_from_json, views_from_json
 from intarsia.backend import intarsia_backend
 from intarsia.errors import ArchiveError
 from intarsia.lower.output_layouts import laid_out, layout_of
-from intarsia.runtime.archive.results import layouts_from_json, views_from_json
 
 ENGINES = ["onnxruntime", "openvino", "pytorch", "inductor"]
 

@@ -11,8 +11,8 @@ from tests.tuning.test_tune import ANYHOW, Block, Service, Stateful, agree, tune
 from torch import nn
 
 import intarsia
+from intarsia.archive.container import Writer
 from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.container import Writer
 from intarsia.tuning import load, save
 
 

@@ -9,21 +9,21 @@ from typing import Any
 
 from torch import nn
 
-from intarsia.errors import ArchiveError, InputError
-from intarsia.generation.anatomy import Anatomy, anatomy_of
-from intarsia.generation.check import checked, worst
-from intarsia.generation.encoder import EncoderForward
-from intarsia.generation.forward import GeneratingForward, Programs
-from intarsia.generation.generation import Generation
-from intarsia.runtime.archive.bundle import (
+from intarsia.archive.bundle import (
     check_member,
     check_weights,
     open_bundle,
     weight_digests,
     write_bundle,
 )
-from intarsia.runtime.archive.load import complaining, load_bytes
-from intarsia.runtime.archive.values import Json
+from intarsia.archive.load import complaining, load_bytes
+from intarsia.archive.values import Json
+from intarsia.errors import ArchiveError, InputError
+from intarsia.generation.anatomy import Anatomy, anatomy_of
+from intarsia.generation.check import checked, worst
+from intarsia.generation.encoder import EncoderForward
+from intarsia.generation.forward import GeneratingForward, Programs
+from intarsia.generation.generation import Generation
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from intarsia.archive import load
 from intarsia.capture.object_form import leaf_names
 from intarsia.capture.output_objects import Opened, open_objects
 from intarsia.errors import InputError
 from intarsia.lower.lowered import Role
 from intarsia.runtime import Compiled
-from intarsia.runtime.archive import load
 from intarsia.runtime.call_interface import children
 from intarsia.runtime.input_checks import ConstantCheck, TensorCheck
 

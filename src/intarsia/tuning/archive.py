@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
-from intarsia.build.judge import Call
-from intarsia.errors import ArchiveError
-from intarsia.runtime.archive.bundle import (
+from intarsia.archive.bundle import (
     check_member,
     check_weights,
     open_bundle,
     weight_digests,
     write_bundle,
 )
-from intarsia.runtime.archive.container import Reader
-from intarsia.runtime.archive.load import complaining, load_bytes
-from intarsia.runtime.archive.values import Json
+from intarsia.archive.container import Reader
+from intarsia.archive.load import complaining, load_bytes
+from intarsia.archive.values import Json
+from intarsia.build.judge import Call
+from intarsia.errors import ArchiveError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
 from intarsia.tuning.examples import fault_of, pack_example, unpack_example

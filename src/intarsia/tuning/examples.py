@@ -13,13 +13,13 @@ from safetensors.torch import load, save
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from intarsia.archive.values import Json, from_json, to_json
 from intarsia.build.faithful import Example, judged_example, whole_fault
 from intarsia.build.judge import Call, Judge
 from intarsia.compare import relative_error
 from intarsia.engines import SHORT
 from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import example_inputs
-from intarsia.runtime.archive.values import Json, from_json, to_json
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
 

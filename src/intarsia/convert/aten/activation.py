@@ -1,4 +1,4 @@
-"""Activations of one layer."""
+"""Activations, softmax and its relatives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.unary import softplus
+from intarsia.convert.aten.kernels import axes_of, filled, is_empty, wide
+from intarsia.convert.aten.reduce import holds_everywhere, holds_somewhere
+from intarsia.convert.aten.unary import expm1, softplus
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.promotion import narrowed, number, promoted, promoted_wide
 from intarsia.convert.registry import converter
@@ -107,3 +109,151 @@ def log_sigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
 def log_sigmoid_forward(ctx: ConversionContext, self: Tensor) -> tuple[Tensor, None]:
     # The second result is a buffer for the backward pass; inference does not read it.
     return log_sigmoid(ctx, self), None
+
+
+# Activations made of several layers: exponential units, shrinkage, gates.
+
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+
+
+@converter(aten.elu.default)
+def elu(ctx: ConversionContext, self: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Tensor:
+    if scale == 1 and input_scale == 1:
+        (x,) = promoted(ctx, self)
+        return narrowed(ctx, F.elu(x, float(alpha)))
+    (x,) = promoted_wide(ctx, self)
+    return narrowed(ctx, _exponential(x, alpha * scale, scale, input_scale))
+
+
+@converter(aten.selu.default)
+def selu(ctx: ConversionContext, self: Tensor) -> Tensor:
+    (x,) = promoted_wide(ctx, self)
+    return narrowed(ctx, _exponential(x, SELU_ALPHA * SELU_SCALE, SELU_SCALE, 1))
+
+
+@converter(aten.celu.default)
+def celu(ctx: ConversionContext, self: Tensor, alpha: Any = 1.0) -> Tensor:
+    (x,) = promoted_wide(ctx, self)
+    return narrowed(ctx, _exponential(x, alpha, 1, 1 / alpha))
+
+
+def _exponential(x: Tensor, negative: float, positive: float, inner: float) -> Tensor:
+    """`positive * x` above zero, else `negative * (exp(inner * x) - 1)`."""
+    above = F.mul(x, float(positive)) if positive != 1 else x
+    below = F.mul(expm1(F.mul(x, float(inner)) if inner != 1 else x), float(negative))
+    return F.where(F.greater(x, 0.0), above, below)
+
+
+@converter(aten.softplus.default)
+def scaled_softplus(ctx: ConversionContext, self: Tensor, beta: Any = 1, threshold: Any = 20) -> Tensor:
+    (x,) = promoted_wide(ctx, self)
+    scaled = F.mul(x, float(beta)) if beta != 1 else x
+    curve = softplus(scaled)
+    if beta != 1:
+        curve = F.div(curve, float(beta))
+    if threshold >= 20 and x.dtype == ir.DataType.FLOAT:  # beyond 20 the curve is the line, in float32
+        return narrowed(ctx, curve)
+    return narrowed(ctx, F.where(F.greater(scaled, float(threshold)), x, curve))
+
+
+@converter(aten.softshrink.default)
+def softshrink(ctx: ConversionContext, self: Tensor, lambd: Any = 0.5) -> Tensor:
+    (x,) = promoted_wide(ctx, self)
+    bound = float(lambd)
+    outside = F.where(F.greater(x, bound), F.sub(x, bound), F.mul(x, 0.0))
+    return narrowed(ctx, F.where(F.less(x, -bound), F.add(x, bound), outside))
+
+
+@converter(aten.hardshrink.default)
+def hardshrink(ctx: ConversionContext, self: Tensor, lambd: Any = 0.5) -> Tensor:
+    (x,) = promoted(ctx, self)
+    return narrowed(ctx, F.where(F.less_equal(F.abs(x), float(lambd)), 0.0, x))
+
+
+@converter(aten.threshold.default)
+def threshold(ctx: ConversionContext, self: Tensor, threshold: Any, value: Any) -> Tensor:
+    (x,) = promoted(ctx, self)
+    return narrowed(
+        ctx, F.where(F.less_equal(x, number(ctx, threshold, x.dtype)), number(ctx, value, x.dtype), x)
+    )
+
+
+@converter(aten.glu.default)
+def glu(ctx: ConversionContext, self: Tensor, dim: int = -1) -> Tensor:
+    (x,) = promoted_wide(ctx, self)
+    axis = dim % x.ndim
+    value, gate = F.ops("Split", x, outputs=2, axis=axis, num_outputs=2)
+    return narrowed(ctx, F.mul(value, F.sigmoid(gate)))
+
+
+# Softmax, its logarithm, and the logarithm of a sum of exponentials.
+
+
+def _along(ctx: ConversionContext, x: Tensor, dim: int, layer: Any) -> Tensor:
+    if is_empty(x):
+        return filled(ctx)
+    if x.ndim == 0:
+        return F.cast(F.reshape(layer(wide(F.reshape(x, [1])), 0), []), ctx.dtype)
+    return F.cast(layer(wide(x), dim), ctx.dtype)
+
+
+@converter(aten.softmax.int, aten.special_softmax.default)
+def softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = F.cast(self, dtype) if dtype is not None else self
+    return _along(ctx, x, dim, F.softmax)
+
+
+@converter(aten._softmax.default)
+def _softmax(ctx: ConversionContext, self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    x = F.cast(self, ctx.dtype) if half_to_float else self
+    return _along(ctx, x, dim, F.softmax)
+
+
+@converter(aten._safe_softmax.default)
+def _safe_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    """Softmax that makes zeros, not NaN, of a row of nothing but minus infinity."""
+    x = F.cast(self, dtype) if dtype is not None else self
+
+    def safe(x: Tensor, axis: int) -> Tensor:
+        hidden = holds_everywhere(F.equal(x, -torch.inf), [axis], True)
+        return F.where(hidden, 0.0, F.softmax(x, axis))
+
+    return _along(ctx, x, dim, safe)
+
+
+def _log_softmax_layer(x: Tensor, axis: int) -> Tensor:
+    if x.dtype != ir.DataType.DOUBLE:
+        return F.log_softmax(x, axis)
+    # ONNX Runtime's kernel for float64 passes over a NaN.
+    shifted = F.sub(x, F.reduce_max(x, [axis], keepdims=True))
+    return F.sub(shifted, F.log(F.reduce_sum(F.exp(shifted), [axis], keepdims=True)))
+
+
+@converter(aten.log_softmax.int, aten.special_log_softmax.default)
+def log_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    x = F.cast(self, dtype) if dtype is not None else self
+    return _along(ctx, wide(x, halves=True), dim, _log_softmax_layer)  # kernels for halves lose too much
+
+
+@converter(aten._log_softmax.default)
+def _log_softmax(ctx: ConversionContext, self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    x = F.cast(self, ctx.dtype) if half_to_float else self
+    return _along(ctx, wide(x, halves=True), dim, _log_softmax_layer)
+
+
+@converter(aten.logsumexp.default, aten.special_logsumexp.default)
+def logsumexp(ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    if is_empty(self):
+        return filled(ctx, -torch.inf)
+    x = wide(F.cast(self, ctx.dtype))
+    if self.ndim == 0:
+        return F.cast(x, ctx.dtype)
+    axes = axes_of(dim, self.ndim)
+    # By parts: the largest element may be infinite, and infinity less infinity is not a number.
+    largest = F.reduce_max(x, axes)
+    shift = F.where(F.isinf(largest), 0.0, largest)
+    summed = F.reduce_sum(F.exp(F.sub(x, shift)), axes)
+    # OpenVINO's exponential of a NaN is infinite.
+    nans = holds_somewhere(F.isnan(x), axes, True)
+    made = F.where(nans, math.nan, F.add(F.log(summed), shift))
+    return F.cast(made if keepdim else F.squeeze(made, axes), ctx.dtype)

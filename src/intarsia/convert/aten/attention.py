@@ -8,8 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.demands import zero_unless
-from intarsia.convert.aten.precision import HALVES, filled, is_empty, on_cpu, used, wide
+from intarsia.convert.aten.kernels import HALVES, filled, is_empty, on_cpu, used, wide, zero_unless
 from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter

@@ -1,4 +1,4 @@
-"""Index lists as torch reads them: masks, None, negative numbers, broadcasting, where the result goes."""
+"""Elements looked up by tensors of indices: index, index_put, gather, embedding, nonzero."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.expand import broadcast
-from intarsia.convert.aten.sizes import Size, int64, size, sizes
-from intarsia.convert.aten.transpose import ordered
+from intarsia.convert.aten.kernels import from_the_front
+from intarsia.convert.aten.sizes import Size, int64, reshape, result_shape, size, sizes, wrap
+from intarsia.convert.aten.view import broadcast, expanded, ordered
+from intarsia.convert.context import ConversionContext
+from intarsia.convert.registry import converter
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
 from intarsia.network.infer.shapes import broadcast as broadcast_shape
+
+aten = torch.ops.aten
+
+# Index lists as torch reads them: masks, None, negative numbers, broadcasting, the place of the result.
 
 _MASKS = (ir.DataType.BOOL, ir.DataType.UINT8)
 
@@ -146,3 +153,204 @@ def result_sizes(asked: Indices) -> tuple[list[Size], Shape]:
     front = list(zip(sizes(asked.indices[0]), asked.indices[0].shape, strict=True))
     both = [*rest[: asked.at], *front, *rest[asked.at :]]
     return [wanted for wanted, _ in both], tuple(known for _, known in both)
+
+
+# Tensors indexed by tensors, and written to that way: index, index_put.
+
+
+@converter(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(ctx: ConversionContext, self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    if all(item is None for item in indices):
+        return self
+    asked = read(self, indices)
+    if len(asked.axes) == 1:
+        return F.gather(asked.x, asked.indices[0], asked.axes[0])
+    return to_result(asked, F.gather(flattened(asked), flat_index(asked), 0))
+
+
+@converter(aten.index_put.default)
+def index_put(
+    ctx: ConversionContext,
+    self: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
+    return _put(self, indices, values, accumulate)
+
+
+@converter(aten._unsafe_index_put.default)
+def unsafe_index_put(
+    ctx: ConversionContext,
+    self: Tensor,
+    indices: Sequence[Tensor | None],
+    values: Tensor,
+    accumulate: bool = False,
+) -> Tensor:
+    return _put(self, indices, values, accumulate)
+
+
+def _put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool) -> Tensor:
+    if all(item is None for item in indices):
+        whole = expanded(values, sizes(x), x.shape)
+        return F.add(x, whole) if accumulate else whole
+    if not accumulate and (chosen := _masked(x, indices, values)) is not None:
+        return chosen
+    asked = read(x, indices)
+    wanted, known = result_sizes(asked)
+    written = to_front(asked, expanded(values, wanted, known))
+    base, places = flattened(asked), flat_index(asked)
+    if not accumulate:
+        return restored(asked, F.scatter_nd(base, F.unsqueeze(places, [-1]), written))
+    # Added up element by element: a place that is named twice counts twice, in every engine.
+    count = asked.rank
+    rows = F.reshape(written, [-1, *sizes(base)[1:]]) if count != 1 else written
+    line = F.reshape(places, [-1] + [1] * (base.ndim - 1))
+    every: list[Size] = sizes(rows)
+    wide = kernels.accumulator(x.dtype)
+    total = F.scatter_elements(
+        F.cast(base, wide), kernels.expand(line, every), F.cast(rows, wide), 0, reduction="add"
+    )
+    return restored(asked, F.cast(total, x.dtype))
+
+
+def _masked(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor | None:
+    """One mask and values that are the same wherever it holds: a choice, whose shape is known."""
+    mask = indices[0]
+    if mask is None or mask.dtype != ir.DataType.BOOL or any(item is not None for item in indices[1:]):
+        return None
+    rest = x.ndim - mask.ndim
+    if values.ndim > rest:
+        if values.ndim > rest + 1 or values.shape[0] != 1:
+            return None
+        values = F.squeeze(values, [0])
+    holds = F.unsqueeze(mask, list(range(mask.ndim, x.ndim))) if rest else mask
+    return kernels.where(holds, values, x)
+
+
+@converter(aten.put.default)
+def put(
+    ctx: ConversionContext, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
+) -> Tensor:
+    line, values = F.reshape(index, [-1]), F.reshape(source, [-1])
+    return reshape(_put(F.reshape(self, [-1]), [line], values, accumulate), sizes(self), self.shape)
+
+
+# Elements and rows looked up by number: gather, index_select, take, embedding.
+
+
+def cropped(x: Tensor, like: Tensor, but: int | None = None) -> Tensor:
+    """The corner of `x` that has the sizes of `like`, along all dimensions or all but one."""
+    for axis in range(x.ndim):
+        have, want = x.shape[axis], like.shape[axis]
+        if axis != but and (have != want or have is None):
+            x = F.slice(x, 0, size(like, axis), axis=axis)
+    return x
+
+
+@converter(aten.gather.default)
+def gather(
+    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False
+) -> Tensor:
+    axis = wrap(dim, self.ndim)
+    index = from_the_front(index, size(self, axis) if self.ndim else 1)
+    if self.ndim == 0 or index.ndim != self.ndim:  # one element, or no index at all
+        flat = F.gather(F.reshape(self, [-1]), F.reshape(index, [-1]), 0)
+        return reshape(flat, sizes(index), result_shape(ctx))
+    return F.gather_elements(cropped(self, index, but=axis), index, axis)
+
+
+@converter(aten.index_select.default)
+def index_select(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor) -> Tensor:
+    axis = wrap(dim, self.ndim)
+    index = F.reshape(index, [-1]) if index.ndim == 0 else index
+    if self.ndim == 0:  # every index is 0
+        return F.reshape(F.gather(F.reshape(self, [1]), from_the_front(index, 1), 0), [])
+    return F.gather(self, from_the_front(index, size(self, axis)), axis)
+
+
+@converter(aten.take.default)
+def take(ctx: ConversionContext, self: Tensor, index: Tensor) -> Tensor:
+    extent: Size = 1
+    for one in sizes(self):
+        extent = extent * one
+    return F.gather(F.reshape(self, [-1]), wrapped(index, extent), 0)
+
+
+@converter(aten.take_along_dim.default)
+def take_along_dim(ctx: ConversionContext, self: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        extent: Size = 1
+        for one in sizes(self):
+            extent = extent * one
+        return F.gather(F.reshape(self, [-1]), from_the_front(F.reshape(indices, [-1]), extent), 0)
+    axis = wrap(dim, self.ndim)
+    index = from_the_front(indices, size(self, axis))
+    # All dimensions but the one looked along broadcast.
+    x = broadcast([self, _one(index, axis)], _but(axis, self, index))[0]
+    places = broadcast([index, _one(self, axis)], _but(axis, index, self))[0]
+    return F.gather_elements(x, places, axis)
+
+
+def _but(axis: int, x: Tensor, other: Tensor) -> Shape:
+    thin = [tuple(1 if i == axis else d for i, d in enumerate(t.shape)) for t in (x, other)]
+    common = broadcast_shape(*thin)
+    return (*common[:axis], x.shape[axis], *common[axis + 1 :])
+
+
+def _one(x: Tensor, axis: int) -> Tensor:
+    return F.slice(x, 0, 1, axis=axis)
+
+
+@converter(aten.embedding.default)
+def embedding(
+    ctx: ConversionContext,
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: Size = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    # The last three concern gradients alone.
+    return F.gather(weight, from_the_front(indices, size(weight, 0)), 0)
+
+
+# Elements picked by a condition: nonzero, masked_select, masked_scatter.
+
+
+@converter(aten.nonzero.default, aten.argwhere.default)
+def nonzero(ctx: ConversionContext, self: Tensor) -> Tensor:
+    if self.ndim == 0:  # a row for a truth, and no columns
+        return F.slice(F.transpose(kernels.nonzero(F.reshape(self, [1])), (1, 0)), 0, 0, axis=1)
+    return F.transpose(kernels.nonzero(self), (1, 0))
+
+
+@converter(aten.nonzero_static.default)
+def nonzero_static(ctx: ConversionContext, self: Tensor, *, size: Size, fill_value: int = -1) -> Tensor:
+    found = nonzero(ctx, self)
+    spare = F.full([size, self.ndim], fill_value, ir.DataType.INT64)
+    return F.slice(F.concat([found, spare], 0), 0, size, axis=0)
+
+
+@converter(aten.nonzero_numpy.default)
+def nonzero_numpy(ctx: ConversionContext, self: Tensor) -> list[Tensor]:
+    x = self if self.ndim else F.reshape(self, [1])
+    return [F.squeeze(line, [0]) for line in F.split(kernels.nonzero(x), [1] * x.ndim, 0)]
+
+
+@converter(aten.masked_select.default)
+def masked_select(ctx: ConversionContext, self: Tensor, mask: Tensor) -> Tensor:
+    x, holds = broadcast([self, mask], broadcast_shape(self.shape, mask.shape))
+    found = F.squeeze(kernels.nonzero(F.reshape(holds, [-1])), [0])
+    return F.gather(F.reshape(x, [-1]), found, 0)
+
+
+@converter(aten.masked_scatter.default)
+def masked_scatter(ctx: ConversionContext, self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    shape = broadcast_shape(self.shape, mask.shape)
+    x, holds = broadcast([self, mask], shape)
+    # The n-th truth takes the n-th element; a spare one keeps the look-up valid where there is none.
+    flat = F.concat([F.reshape(source, [-1]), F.full([1], 0, source.dtype)], 0)
+    number = F.sub(F.cumsum(F.cast(F.reshape(holds, [-1]), ir.DataType.INT64), 0), 1)
+    taken = F.gather(flat, F.maximum(number, F.constant(0, ir.DataType.INT64)), 0)
+    return kernels.where(holds, reshape(taken, sizes(x), shape), x)

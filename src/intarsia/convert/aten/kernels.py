@@ -1,17 +1,26 @@
-"""Layers that move elements, in dtypes engines have kernels for: moving is exact, so a detour is too."""
+"""What converters share: layers in dtypes that engines compute rightly, and refusals at run time."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from intarsia.convert.aten.sizes import Size
-from intarsia.network import Tensor
+from intarsia.convert.aten.sizes import END, Size, int64
+from intarsia.convert.context import ConversionContext
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.functional import Operand
 
 D = ir.DataType
+
+# Layers that move elements, in dtypes that engines have kernels for. Moving is exact, so a cast around it is
+# exact too.
+
 _COPY = {D.BFLOAT16: D.FLOAT}
 _PAD = {D.BFLOAT16: D.FLOAT, D.INT16: D.INT32}
 _CHOOSE = {**_PAD, D.BOOL: D.UINT8}
@@ -79,3 +88,149 @@ def sign(x: Tensor) -> Tensor:
 def accumulator(dtype: ir.DataType) -> ir.DataType:
     """The dtype to add up elements of `dtype` in; bool counts as numbers and is cast back at the end."""
     return D.INT32 if dtype == D.BOOL else _ACCUMULATE.get(dtype, dtype)
+
+
+# The dtype a converter computes in, where engines have no kernel for torch's own or round too often.
+
+HALVES = frozenset({ir.DataType.BFLOAT16, ir.DataType.FLOAT16})
+_SMALL = frozenset(
+    {ir.DataType.INT8, ir.DataType.INT16, ir.DataType.UINT8, ir.DataType.UINT16, ir.DataType.BOOL}
+)
+
+
+def wide(x: Tensor, *, halves: bool = False) -> Tensor:
+    """`x` where torch accumulates: bfloat16 (and float16, if asked) in float32, small integers in int32.
+
+    Booleans, too, are integers here; cast back, whatever is not zero is true.
+
+    torch computes on bfloat16 in float32 and rounds once, and engines hardly have bfloat16 kernels.
+    Small integers wrap: computing modulo 2**32 and cutting off the top bits gives the same.
+    """
+    if x.dtype == ir.DataType.BFLOAT16 or (halves and x.dtype == ir.DataType.FLOAT16):
+        return F.cast(x, ir.DataType.FLOAT)
+    return F.cast(x, ir.DataType.INT32) if x.dtype in _SMALL else x
+
+
+def on_cpu(ctx: ConversionContext) -> bool:
+    """Whether torch computes this on a CPU, where float16 costs precision and gains nothing."""
+    made = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
+    return bool(made.device.type == "cpu")
+
+
+def is_float(x: Tensor) -> bool:
+    return x.dtype in dtypes.FLOATS
+
+
+def static(x: Tensor, axis: int) -> int:
+    """The size of `x` along an axis, which must be known when the network is made."""
+    size = x.shape[axis]
+    if not isinstance(size, int):
+        raise ConversionError(f"the size {size} of dimension {axis} is not known ahead")
+    return size
+
+
+def whole(values: Any, what: str) -> list[int]:
+    """Integers that must be known when the network is made."""
+    items = list(values) if isinstance(values, list | tuple) else [values]
+    if not all(isinstance(item, int) for item in items):
+        raise ConversionError(f"{what}={items} is not known ahead")
+    return items
+
+
+def axes_of(dim: Any, rank: int) -> list[int]:
+    """Dimensions counted from the front; None and [] mean all of them."""
+    if dim is None or dim == []:
+        return list(range(rank))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    return sorted({axis % max(rank, 1) for axis in dims}) if rank else []
+
+
+def used(node: Any, index: int) -> bool:
+    """Whether anything reads the output of this number; what nobody reads need not be made."""
+    if node is None:
+        return True
+    return any(user.target is not operator.getitem or user.args[1] == index for user in node.users)
+
+
+def is_empty(*tensors: Tensor) -> bool:
+    """Whether a tensor is known to have no elements; kernels disagree about those, so none is asked."""
+    return any(0 in x.shape for x in tensors)
+
+
+def filled(ctx: ConversionContext, value: float = 0, output: int | None = None) -> Tensor:
+    """What torch makes of nothing: a result of one value (or of none), whatever the operands hold."""
+    made = ctx.value if output is None else ctx.value[output]
+    sizes = whole(list(made.shape), "a size")
+    return F.full(sizes, value, made.dtype)
+
+
+# Sums and products of integers: exact, and wrapping where torch wraps. ONNX Runtime reduces 64-bit integers
+# in float64 and OpenVINO integers in float32; running sums, and sums and products of two, are exact in both.
+
+# Fewer than 2**22 of smaller ones add up to what a float64 holds.
+LONG = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
+
+
+def sum_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -> Tensor:
+    """The last of running sums, one dimension after the other."""
+    for axis in axes:
+        if not isinstance(x.shape[axis], int):
+            # Of no elements there is no last sum: a zero goes ahead.
+            zero = F.mul(F.reduce_sum(x, [axis], keepdims=True), 0)
+            x = F.concat([zero, x], axis)
+        if x.shape[axis] != 1:
+            x = F.slice(F.cumsum(x, axis), -1, END, axis=axis)
+    return x if keepdims else F.squeeze(x, axes)
+
+
+def summed_up(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """The sum over dimensions that go away, exact of integers."""
+    return sum_of_integers(x, axes) if x.dtype in LONG else F.reduce_sum(x, axes, keepdims=False)
+
+
+def product_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = False) -> Tensor:
+    """Halves multiplied with each other until one is left."""
+    for axis in axes:
+        count = static(x, axis)
+        while count > 1:
+            half = count // 2
+            pairs = F.mul(F.slice(x, 0, half, axis=axis), F.slice(x, half, 2 * half, axis=axis))
+            x = F.concat([pairs, F.slice(x, count - 1, END, axis=axis)], axis) if count % 2 else pairs
+            count -= half
+    return x if keepdims else F.squeeze(x, axes)
+
+
+# What torch demands of values, put as indices. Engines check that indices lie inside (ONNX Runtime by itself,
+# OpenVINO by a guard). They leave a call in which one does not to PyTorch, which raises its own error or
+# answers.
+
+# Layers whose integers are never negative.
+_PLACES = frozenset({"ArgMax", "ArgMin", "NonZero", "TopK", "Shape", "Size"})
+
+
+def from_the_front(index: Tensor, extent: Size) -> Tensor:
+    """Indices of a dimension that must not be negative, where engines would count those from the end."""
+    known = index.constant
+    if known is not None:
+        if known.size and known.min() < 0:
+            raise ConversionError(f"the index {int(known.min())}, which torch refuses, is not handled")
+        return F.constant(known.astype(np.int64))
+    index = F.cast(index, D.INT64)
+    parent = index.get_parent()
+    if parent is not None and parent.kind in _PLACES:
+        return index
+    return F.where(F.less(index, 0), int64(extent), index)
+
+
+def zero_unless(condition: Tensor) -> Tensor:
+    """The number 0, int64 and 0-d; a call in which the condition holds anywhere is left to PyTorch."""
+    held = F.cast(condition, D.INT32)
+    if held.ndim:
+        held = F.reduce_max(held, list(range(held.ndim)), keepdims=False)
+    # There is no element 1 of one element.
+    return F.gather(F.constant(np.zeros(1, np.int64)), F.cast(held, D.INT64), 0)
+
+
+def left_where(x: Tensor, condition: Tensor) -> Tensor:
+    """`x` itself; a call in which the condition holds anywhere is left to PyTorch."""
+    return F.sub(x, F.cast(zero_unless(condition), x.dtype))  # less 0, which also keeps -0.0

@@ -1,4 +1,4 @@
-"""Normalisation: by batch, layer, group and instance."""
+"""Normalisation by batch, layer, group, instance and root mean square."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.demands import left_where
-from intarsia.convert.aten.precision import filled, is_empty, static, used, wide
+from intarsia.convert.aten.kernels import filled, is_empty, left_where, static, used, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -365,3 +364,55 @@ def native_batch_norm_functional(
         old = F.mul(wide(before, halves=True), 1 - momentum)
         after.append(F.cast(F.add(old, F.mul(F.cast(new, old.dtype), momentum)), before.dtype))
     return (*_with_statistics(ctx, made)[:3], *after)
+
+
+# Normalisation by the root mean square.
+
+
+def _least(x: Tensor) -> float:
+    """What is added where nothing is said: the rounding of the type it is computed in, float32 for halves."""
+    return float(torch.finfo(dtypes.to_torch(x.dtype)).eps)
+
+
+def _reciprocal(x: Tensor, sizes: Sequence[int], eps: float) -> Tensor:
+    """One by the root of the mean square over the last dimensions, which are kept."""
+    axes = list(range(x.ndim - len(sizes), x.ndim))
+    return F.reciprocal(F.sqrt(F.add(F.reduce_mean(F.mul(x, x), axes), eps)))
+
+
+def _rms_norm(input: Tensor, sizes: Sequence[int], weight: Any, eps: float | None) -> Tensor:
+    x = wide(input, halves=True)
+    eps = _least(x) if eps is None else eps
+    scale = ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    if is_rounded(eps, x.dtype):
+        return F.mul(F.mul(x, _reciprocal(x, sizes, eps)), scale)
+    return F.cast(F.rms_norm(x, scale, axis=-len(sizes), epsilon=eps), input.dtype)
+
+
+@converter(aten.rms_norm.default)
+def rms_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    return filled(ctx) if is_empty(input) else _rms_norm(input, normalized_shape, weight, eps)
+
+
+@converter(aten._fused_rms_norm.default)
+def fused_rms_norm(
+    ctx: ConversionContext,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    if is_empty(input):
+        return filled(ctx, output=0), filled(ctx, output=1)
+    made = _rms_norm(input, normalized_shape, weight, eps)
+    if not used(ctx.node, 1):
+        return made, None
+    x = wide(input, halves=True)
+    rstd = _reciprocal(x, normalized_shape, _least(x) if eps is None else eps)
+    return made, F.cast(rstd, ctx.value[1].dtype)

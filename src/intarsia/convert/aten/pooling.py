@@ -3,24 +3,129 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten import kernels, windows
-from intarsia.convert.aten.demands import from_the_front, left_where
-from intarsia.convert.aten.exact import summed_up
-from intarsia.convert.aten.precision import filled, is_empty, is_float, static, used, whole, wide
+from intarsia.convert.aten import kernels
+from intarsia.convert.aten.kernels import (
+    filled,
+    from_the_front,
+    is_empty,
+    is_float,
+    left_where,
+    static,
+    summed_up,
+    used,
+    whole,
+    wide,
+)
 from intarsia.convert.aten.reduce import holds_somewhere
-from intarsia.convert.aten.windows import per_axis, spatial_sizes
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
+from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
+
+# Sliding and adaptive windows spelled out as look-ups, for what no pooling kernel does as torch does.
+
+Places = np.ndarray[Any, np.dtype[np.int64]]  # (windows, places in a window) along one axis
+
+
+def per_axis(values: Any, rank: int, what: str) -> list[int]:
+    items = whole(values, what)
+    return items * rank if len(items) == 1 else items
+
+
+def sliding(size: int, kernel: int, stride: int, dilation: int) -> Places:
+    """Places of every window that fits."""
+    count = (size - dilation * (kernel - 1) - 1) // stride + 1
+    return (np.arange(count)[:, None] * stride + np.arange(kernel) * dilation).astype(np.int64)
+
+
+def within(places: Places, size: int) -> Places:
+    """Places beyond the ends moved to the nearest one of their window that is not: no new largest element."""
+    inside = (places >= 0) & (places < size)
+    if not inside.any(1).all():
+        raise ConversionError("a window with nothing but padding is not handled")
+    first = np.take_along_axis(places, inside.argmax(1)[:, None], 1)
+    last = np.take_along_axis(places, (places.shape[1] - 1 - inside[:, ::-1].argmax(1))[:, None], 1)
+    return np.clip(places, first, last)
+
+
+def adaptive(size: int, windows: int) -> tuple[Places, np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Places of torch's adaptive windows, short ones filled with their last place, and which are real."""
+    starts = [i * size // windows for i in range(windows)]
+    ends = [-(-(i + 1) * size // windows) for i in range(windows)]
+    width = max(end - start for start, end in zip(starts, ends, strict=True))
+    places = np.array([[min(s + k, e - 1) for k in range(width)] for s, e in zip(starts, ends, strict=True)])
+    real = np.array([[s + k < e for k in range(width)] for s, e in zip(starts, ends, strict=True)])
+    return places.astype(np.int64), real
+
+
+def unfold(x: Tensor, places: Sequence[Places]) -> Tensor:
+    """The last dimensions of `x` as windows: (..., windows of each axis, all places of a window)."""
+    rank = len(places)
+    lead = x.ndim - rank
+    for i, table in enumerate(places):
+        x = F.gather(x, F.constant(table), axis=lead + 2 * i)
+    order = [*range(lead), *(lead + 2 * i for i in range(rank)), *(lead + 2 * i + 1 for i in range(rank))]
+    turned = F.transpose(x, order) if rank > 1 else x
+    sizes: list[Any] = [
+        size if isinstance(size, int) else F.size(x, i) for i, size in enumerate(x.shape[:lead])
+    ]
+    counts = [table.shape[0] for table in places]
+    return F.reshape(turned, [*sizes, *counts, math.prod(table.shape[1] for table in places)])
+
+
+def flat_places(places: Sequence[Places], sizes: Sequence[int]) -> Places:
+    """Where each place of each window lies in the flattened plane: (windows..., places)."""
+    rank = len(places)
+    total = np.zeros((1,) * (2 * rank), np.int64)
+    for i, table in enumerate(places):
+        shape = [1] * (2 * rank)
+        shape[i], shape[rank + i] = table.shape
+        total = total + table.reshape(shape) * math.prod(sizes[i + 1 :])
+    return total.reshape(*(table.shape[0] for table in places), -1)
+
+
+def spatial_sizes(x: Tensor, rank: int) -> list[int]:
+    return [static(x, x.ndim - rank + i) for i in range(rank)]
+
+
+def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
+    """How many windows torch slides; none starts in the padding behind the input."""
+    span = size + 2 * padding - dilation * (kernel - 1) - 1
+    count = (-(-span // stride) if ceil else span // stride) + 1
+    return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+
+def divisors(
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    padded: Sequence[int],
+    include: bool,
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How many elements torch counts in each window: up to the padding's end, or real ones only."""
+    rank = len(sizes)
+    total = np.ones((1,) * rank, np.int64)
+    for i in range(rank):
+        start = np.arange(counts[i]) * strides[i] - padded[i]
+        end = np.minimum(start + kernel[i], sizes[i] + padded[i])
+        if not include:
+            start, end = np.maximum(start, 0), np.minimum(end, sizes[i])
+        total = total * (end - start).reshape([-1 if j == i else 1 for j in range(rank)])
+    return total
+
+
+# Pooling itself.
 
 
 def _batched(x: Tensor, rank: int) -> Tensor:
@@ -51,7 +156,7 @@ def _max_pool(
     ends = list(padded)
     if ceil_mode:
         for i, size in enumerate(spatial_sizes(self, rank)):
-            count = windows.pooled_size(size, kernel[i], strides[i], padded[i], dilations[i], True)
+            count = pooled_size(size, kernel[i], strides[i], padded[i], dilations[i], True)
             span = (count - 1) * strides[i] + dilations[i] * (kernel[i] - 1) + 1
             ends[i] = max(span - size - padded[i], 0)
     x = wide(_batched(self, rank))
@@ -83,14 +188,14 @@ def _max_by_windows(
 ) -> tuple[Tensor, Tensor]:
     sizes = spatial_sizes(x, rank)
     places = [
-        windows.within(windows.sliding(size + begin + end, k, s, d) - begin, size)
+        within(sliding(size + begin + end, k, s, d) - begin, size)
         for size, begin, end, k, s, d in zip(sizes, begins, ends, kernel, strides, dilations, strict=True)
     ]
-    values, found = _largest_of(windows.unfold(x, places), windows.flat_places(places, sizes))
+    values, found = _largest_of(unfold(x, places), flat_places(places, sizes))
     return F.cast(_unbatched(values, self, rank), self.dtype), _unbatched(found, self, rank)
 
 
-def _largest_of(unfolded: Tensor, flat: windows.Places) -> tuple[Tensor, Tensor]:
+def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
     """Value and place of the first largest element of each window; the last NaN is above all."""
     chosen = F.argmax(unfolded, -1, keepdims=True)
     if is_float(unfolded):
@@ -160,7 +265,7 @@ def _average(
     # By hand: the padded input, the sum of each window, and what torch divides each window by.
     sizes = spatial_sizes(x, rank)
     counts = [
-        windows.pooled_size(size, k, s, p, 1, ceil_mode)
+        pooled_size(size, k, s, p, 1, ceil_mode)
         for size, k, s, p in zip(sizes, kernel, strides, padded, strict=True)
     ]
     ends = [
@@ -171,7 +276,7 @@ def _average(
     by = (
         divisor
         if divisor is not None
-        else windows.divisors(sizes, counts, kernel, strides, padded, count_include_pad)
+        else divisors(sizes, counts, kernel, strides, padded, count_include_pad)
     )
     if is_float(self):
         made = F.average_pool(filled_in, kernel, strides=strides, pads=[0] * (2 * rank))
@@ -179,10 +284,10 @@ def _average(
         made = F.mul(made, F.constant(ratio.astype(dtypes.to_numpy(x.dtype))))
     else:
         places = [
-            windows.sliding(size + p + e, k, s, 1)
+            sliding(size + p + e, k, s, 1)
             for size, p, e, k, s in zip(sizes, padded, ends, kernel, strides, strict=True)
         ]
-        unfolded = windows.unfold(filled_in, places)
+        unfolded = unfold(filled_in, places)
         summed = summed_up(unfolded, [unfolded.ndim - 1])
         summed = left_where(summed, F.less(F.abs(summed), 0))  # the least integer has no magnitude
         # Towards zero; engines differ for what is negative.
@@ -237,7 +342,7 @@ def _adaptive_average(ctx: ConversionContext, self: Tensor, rank: int, output_si
         return F.cast(_unbatched(made, self, rank), self.dtype)
     # Windows of an axis have one or two widths; the mean over a box is the mean over its axes in turn.
     for i, (size, n) in enumerate(zip(sizes, out, strict=True)):
-        places, real = windows.adaptive(size, n)
+        places, real = adaptive(size, n)
         tail = [1] * (rank - 1 - i)
         gathered = F.gather(x, F.constant(places), axis=2 + i)
         kept = F.where(F.constant(real.reshape(n, -1, *tail)), gathered, 0.0)
@@ -254,8 +359,8 @@ def _register_adaptive(rank: int) -> None:
         if is_empty(self):
             return filled(ctx, output=0), filled(ctx, output=1)
         out, sizes = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
-        places = [windows.adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
-        values, found = _largest_of(windows.unfold(wide(self), places), windows.flat_places(places, sizes))
+        places = [adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
+        values, found = _largest_of(unfold(wide(self), places), flat_places(places, sizes))
         return F.cast(values, self.dtype), found
 
     keys = [getattr(aten, f"adaptive_avg_pool{rank}d").default]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from intarsia.convert.aten.precision import is_empty, static, wide
+from intarsia.convert.aten.kernels import is_empty, static, wide
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError

@@ -1,7 +1,8 @@
-"""Elements written or reduced into a tensor by number: scatter in its kinds."""
+"""Elements and rows written or reduced at indices: scatter, index_add, embedding_bag."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.demands import from_the_front
-from intarsia.convert.aten.expand import expanded
-from intarsia.convert.aten.gather import cropped
-from intarsia.convert.aten.sizes import reshape, result_shape, size, sizes, wrap
+from intarsia.convert.aten.indexing import cropped, wrapped
+from intarsia.convert.aten.kernels import from_the_front, left_where, used, zero_unless
+from intarsia.convert.aten.sizes import END, Size, arange, int64, reshape, result_shape, size, sizes, wrap
+from intarsia.convert.aten.view import expanded
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -21,6 +22,7 @@ from intarsia.network import functional as F
 
 aten = torch.ops.aten
 D = ir.DataType
+
 _NEUTRAL = {"sum": 0, "mean": 0, "prod": 1}
 _LAYER = {"sum": "add", "mean": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
@@ -140,3 +142,224 @@ def _with_nan(made: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: in
     before, after = (F.cast(F.isnan(t), D.FLOAT) for t in (base, added))
     tainted = F.greater(F.scatter_elements(before, index, after, axis, reduction="add"), 0.0)
     return F.where(tainted, F.constant(np.nan, made.dtype), made)
+
+
+# Slices written or reduced at the numbers of a vector: index_add, index_copy, index_fill.
+
+
+@converter(aten.index_add.default)
+def index_add(
+    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+) -> Tensor:
+    wide = kernels.accumulator(self.dtype)
+    scaled = source if alpha == 1 else F.mul(F.cast(source, wide), F.constant(alpha, wide))
+    return _rows(F.cast(self, wide), dim, index, F.cast(scaled, wide), "sum", dtype=self.dtype)
+
+
+@converter(aten.index_copy.default)
+def index_copy(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    return _rows(self, dim, index, source, None)
+
+
+@converter(aten.index_reduce.default)
+def index_reduce(
+    ctx: ConversionContext,
+    self: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Tensor:
+    if self.dtype in (D.FLOAT16, D.BFLOAT16) and reduce in ("mean", "prod"):
+        raise ConversionError(
+            f"reduce={reduce!r} in {self.dtype.name}, which torch rounds at each step, is not handled"
+        )
+    return _rows(self, dim, index, source, reduce, include_self)
+
+
+@converter(aten.index_fill.int_Scalar)
+def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
+    return _filled(self, dim, index, F.constant(value, self.dtype))
+
+
+@converter(aten.index_fill.int_Tensor)
+def index_fill_tensor(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    return _filled(self, dim, index, F.cast(value, self.dtype))
+
+
+def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
+    line = F.reshape(index, [-1])
+    if x.ndim == 0:
+        return F.reshape(_filled(F.reshape(x, [1]), 0, line, value), [])
+    axis = wrap(dim, x.ndim)
+    wanted: list[Size] = [size(line, 0) if i == axis else size(x, i) for i in range(x.ndim)]
+    known = tuple(line.shape[0] if i == axis else d for i, d in enumerate(x.shape))
+    return _rows(x, dim, line, expanded(value, wanted, known), None, counts_back=True)
+
+
+def _rows(
+    x: Tensor,
+    dim: int,
+    index: Tensor,
+    source: Tensor,
+    reduce: str | None,
+    include_self: bool = True,
+    dtype: ir.DataType | None = None,
+    counts_back: bool = False,
+) -> Tensor:
+    """`x` with slices of `source` written or reduced at the numbers of a vector.
+
+    Negative numbers count from the end where torch reads them so (`counts_back`), elsewhere it refuses them.
+    """
+    wanted = x.dtype if dtype is None else dtype
+    if x.ndim == 0:
+        flat = _rows(
+            F.reshape(x, [1]),
+            0,
+            F.reshape(index, [-1]),
+            F.reshape(source, [-1]),
+            reduce,
+            include_self,
+            counts_back=counts_back,
+        )
+        return F.cast(F.reshape(flat, []), wanted)
+    axis = wrap(dim, x.ndim)
+    if 0 in source.shape:
+        return F.cast(x, wanted)
+    source = F.unsqueeze(source, list(range(x.ndim))) if source.ndim == 0 else source
+    read = wrapped if counts_back else from_the_front
+    line = F.reshape(read(index, size(x, axis)), [-1 if i == axis else 1 for i in range(x.ndim)])
+    places = expanded(line, sizes(source), source.shape)
+    return F.cast(reduced(x, places, source, axis, reduce, include_self), wanted)
+
+
+# Rows of a table looked up and reduced bag by bag.
+
+_REDUCE = ("sum", "mean", "amax")
+Bags = Sequence[Tensor | None]
+
+
+@converter(aten.embedding_bag.default)
+def embedding_bag(
+    ctx: ConversionContext,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+) -> Bags:
+    return _bags(ctx, weight, indices, offsets, mode, per_sample_weights, include_last_offset, None)
+
+
+@converter(aten.embedding_bag.padding_idx)
+def embedding_bag_padded(
+    ctx: ConversionContext,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Tensor | None,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Bags:
+    if padding_idx is not None and padding_idx < 0:
+        rows = weight.shape[0]
+        if not isinstance(rows, int):
+            raise ConversionError(f"padding_idx={padding_idx} of a table of unknown length is not handled")
+        padding_idx += rows
+    return _bags(ctx, weight, indices, offsets, mode, per_sample_weights, include_last_offset, padding_idx)
+
+
+@converter(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def core_embedding_bag(
+    ctx: ConversionContext,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Bags:
+    absent = None if padding_idx < 0 else padding_idx
+    return _bags(ctx, weight, indices, offsets, mode, per_sample_weights, include_last_offset, absent)
+
+
+def _bags(
+    ctx: ConversionContext,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    mode: int,
+    weights: Tensor | None,
+    include_last: bool,
+    padding: int | None,
+) -> Bags:
+    for output in (1, 2, 3):
+        if used(ctx.node, output):
+            raise ConversionError(f"result {output} of embedding_bag, meant for gradients, is not handled")
+    wide = kernels.accumulator(weight.dtype)
+    indices = from_the_front(indices, size(weight, 0))
+    rows = F.cast(F.gather(weight, indices, 0), wide)
+    if weights is not None:
+        rows = F.mul(rows, F.unsqueeze(F.cast(weights, wide), [1]))
+    unlike = _unlike_offsets(offsets, size(indices, 0))
+    if include_last:  # what comes behind the last one is in a bag or in none, as torch's modes differ
+        ends = F.equal(F.slice(F.cast(offsets, D.INT64), -1, END, axis=0), int64(size(indices, 0)))
+        unlike = F.logical_or(unlike, F.logical_not(ends))
+    bag = F.add(_bag_of(indices, offsets), zero_unless(unlike))
+    count: Size = size(offsets, 0)
+    if padding is not None:
+        # What pads goes to a bag behind the last one.
+        pads = F.equal(indices, F.constant(padding, D.INT64))
+        bag = F.where(pads, F.constant(count) if isinstance(count, int) else count, bag)
+    made = _reduced(rows, bag, count, _REDUCE[mode])
+    return (
+        F.cast(F.slice(made, 0, count - 1 if include_last else count, axis=0), weight.dtype),
+        None,
+        None,
+        None,
+    )
+
+
+def _unlike_offsets(offsets: Tensor, count: Size) -> Tensor:
+    """Where offsets do not rise from 0 to at most the number of indices; torch refuses most of that."""
+    given = F.cast(offsets, D.INT64)
+    before = F.concat([F.constant(np.zeros(1, np.int64)), F.slice(given, 0, -1, axis=0)], 0)
+    starts = F.concat([F.constant(np.ones(1, np.bool_)), F.less(F.slice(given, 1, END, axis=0), 0)], 0)
+    late = F.logical_and(starts, F.logical_not(F.equal(given, 0)))
+    return F.logical_or(F.logical_or(F.less(given, before), F.less(int64(count), given)), late)
+
+
+def _bag_of(indices: Tensor, offsets: Tensor) -> Tensor:
+    """The bag of every place: how many bags have begun there, less one."""
+    place = F.unsqueeze(arange(size(indices, 0)), [1])
+    begun = F.less_equal(F.unsqueeze(F.cast(offsets, D.INT64), [0]), place)
+    return F.sub(F.reduce_sum(F.cast(begun, D.INT64), [1], keepdims=False), 1)
+
+
+def _reduced(rows: Tensor, bag: Tensor, count: Size, reduce: str) -> Tensor:
+    width = size(rows, 1)
+    start = F.constant(neutral_element(reduce, rows.dtype), rows.dtype)
+    base = expanded(start, [count + 1, width], (count + 1 if isinstance(count, int) else None, rows.shape[1]))
+    places = expanded(F.unsqueeze(bag, [1]), sizes(rows), rows.shape)
+    made = reduced(base, places, rows, 0, "amax" if reduce == "amax" else "sum")
+    if reduce == "sum":
+        return made
+    if reduce == "amax":
+        made = left_where(made, F.isnan(made))  # torch keeps it only where it comes first
+    ones = expanded(F.constant(1, rows.dtype), sizes(bag), bag.shape)
+    none = expanded(F.constant(0, rows.dtype), [count + 1], (count + 1 if isinstance(count, int) else None,))
+    held = F.unsqueeze(F.scatter_elements(none, bag, ones, 0, reduction="add"), [1])
+    if reduce == "mean":
+        return F.div(made, F.maximum(held, F.constant(1, rows.dtype)))
+    return F.where(F.equal(held, 0), F.constant(0, rows.dtype), made)

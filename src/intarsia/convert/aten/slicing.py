@@ -1,13 +1,38 @@
-"""Parts of a tensor, and tensors with a part replaced: slice, select, narrow and their scatters."""
+"""Parts of a tensor: slices, splits, diagonals; and tensors joined or padded."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
+import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.sizes import END, Size, arange, clamped, from_front, size, sizes, wrap
+from intarsia.convert.aten import kernels
+from intarsia.convert.aten.kernels import left_where
+from intarsia.convert.aten.sizes import (
+    END,
+    Size,
+    arange,
+    ceil_divide,
+    clamped,
+    floor_divide,
+    from_front,
+    int64,
+    larger,
+    modulo,
+    reshape,
+    size,
+    sizes,
+    smaller,
+    wrap,
+)
+from intarsia.convert.aten.view import broadcast, moved
 from intarsia.convert.context import ConversionContext
+from intarsia.convert.interpreter import shape_of
 from intarsia.convert.registry import converter
-from intarsia.network import Tensor
+from intarsia.errors import ConversionError
+from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
@@ -91,3 +116,404 @@ def replaced(x: Tensor, part: Tensor, axis: int, start: Size, step: int) -> Tens
     places = arange(count, start, step)
     places = F.reshape(places, [-1 if i == axis else 1 for i in range(x.ndim)])
     return F.scatter_elements(x, F.expand(places, sizes(part)), part, axis)
+
+
+# One tensor cut into several: split, chunk, unbind.
+
+_LONGEST = 2**24  # places that every engine compares exactly
+
+
+def cut(x: Tensor, lengths: Sequence[Size], axis: int) -> list[Tensor]:
+    """`x` in pieces of these lengths along an axis."""
+    if len(lengths) == 1:
+        return [x]
+    if all(isinstance(length, int) for length in lengths):
+        return list(F.split(x, [int(length) for length in lengths], axis))  # type: ignore[arg-type]
+    pieces, start = [], 0
+    for length in lengths:
+        end: Size = start + length
+        pieces.append(F.slice(x, start, end, axis=axis))
+        start = end  # type: ignore[assignment]
+    return pieces
+
+
+def _pieces(ctx: ConversionContext, x: Tensor, length: Size, axis: int) -> list[Tensor]:
+    count, extent = len(ctx.value), size(x, axis)
+    if isinstance(extent, int) and isinstance(length, int):
+        return cut(x, [max(0, min(length, extent - i * length)) for i in range(count)], axis)
+    # How many pieces there are torch has settled; a slice ends where the tensor does.
+    bounds: list[Size] = [i * length if i else 0 for i in range(count)]
+    return [F.slice(x, a, b, axis=axis) for a, b in zip(bounds, [*bounds[1:], END], strict=True)]
+
+
+@converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
+def split(ctx: ConversionContext, self: Tensor, split_size: Size, dim: int = 0) -> list[Tensor]:
+    return _pieces(ctx, self, split_size, wrap(dim, self.ndim))
+
+
+@converter(aten.chunk.default, aten.unsafe_chunk.default)
+def chunk(ctx: ConversionContext, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+    axis = wrap(dim, self.ndim)
+    return _pieces(ctx, self, ceil_divide(size(self, axis), chunks), axis)
+
+
+@converter(
+    aten.split_with_sizes.default,
+    aten.split_with_sizes_copy.default,
+    aten.unsafe_split_with_sizes.default,
+)
+def split_with_sizes(
+    ctx: ConversionContext, self: Tensor, split_sizes: Sequence[Size], dim: int = 0
+) -> list[Tensor]:
+    return cut(self, split_sizes, wrap(dim, self.ndim))
+
+
+@converter(aten.split.sizes)
+def split_sizes(
+    ctx: ConversionContext, self: Tensor, split_size: Sequence[Size], dim: int = 0
+) -> list[Tensor]:
+    return cut(self, split_size, wrap(dim, self.ndim))
+
+
+@converter(aten.unbind.int, aten.unbind_copy.int)
+def unbind(ctx: ConversionContext, self: Tensor, dim: int = 0) -> list[Tensor]:
+    axis, count = wrap(dim, self.ndim), len(ctx.value)
+    return [F.squeeze(piece, [axis]) for piece in cut(self, [1] * count, axis)]
+
+
+@converter(aten.tensor_split.sections)
+def tensor_split(ctx: ConversionContext, self: Tensor, sections: Size, dim: int = 0) -> list[Tensor]:
+    if not isinstance(sections, int):
+        raise ConversionError("a number of sections that is not known yet is not handled")
+    return _even(self, sections, wrap(dim, self.ndim))
+
+
+def _even(x: Tensor, sections: int, axis: int) -> list[Tensor]:
+    extent = size(x, axis)
+    share, rest = floor_divide(extent, sections), modulo(extent, sections)
+    # The first `rest` pieces are one longer.
+    bounds: list[Size] = [i * share + smaller(i, rest) if i else 0 for i in range(sections)]
+    return _between(x, [*bounds, extent], axis)
+
+
+def _between(x: Tensor, bounds: Sequence[Size], axis: int) -> list[Tensor]:
+    if all(isinstance(bound, int) for bound in bounds):
+        known = [int(bound) for bound in bounds]  # type: ignore[arg-type]
+        return cut(x, [b - a for a, b in itertools.pairwise(known)], axis)
+    return [F.slice(x, a, b, axis=axis) for a, b in itertools.pairwise(bounds)]
+
+
+@converter(aten.tensor_split.indices)
+def tensor_split_indices(
+    ctx: ConversionContext, self: Tensor, indices: Sequence[Size], dim: int = 0
+) -> list[Tensor]:
+    return _at(self, indices, wrap(dim, self.ndim))
+
+
+def _at(x: Tensor, indices: Sequence[Size], axis: int) -> list[Tensor]:
+    # Bounds are those of slices: negative ones count from the end, a later one may be smaller.
+    starts: list[Size] = [0, *indices]
+    return [F.slice(x, a, b, axis=axis) for a, b in zip(starts, [*indices, END], strict=True)]
+
+
+@converter(aten.tensor_split.tensor_indices_or_sections)
+def tensor_split_tensor(
+    ctx: ConversionContext, self: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0
+) -> list[Tensor]:
+    given, axis = tensor_indices_or_sections, wrap(dim, self.ndim)
+    known = given.constant
+    if given.ndim == 1:
+        if known is not None:
+            return _at(self, list(map(int, known)), axis)
+        # Torch refuses the largest numbers, which a slice would cut to the size.
+        far = F.logical_or(F.less(_LONGEST, given), F.less(given, -_LONGEST))
+        inside = left_where(given, far)
+        return _at(self, [F.gather(inside, i) for i in range(len(ctx.value) - 1)], axis)
+    if known is None:
+        raise ConversionError("a number of sections that is not known yet is not handled")
+    return _even(self, int(known), axis)
+
+
+def _stacked_axis(name: str, rank: int) -> int:
+    return {"hsplit": 0 if rank == 1 else 1, "vsplit": 0, "dsplit": 2}[name]
+
+
+@converter(aten.hsplit.int, aten.vsplit.int, aten.dsplit.int)
+def hvd_split(ctx: ConversionContext, self: Tensor, sections: int) -> list[Tensor]:
+    return _even(self, sections, _stacked_axis(_packet(ctx), self.ndim))
+
+
+@converter(aten.hsplit.array, aten.vsplit.array, aten.dsplit.array)
+def hvd_split_at(ctx: ConversionContext, self: Tensor, indices: Sequence[Size]) -> list[Tensor]:
+    return _at(self, indices, _stacked_axis(_packet(ctx), self.ndim))
+
+
+def _packet(ctx: ConversionContext) -> str:
+    target = None if ctx.node is None else ctx.node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise ConversionError(f"{ctx.name} is not a call of an operator")
+    return str(target.overloadpacket.__name__)
+
+
+# Several tensors made one: cat, stack, meshgrid.
+
+
+def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else F.concat(list(tensors), axis)
+
+
+@converter(aten.cat.default)
+def cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return _cat(ctx, tensors, dim)
+
+
+@converter(aten.concat.default, aten.concatenate.default)
+def concat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return _cat(ctx, tensors, dim)
+
+
+def _cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    promoted = ctx.promote(*tensors)
+    rank = max(x.ndim for x in promoted)
+    # torch lets an empty vector join tensors of any rank, and ignores it.
+    kept = [x for x in promoted if x.ndim == rank and (x.shape != (0,) or rank == 1)]
+    return joined(kept, wrap(dim, rank))
+
+
+@converter(aten.stack.default)
+def stack(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    axis = wrap(dim, tensors[0].ndim + 1)
+    return joined([F.unsqueeze(x, [axis]) for x in ctx.promote(*tensors)], axis)
+
+
+@converter(aten.hstack.default)
+def hstack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
+    raised = [x if x.ndim else F.unsqueeze(x, [0]) for x in ctx.promote(*tensors)]
+    return joined(raised, 0 if raised[0].ndim == 1 else 1)
+
+
+@converter(aten.vstack.default, aten.row_stack.default)
+def vstack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
+    return joined([_raised(x, {0: [0, 1], 1: [0]}) for x in ctx.promote(*tensors)], 0)
+
+
+@converter(aten.dstack.default)
+def dstack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
+    return joined([_raised(x, {0: [0, 1, 2], 1: [0, 2], 2: [2]}) for x in ctx.promote(*tensors)], 2)
+
+
+@converter(aten.column_stack.default)
+def column_stack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
+    return joined([_raised(x, {0: [0, 1], 1: [1]}) for x in ctx.promote(*tensors)], 1)
+
+
+def _raised(x: Tensor, new: dict[int, list[int]]) -> Tensor:
+    return F.unsqueeze(x, new[x.ndim]) if x.ndim in new else x
+
+
+@converter(aten.meshgrid.default)
+def meshgrid(ctx: ConversionContext, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return _grids(ctx, tensors)
+
+
+@converter(aten.meshgrid.indexing)
+def meshgrid_indexing(ctx: ConversionContext, tensors: Sequence[Tensor], *, indexing: str) -> list[Tensor]:
+    if indexing not in ("ij", "xy"):
+        raise ConversionError(f"indexing={indexing!r} is not handled")
+    if indexing == "ij" or len(tensors) < 2:
+        return _grids(ctx, tensors)
+    # "xy" is "ij" over the first two swapped, both before and after.
+    turned = [tensors[1], tensors[0], *tensors[2:]]
+    shape = shape_of(ctx.value[0])
+    rank = len(turned)
+    lines = [F.reshape(x, [-1 if i == place else 1 for i in range(rank)]) for place, x in enumerate(turned)]
+    grids = broadcast(lines, shape)
+    return [grids[1], grids[0], *grids[2:]]
+
+
+def _grids(ctx: ConversionContext, tensors: Sequence[Tensor]) -> list[Tensor]:
+    rank = len(tensors)
+    lines = [F.reshape(x, [-1 if i == place else 1 for i in range(rank)]) for place, x in enumerate(tensors)]
+    return broadcast(lines, shape_of(ctx.value[0]))
+
+
+# Borders put around a tensor, or cut off where the padding is negative.
+
+Sides = list[tuple[Size, Size]]
+_LAYER_MODE = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
+
+
+@converter(aten.constant_pad_nd.default)
+def constant_pad_nd(ctx: ConversionContext, self: Tensor, pad: Sequence[Size], value: float = 0) -> Tensor:
+    return padded(self, pad, "constant", value)
+
+
+@converter(aten.pad.default)
+def pad(
+    ctx: ConversionContext,
+    self: Tensor,
+    pad: Sequence[Size],
+    mode: str = "constant",
+    value: float | None = None,
+) -> Tensor:
+    return padded(self, pad, mode, 0 if value is None else value)
+
+
+@converter(aten._pad_enum.default)
+def pad_enum(
+    ctx: ConversionContext, self: Tensor, pad: Sequence[Size], mode: int, value: float | None = None
+) -> Tensor:
+    name = ("constant", "reflect", "replicate", "circular")[mode]
+    return padded(self, pad, name, 0 if value is None else value)
+
+
+@converter(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
+def reflection_pad(ctx: ConversionContext, self: Tensor, padding: Sequence[Size]) -> Tensor:
+    return padded(self, padding, "reflect")
+
+
+@converter(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
+def replication_pad(ctx: ConversionContext, self: Tensor, padding: Sequence[Size]) -> Tensor:
+    return padded(self, padding, "replicate")
+
+
+@converter(aten._pad_circular.default)
+def pad_circular(ctx: ConversionContext, self: Tensor, pad: Sequence[Size]) -> Tensor:
+    return padded(self, pad, "circular")
+
+
+def padded(x: Tensor, pad: Sequence[Size], mode: str, value: float = 0) -> Tensor:
+    """`x` with borders; torch lists them from the last dimension on: before, after, before, after, ..."""
+    sides: Sides = [(0, 0)] * (x.ndim - len(pad) // 2)
+    sides += reversed(list(zip(pad[::2], pad[1::2], strict=True)))
+    if mode == "circular":
+        return _circular(x, sides)
+    if mode not in _LAYER_MODE:
+        raise ConversionError(f"mode={mode!r} is not handled")
+    if mode != "constant" and not all(isinstance(amount, int) for amount in pad):
+        raise ConversionError(f"mode={mode!r} by an amount that is not known yet is not handled")
+    # What is cut off is cut off at the end: it may still be mirrored to the other side.
+    grown = [(_grow(before), _grow(after)) for before, after in sides]
+    if any(not isinstance(amount, int) or amount for side in grown for amount in side):
+        amounts = [before for before, _ in grown] + [after for _, after in grown]
+        x = kernels.pad(
+            x, amounts, F.constant(value, x.dtype) if mode == "constant" else None, _LAYER_MODE[mode]
+        )
+    return _cut(x, sides)
+
+
+def _grow(amount: Size) -> Size:
+    return max(amount, 0) if isinstance(amount, int) else amount
+
+
+def _cut(x: Tensor, sides: Sequence[tuple[Size, Size]]) -> Tensor:
+    for axis, (before, after) in enumerate(sides):
+        start = -before if isinstance(before, int) and before < 0 else 0
+        end = after if isinstance(after, int) and after < 0 else END
+        if start or end != END:
+            x = F.slice(x, start, end, axis=axis)
+    return x
+
+
+def _circular(x: Tensor, sides: Sides) -> Tensor:
+    for axis, (before, after) in enumerate(sides):
+        if not isinstance(before, int) or not isinstance(after, int):
+            raise ConversionError("mode='circular' by an amount that is not known yet is not handled")
+        x = _cut(x, [(0, 0)] * axis + [(min(before, 0), min(after, 0))])
+        parts = [x]
+        if before > 0:
+            parts.insert(0, F.slice(x, size(x, axis) - before, END, axis=axis))
+        if after > 0:
+            parts.append(F.slice(x, 0, after, axis=axis))
+        x = F.concat(parts, axis) if len(parts) > 1 else x
+    return x
+
+
+# Diagonals and triangles of matrices.
+
+
+@converter(aten.tril.default)
+def tril(ctx: ConversionContext, self: Tensor, diagonal: Size = 0) -> Tensor:
+    return kernels.trilu(self, diagonal, upper=False)
+
+
+@converter(aten.triu.default)
+def triu(ctx: ConversionContext, self: Tensor, diagonal: Size = 0) -> Tensor:
+    return kernels.trilu(self, diagonal, upper=True)
+
+
+def _length(rows: Size, columns: Size, offset: int) -> Size:
+    """How long a diagonal of a matrix is."""
+    if offset >= 0:
+        return larger(smaller(rows, columns - offset), 0)
+    return larger(smaller(rows + offset, columns), 0)
+
+
+def taken(x: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
+    """A diagonal of the matrices in two dimensions, as the last one."""
+    x = moved(x, [wrap(dim1, x.ndim), wrap(dim2, x.ndim)], [x.ndim - 2, x.ndim - 1])
+    *batch, rows, columns = sizes(x)
+    start: Size = offset if offset >= 0 else columns * -offset
+    places = arange(_length(rows, columns, offset), start, columns + 1)
+    return F.gather(reshape(x, [*batch, rows * columns]), places, len(batch))
+
+
+@converter(aten.diagonal.default, aten.diagonal_copy.default)
+def diagonal(ctx: ConversionContext, self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    return taken(self, offset, dim1, dim2)
+
+
+@converter(aten.linalg_diagonal.default)
+def linalg_diagonal(
+    ctx: ConversionContext, A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> Tensor:
+    return taken(A, offset, dim1, dim2)
+
+
+@converter(aten.diag.default)
+def diag(ctx: ConversionContext, self: Tensor, diagonal: int = 0) -> Tensor:
+    return taken(self, diagonal, 0, 1) if self.ndim == 2 else embedded(self, diagonal)
+
+
+@converter(aten.diagflat.default)
+def diagflat(ctx: ConversionContext, self: Tensor, offset: int = 0) -> Tensor:
+    return embedded(F.reshape(self, [-1]), offset)
+
+
+@converter(aten.diag_embed.default)
+def diag_embed(
+    ctx: ConversionContext, self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1
+) -> Tensor:
+    made = embedded(self, offset)
+    return moved(made, [made.ndim - 2, made.ndim - 1], [wrap(dim1, made.ndim), wrap(dim2, made.ndim)])
+
+
+def embedded(x: Tensor, offset: int) -> Tensor:
+    """Square matrices with `x`'s last dimension on a diagonal, zeros elsewhere."""
+    extent = size(x, x.ndim - 1) + abs(offset)
+    return _placed(x, None, extent, extent, offset)
+
+
+@converter(aten.diagonal_scatter.default)
+def diagonal_scatter(
+    ctx: ConversionContext, self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> Tensor:
+    rank = self.ndim
+    axes, last = [wrap(dim1, rank), wrap(dim2, rank)], [rank - 2, rank - 1]
+    x = moved(self, axes, last)
+    made = _placed(F.cast(src, self.dtype), x, size(x, rank - 2), size(x, rank - 1), offset)
+    return moved(made, last, axes)
+
+
+def _placed(x: Tensor, base: Tensor | None, rows: Size, columns: Size, offset: int) -> Tensor:
+    """Matrices whose diagonal is the last dimension of `x`, over `base` or zeros."""
+    down, right = F.unsqueeze(arange(rows), [1]), F.unsqueeze(arange(columns), [0])
+    on = F.equal(F.sub(right, down), int64(offset))
+    # Above the main diagonal the element's number is its row, below it its column.
+    extent = rows if offset >= 0 else columns
+    missing = larger(extent - size(x, x.ndim - 1), 0)
+    pads: list[Size] = [*[0] * (2 * x.ndim - 1), missing]
+    line = kernels.pad(x, pads) if not isinstance(missing, int) or missing else x
+    line = F.unsqueeze(line, [x.ndim] if offset >= 0 else [x.ndim - 1])
+    zero = False if x.dtype == ir.DataType.BOOL else 0.0 if x.dtype in dtypes.FLOATS else 0
+    return kernels.where(on, line, F.constant(zero, x.dtype) if base is None else base)

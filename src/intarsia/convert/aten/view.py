@@ -1,17 +1,35 @@
-"""Other sizes over the same elements: view, reshape, flatten, squeeze, unsqueeze."""
+"""The same elements in other sizes, orders or strides, and elements repeated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.sizes import Size, reshape, result_shape, size, sizes, wrap
+from intarsia.convert.aten import kernels
+from intarsia.convert.aten.sizes import (
+    END,
+    Size,
+    arange,
+    floor_divide,
+    int64,
+    modulo,
+    reshape,
+    result_shape,
+    size,
+    sizes,
+    total,
+    wrap,
+)
 from intarsia.convert.context import ConversionContext
+from intarsia.convert.interpreter import shape_of
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Tensor
+from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
+from intarsia.network.infer.shapes import product
 
 aten = torch.ops.aten
 
@@ -105,3 +123,369 @@ def atleast_2d(ctx: ConversionContext, self: Tensor) -> Tensor:
 def atleast_3d(ctx: ConversionContext, self: Tensor) -> Tensor:
     axes = {0: [0, 1, 2], 1: [0, 2], 2: [2]}.get(self.ndim, [])
     return F.unsqueeze(self, axes) if axes else self
+
+
+# Dimensions in another order.
+
+
+def ordered(x: Tensor, order: Sequence[int]) -> Tensor:
+    """`x` with its dimensions in this order; no layer if that is the order they have."""
+    return x if list(order) == list(range(x.ndim)) else F.transpose(x, order)
+
+
+def moved(x: Tensor, source: Sequence[int], destination: Sequence[int]) -> Tensor:
+    """`x` with some dimensions put elsewhere, the others in the order they had."""
+    rest = iter([axis for axis in range(x.ndim) if axis not in source])
+    place = dict(zip(destination, source, strict=True))
+    return ordered(x, [place[axis] if axis in place else next(rest) for axis in range(x.ndim)])
+
+
+def swapped(x: Tensor, a: int, b: int) -> Tensor:
+    order = list(range(x.ndim))
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return ordered(x, order)
+
+
+@converter(aten.permute.default, aten.permute_copy.default)
+def permute(ctx: ConversionContext, self: Tensor, dims: Sequence[int]) -> Tensor:
+    return ordered(self, [wrap(dim, self.ndim) for dim in dims])
+
+
+@converter(aten.transpose.int, aten.transpose_copy.int, aten.swapdims.default)
+def transpose(ctx: ConversionContext, self: Tensor, dim0: int, dim1: int) -> Tensor:
+    return swapped(self, wrap(dim0, self.ndim), wrap(dim1, self.ndim))
+
+
+@converter(aten.swapaxes.default)
+def swapaxes(ctx: ConversionContext, self: Tensor, axis0: int, axis1: int) -> Tensor:
+    return swapped(self, wrap(axis0, self.ndim), wrap(axis1, self.ndim))
+
+
+@converter(aten.t.default, aten.numpy_T.default, aten.matrix_H.default)
+def t(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return ordered(self, list(reversed(range(self.ndim))))
+
+
+@converter(aten.mT.default, aten.mH.default, aten.adjoint.default)
+def matrix_transpose(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return swapped(self, self.ndim - 2, self.ndim - 1)
+
+
+@converter(aten.movedim.intlist, aten.moveaxis.intlist)
+def movedim(
+    ctx: ConversionContext, self: Tensor, source: Sequence[int], destination: Sequence[int]
+) -> Tensor:
+    rank = self.ndim
+    return moved(self, [wrap(i, rank) for i in source], [wrap(i, rank) for i in destination])
+
+
+@converter(aten.movedim.int, aten.moveaxis.int)
+def movedim_int(ctx: ConversionContext, self: Tensor, source: int, destination: int) -> Tensor:
+    return moved(self, [wrap(source, self.ndim)], [wrap(destination, self.ndim)])
+
+
+# Elements in another order: flip, roll, rot90, pixel and channel shuffles.
+
+
+def flipped(x: Tensor, axes: Sequence[int]) -> Tensor:
+    for axis in axes:
+        x = F.slice(x, -1, -END, axis=axis, step=-1)
+    return x
+
+
+@converter(aten.flip.default)
+def flip(ctx: ConversionContext, self: Tensor, dims: Sequence[int]) -> Tensor:
+    return flipped(self, [wrap(dim, self.ndim) for dim in dims] if self.ndim else [])
+
+
+@converter(aten.fliplr.default)
+def fliplr(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return flipped(self, [1])
+
+
+@converter(aten.flipud.default)
+def flipud(ctx: ConversionContext, self: Tensor) -> Tensor:
+    return flipped(self, [0])
+
+
+@converter(aten.rot90.default)
+def rot90(ctx: ConversionContext, self: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    a, b = (wrap(dim, self.ndim) for dim in dims)
+    turned = {0: lambda: self, 1: lambda: swapped(flipped(self, [b]), a, b)}
+    turned |= {2: lambda: flipped(self, [a, b]), 3: lambda: swapped(flipped(self, [a]), a, b)}
+    return turned[k % 4]()
+
+
+@converter(aten.roll.default)
+def roll(ctx: ConversionContext, self: Tensor, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Tensor:
+    if not dims:
+        flat = _rolled(F.reshape(self, [-1]), shifts[0], 0)
+        return reshape(flat, sizes(self), result_shape(ctx))
+    x = self if self.ndim else F.reshape(self, [1])
+    for shift, dim in zip(shifts, dims, strict=True):
+        x = _rolled(x, shift, wrap(dim, x.ndim))
+    return x if self.ndim else F.reshape(x, [])
+
+
+def _rolled(x: Tensor, shift: Size, axis: int) -> Tensor:
+    extent = size(x, axis)
+    turn = modulo(shift, extent)
+    if isinstance(turn, int) and turn == 0:
+        return x
+    start = extent - turn
+    return F.concat([F.slice(x, start, END, axis=axis), F.slice(x, 0, start, axis=axis)], axis)
+
+
+@converter(aten.pixel_shuffle.default)
+def pixel_shuffle(ctx: ConversionContext, self: Tensor, upscale_factor: int) -> Tensor:
+    r = upscale_factor
+    if self.ndim == 4 and self.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16) and 0 not in self.shape:
+        return F.op("DepthToSpace", self, blocksize=r, mode="CRD")
+    *batch, channels, height, width = sizes(self)
+    split = reshape(self, [*batch, floor_divide(channels, r * r), r, r, height, width])
+    n = len(batch)
+    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
+    return reshape(
+        F.transpose(split, order),
+        [*batch, floor_divide(channels, r * r), height * r, width * r],
+        result_shape(ctx),
+    )
+
+
+@converter(aten.pixel_unshuffle.default)
+def pixel_unshuffle(ctx: ConversionContext, self: Tensor, downscale_factor: int) -> Tensor:
+    r = downscale_factor
+    *batch, channels, height, width = sizes(self)
+    low, thin = floor_divide(height, r), floor_divide(width, r)
+    split = reshape(self, [*batch, channels, low, r, thin, r])
+    n = len(batch)
+    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
+    return reshape(F.transpose(split, order), [*batch, channels * (r * r), low, thin], result_shape(ctx))
+
+
+@converter(aten.channel_shuffle.default, aten.native_channel_shuffle.default)
+def channel_shuffle(ctx: ConversionContext, self: Tensor, groups: Size) -> Tensor:
+    assert isinstance(groups, int)
+    batch, channels, *rest = sizes(self)
+    split = reshape(self, [batch, groups, floor_divide(channels, groups), *rest])
+    return reshape(swapped(split, 1, 2), [batch, channels, *rest], result_shape(ctx))
+
+
+# Elements repeated: expand, broadcast, repeat, tile, repeat_interleave.
+
+
+def expanded(x: Tensor, wanted: Sequence[Size], shape: Shape) -> Tensor:
+    """`x` broadcast to these sizes; -1 keeps a size, and `shape` is what torch knows of the result."""
+    padded = (1,) * (len(wanted) - x.ndim) + x.shape
+    target: list[Size] = []
+    for have, want, known in zip(padded, wanted, shape, strict=True):
+        if (have == known and have is not None) or (isinstance(want, int) and want == -1):
+            target.append(1)  # ONNX broadcasts both ways: a 1 leaves the size as it is
+        else:
+            target.append(known if isinstance(known, int) else want)
+    if (
+        len(wanted) == x.ndim
+        and all(want == 1 for want in target if isinstance(want, int))
+        and not any(isinstance(want, Tensor) for want in target)
+    ):
+        return x
+    return kernels.expand(x, target)
+
+
+@converter(aten.expand.default, aten.expand_copy.default)
+def expand(ctx: ConversionContext, self: Tensor, size: Sequence[Size], *, implicit: bool = False) -> Tensor:
+    return expanded(self, size, result_shape(ctx))
+
+
+@converter(aten.broadcast_to.default)
+def broadcast_to(ctx: ConversionContext, self: Tensor, size: Sequence[Size]) -> Tensor:
+    return expanded(self, size, result_shape(ctx))
+
+
+@converter(aten.expand_as.default)
+def expand_as(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+    return expanded(self, sizes(other), result_shape(ctx))
+
+
+@converter(aten.broadcast_tensors.default)
+def broadcast_tensors(ctx: ConversionContext, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return broadcast(tensors, shape_of(ctx.value[0]))
+
+
+def broadcast(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:
+    """Every tensor in the sizes of all; `shape` is what is known of them."""
+    wanted: list[Size] = []
+    for place, known in enumerate(shape):
+        wanted.append(known if isinstance(known, int) else _widest(tensors, place - len(shape), known))
+    return [expanded(x, wanted, shape) for x in tensors]
+
+
+def _widest(tensors: Sequence[Tensor], axis: int, known: str | None) -> Size:
+    candidates = [x for x in tensors if x.ndim >= -axis and x.shape[axis] != 1]
+    named = [x for x in candidates if x.shape[axis] == known and known is not None]
+    if named or len(candidates) == 1:
+        return size((named or candidates)[0], axis % (named or candidates)[0].ndim)
+    found: Tensor | None = None
+    for x in candidates:
+        extent = F.size(x, axis)
+        # The sizes are equal or 1, so the product of ONNX's broadcasting rule is their largest; an
+        # empty size beats 1.
+        found = extent if found is None else F.where(F.equal(found, 1), extent, found)
+    assert found is not None
+    return found
+
+
+@converter(torch.ops.prims.broadcast_in_dim.default)
+def broadcast_in_dim(
+    ctx: ConversionContext, a: Tensor, shape: Sequence[Size], broadcast_dimensions: Sequence[int]
+) -> Tensor:
+    new = [axis for axis in range(len(shape)) if axis not in broadcast_dimensions]
+    return expanded(F.unsqueeze(a, new) if new else a, shape, result_shape(ctx))
+
+
+@converter(aten.repeat.default)
+def repeat(ctx: ConversionContext, self: Tensor, repeats: Sequence[Size]) -> Tensor:
+    return _tiled(self, repeats)
+
+
+@converter(aten.tile.default)
+def tile(ctx: ConversionContext, self: Tensor, dims: Sequence[Size]) -> Tensor:
+    return _tiled(self, [1] * (self.ndim - len(dims)) + list(dims))
+
+
+def _tiled(x: Tensor, repeats: Sequence[Size]) -> Tensor:
+    new = list(range(len(repeats) - x.ndim))
+    x = F.unsqueeze(x, new) if new else x
+    if all(isinstance(count, int) and count == 1 for count in repeats):
+        return x
+    return kernels.tile(x, repeats)
+
+
+@converter(aten.repeat_interleave.self_int)
+def repeat_interleave_int(
+    ctx: ConversionContext,
+    self: Tensor,
+    repeats: Size,
+    dim: int | None = None,
+    *,
+    output_size: Size | None = None,
+) -> Tensor:
+    x, axis = _flat_or(self, dim)
+    tall = F.unsqueeze(x, [axis + 1])
+    target: list[Size] = [1] * tall.ndim
+    target[axis + 1] = repeats
+    extent = size(x, axis)
+    joined = [*sizes(x)[:axis], extent * repeats, *sizes(x)[axis + 1 :]]
+    return reshape(kernels.expand(tall, target), joined, result_shape(ctx))
+
+
+@converter(aten.repeat_interleave.self_Tensor)
+def repeat_interleave(
+    ctx: ConversionContext,
+    self: Tensor,
+    repeats: Tensor,
+    dim: int | None = None,
+    *,
+    output_size: Size | None = None,
+) -> Tensor:
+    x, axis = _flat_or(self, dim)
+    if repeats.ndim == 0 or repeats.shape == (1,):
+        repeats = kernels.expand(F.reshape(repeats, [1]), [size(x, axis)])
+    return F.gather(x, _which(repeats), axis)
+
+
+@converter(aten.repeat_interleave.Tensor)
+def repeat_interleave_counts(
+    ctx: ConversionContext, repeats: Tensor, *, output_size: Size | None = None
+) -> Tensor:
+    return F.cast(_which(repeats), ctx.dtype)
+
+
+def _flat_or(x: Tensor, dim: int | None) -> tuple[Tensor, int]:
+    if x.ndim == 0 or (dim is None and x.ndim > 1):
+        return F.reshape(x, [-1]), 0
+    return x, wrap(dim or 0, x.ndim)
+
+
+def _which(repeats: Tensor) -> Tensor:
+    """For every place of the result, which element stands there: [2, 0, 1] -> [0, 0, 2]."""
+    counts = repeats.constant
+    if counts is not None:
+        return F.constant(np.repeat(np.arange(counts.size), counts.astype(np.int64)))
+    ends = F.cumsum(F.cast(repeats, ir.DataType.INT64), 0)
+    total = F.squeeze(F.slice(ends, -1, 2**62, axis=0), [0])
+    passed = F.less_equal(F.unsqueeze(ends, [0]), F.unsqueeze(arange(total), [1]))
+    return F.reduce_sum(F.cast(passed, ir.DataType.INT64), [1], keepdims=False)
+
+
+# Memory seen through other strides: as_strided, its scatter, resize.
+
+
+@converter(aten.as_strided.default, aten.as_strided_copy.default)
+def as_strided(
+    ctx: ConversionContext,
+    self: Tensor,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
+) -> Tensor:
+    flat, _ = _in_memory_order(ctx, self)
+    return F.gather(flat, _strided_places(flat, size, stride, storage_offset), 0)
+
+
+@converter(aten.as_strided_scatter.default)
+def as_strided_scatter(
+    ctx: ConversionContext,
+    self: Tensor,
+    src: Tensor,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    storage_offset: Size | None = None,
+) -> Tensor:
+    flat, order = _in_memory_order(ctx, self)
+    places = F.reshape(_strided_places(flat, size, stride, storage_offset), [-1])
+    written = F.scatter_elements(flat, places, F.reshape(F.cast(src, self.dtype), [-1]), 0)
+    back = reshape(written, [sizes(self)[axis] for axis in order])
+    return ordered(back, [order.index(axis) for axis in range(self.ndim)])
+
+
+def _strided_places(
+    flat: Tensor, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None
+) -> Tensor:
+    """Which elements of memory a strided view shows."""
+    places: Tensor = int64(0 if storage_offset is None else storage_offset)
+    for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
+        line = arange(extent, 0, step)
+        later = list(range(1, len(size) - axis))
+        places = total(F.unsqueeze(line, later) if later else line, places)
+    known, held = places.constant, flat.shape[0]
+    if known is not None and known.size and isinstance(held, int) and int(known.max()) >= held:
+        raise ConversionError(f"a strided view reaches element {int(known.max())} of a tensor of {held}")
+    return places
+
+
+@converter(aten.resize.default)
+def resize(ctx: ConversionContext, self: Tensor, size: Sequence[Size]) -> Tensor:
+    flat, _ = _in_memory_order(ctx, self)
+    have, want = flat.shape[0], product(result_shape(ctx))
+    if not isinstance(have, int) or not isinstance(want, int) or want > have:
+        raise ConversionError(f"resizing {have} elements to {want}, of unset memory, is not handled")
+    return reshape(F.slice(flat, 0, want, axis=0), size, result_shape(ctx))
+
+
+def _in_memory_order(ctx: ConversionContext, x: Tensor) -> tuple[Tensor, list[int]]:
+    """The elements as torch holds them, and the order of `x`'s dimensions there.
+
+    Refused where memory holds more than `x` shows.
+    """
+    source = None if ctx.node is None else ctx.node.args[0]
+    value = source.meta.get("val") if isinstance(source, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        raise ConversionError("as_strided of a tensor whose strides are not known is not handled")
+    if value.storage_offset() != 0:
+        raise ConversionError(f"as_strided of a view at offset {value.storage_offset()} is not handled")
+    order = sorted(range(value.ndim), key=lambda axis: value.stride(axis), reverse=True)
+    if not value.permute(order).is_contiguous():
+        raise ConversionError(f"as_strided of a tensor with strides {value.stride()} is not handled")
+    return F.reshape(ordered(x, order), [-1]), order

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from intarsia.archive.tensors import DTYPES, MOST_HEADER
 from intarsia.errors import InputError
-from intarsia.runtime.archive.tensors import DTYPES, MOST_HEADER
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -1,0 +1,296 @@
+"""The file: a zip of stored members at multiples of 64 bytes, each with its digest in a JSON manifest.
+
+Stored and aligned members can be used where the file is mapped into memory. The last member is the digest of
+the manifest, which has the digests of all others: a flipped bit anywhere that matters is found before that
+member is given out or, in a large one that is checked while others are read, before loading ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import threading
+import weakref
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from intarsia.archive.checksum import Checksum
+from intarsia.errors import ArchiveError
+
+MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+ALIGNMENT = 64
+_PADDING = 0x4950  # the id of the extra field that holds nothing but padding
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_MOST_MEMBERS = 100_000
+_READ = 1 << 20  # bytes read at once, which a cache holds
+
+
+class Writer:
+    """Writes members one after another, and the manifest last."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True)
+        self._members: dict[str, dict[str, Any]] = {}
+        self.places: dict[str, int] = {}  # where members begin
+
+    def add(self, name: str, chunks: Iterable[Any]) -> str:
+        """Write a member; its digest."""
+        info = zipfile.ZipInfo(name)  # the date is zip's earliest: equal modules make equal files
+        info.external_attr = (stat.S_IFREG | 0o644) << 16
+        # Zip64 is forced, so that the length of the header is known: 20 bytes more.
+        start = self._file.tell() + _LOCAL_HEADER.size + len(name.encode()) + 20
+        info.extra = _padding(-(start + 4) % ALIGNMENT)
+        digest, sums, size = hashlib.sha256(), Checksum(), 0
+        with self._zip.open(info, "w", force_zip64=True) as member:
+            self.places[name] = self._file.tell()
+            for chunk in chunks:
+                member.write(chunk)
+                digest.update(chunk)
+                sums.update(chunk)
+                size += len(chunk)
+        self._members[name] = {"size": size, "sha256": digest.hexdigest(), "sums": sums.hexdigest()}
+        return digest.hexdigest()
+
+    def flush(self) -> None:
+        """Let others who open the file see what has been written."""
+        self._file.flush()
+
+    def close(self, manifest: Mapping[str, Any]) -> str:
+        """Write the manifest, with the digests of all members, and end the file; the manifest's digest."""
+        text = json.dumps({**manifest, "members": self._members}, allow_nan=False).encode()
+        seal = self.add(MANIFEST, [text])
+        self.add(SEAL, [seal.encode()])
+        self._zip.close()
+        return seal
+
+
+def _padding(count: int) -> bytes:
+    return struct.pack("<HH", _PADDING, count) + bytes(count)
+
+
+class Reader:
+    """The members of a file, each checked against its digest before it is given out."""
+
+    def __init__(self, source: str | os.PathLike[str] | bytes | memoryview) -> None:
+        self.path = None if isinstance(source, bytes | memoryview) else os.fspath(source)
+        self._file: BinaryIO | None = None
+        if isinstance(source, bytes | memoryview):
+            self._buffer = memoryview(source)
+        else:
+            self._file = open(source, "rb")  # noqa: SIM115  # read again while members are checked
+            weakref.finalize(self, self._file.close)
+            self._buffer = memoryview(_mapped(self._file))
+        self._address = np.frombuffer(self._buffer, np.uint8).ctypes.data
+        try:
+            self._places = _places(self._buffer)
+            text = self._bytes(MANIFEST)
+            self.seal = hashlib.sha256(text).hexdigest()
+            if self.seal.encode() != self._bytes(SEAL):
+                raise ArchiveError("the manifest does not fit its digest")
+            self.manifest = _parsed(text)
+            self._check_members()
+        except (
+            zipfile.BadZipFile,
+            struct.error,
+            KeyError,
+            EOFError,
+            UnicodeError,
+            NotImplementedError,
+        ) as error:
+            raise ArchiveError(f"it is no whole archive ({type(error).__name__}: {error})") from error
+
+    def _bytes(self, name: str) -> bytes:
+        start, size = self._places[name]
+        return bytes(self._buffer[start : start + size])
+
+    def _check_members(self) -> None:
+        listed = self.manifest.get("members")
+        if not isinstance(listed, dict) or not all(isinstance(item, dict) for item in listed.values()):
+            raise ArchiveError("its manifest lists no members")
+        for name in {*listed, *self._places} - {MANIFEST, SEAL}:
+            if name not in listed or name not in self._places:
+                where = "its manifest" if name not in listed else "the file"
+                raise ArchiveError(f"{name!r} is not in {where}")
+
+    @contextlib.contextmanager
+    def checking(self, name: str) -> Iterator[memoryview]:
+        """A large member, checked by another thread meanwhile; ArchiveError at the end where it is damaged.
+
+        It is read from the file once more: checked where it is mapped, it would take up memory at once.
+        """
+        start, size = self._places[name]
+        told, found = self.manifest["members"][name], Checksum()
+
+        def read() -> None:
+            if self._file is None:
+                found.update(self._buffer[start : start + size])
+                return
+            self._file.seek(start)
+            buffer, left = memoryview(bytearray(_READ)), size
+            while left and (count := self._file.readinto(buffer[: min(left, _READ)])):  # type: ignore[attr-defined]
+                found.update(buffer[:count])
+                left -= count
+
+        thread = threading.Thread(target=read, name="intarsia-checksum", daemon=True)
+        thread.start()
+        try:
+            yield self._buffer[start : start + size]
+        finally:
+            thread.join()
+            if size != told["size"] or found.hexdigest() != told["sums"]:
+                raise ArchiveError(f"{name} does not fit its digest")
+
+    def place(self, address: int, size: int) -> int | None:
+        """Where in the file something begins that is in memory; None for what is not a part of the file."""
+        start = address - self._address
+        return start if start >= 0 and start + size <= len(self._buffer) else None
+
+    def is_still_there(self) -> bool:
+        """Whether the path leads to the file that is read, and to no other one."""
+        if self._file is None or self.path is None:
+            return False
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return os.path.samestat(found, os.fstat(self._file.fileno()))
+
+    def member(self, name: str) -> memoryview:
+        """A member where the file is mapped; what is written there stays in this process."""
+        start, size = self._places[name]
+        view, told = self._buffer[start : start + size], self.manifest["members"][name]
+        if size != told["size"] or hashlib.sha256(view).hexdigest() != told["sha256"]:
+            raise ArchiveError(f"{name} does not fit its digest")
+        return view
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    try:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except ValueError as error:  # of an empty file
+        raise ArchiveError("it is empty") from error
+
+
+def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
+    """Where each member lies; ArchiveError for anything but stored, plain, distinct members."""
+    # zipfile's own reading would copy the buffer, so it is given only what reads like a file.
+    listed = zipfile.ZipFile(_File(buffer)).infolist()
+    if len(listed) > _MOST_MEMBERS:
+        raise ArchiveError(f"it has {len(listed)} members; at most {_MOST_MEMBERS} are read")
+    if min((info.header_offset for info in listed), default=0) > 0:
+        # Such is the rest of a file that was cut off behind an archive it holds.
+        raise ArchiveError("it is no whole archive: something stands before its first member")
+    places: dict[str, tuple[int, int]] = {}
+    for info in listed:
+        name, kind = info.filename, stat.S_IFMT(info.external_attr >> 16)
+        if name in places:
+            raise ArchiveError(f"it has two members {name!r}")
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.file_size != info.compress_size
+            or info.flag_bits & 1
+        ):
+            raise ArchiveError(f"{name!r} is compressed or encrypted, which no member is")
+        if (
+            kind != stat.S_IFREG
+            or name != info.orig_filename
+            or name.startswith("/")
+            or ".." in name.split("/")
+        ):
+            raise ArchiveError(f"{name!r} is no plain file of an archive")
+        header = _LOCAL_HEADER.unpack_from(buffer, info.header_offset)
+        start = info.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+        written = bytes(buffer[info.header_offset + _LOCAL_HEADER.size :][: header[9]])
+        if header[0] != b"PK\x03\x04" or written != name.encode() or start + info.file_size > len(buffer):
+            raise ArchiveError(f"{name!r} is not where the file says")
+        places[name] = (start, info.file_size)
+    ends = 0
+    for name, (start, size) in sorted(places.items(), key=lambda item: item[1]):
+        if start < ends or start % ALIGNMENT:
+            raise ArchiveError(f"{name!r} overlaps another member or is not aligned")
+        ends = start + size
+    return places
+
+
+class _File(io.RawIOBase):
+    """A buffer as a file to read and seek in, without a copy."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer, self._at = buffer, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = (0, self._at, len(self._buffer))[whence] + offset
+        if at < 0:
+            raise OSError(f"there is no place {at}")
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        end = len(self._buffer) if size is None or size < 0 else self._at + size
+        found = bytes(self._buffer[self._at : end])
+        self._at += len(found)
+        return found
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    def refuse(name: str) -> Any:
+        raise ArchiveError(f"its manifest holds the number {name}")
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise ArchiveError("its manifest names something twice")
+        return made
+
+    try:
+        found = json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
+    except RecursionError as error:
+        raise ArchiveError("its manifest is nested too deeply") from error
+    except ValueError as error:
+        raise ArchiveError(f"its manifest is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ArchiveError("its manifest is no JSON object")
+    return found
+
+
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO, str], None]) -> None:
+    """Write beside the path, then move there: whoever reads it finds the old file or the whole new one.
+
+    `write` is given the file and where it lies for now.
+    """
+    target = Path(path)
+    descriptor, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file, beside)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(beside, 0o666 & ~_umask())
+        os.replace(beside, target)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

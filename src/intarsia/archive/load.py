@@ -1,0 +1,379 @@
+"""A file to a compiled module: none of it is code, engines are built from what it describes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx, nn
+
+from intarsia.archive.captured import captured_from_json
+from intarsia.archive.container import Reader
+from intarsia.archive.door import check_from_json, ranges_from_json
+from intarsia.archive.engines import engines_from_json, packed_for
+from intarsia.archive.graphs import ReadGraph, graph_from_json
+from intarsia.archive.results import layouts_from_json, views_from_json
+from intarsia.archive.save import FORMAT, VERSION
+from intarsia.archive.structure import signature_from_json, spec_from_json
+from intarsia.archive.tensors import WEIGHTS, read_tensors
+from intarsia.archive.unpack import Unpacker
+from intarsia.archive.values import Devices, Json, from_json, same_device
+from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program, PyTorch
+from intarsia.errors import ArchiveError, EngineError, IntarsiaError, RefitError
+from intarsia.graph.piece import Piece
+from intarsia.graph.plan import Plan
+from intarsia.graph.segment import PYTORCH, Segment
+from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
+from intarsia.runtime.compiled import Compiled, Source
+from intarsia.runtime.cuda_graphs import CudaGraphs
+from intarsia.runtime.fallback import Made, Origin, with_fallback
+from intarsia.runtime.inlay import Assembly, Inlay
+
+if TYPE_CHECKING:
+    from intarsia.network import Network
+
+Place = str | torch.device | Mapping[str, str]
+
+
+def load_whole(
+    reader: Reader,
+    engines: Sequence[Engine | str] | Engine | str | None,
+    map_location: Place | None,
+    packed: bool,
+    module: nn.Module | None = None,
+    native: bool = False,
+) -> Compiled:
+    """The compiled module of a file; with the weights of the `module` it was made of, if that is given.
+
+    If `native`, machine code in the file is run.
+    """
+    check_version(reader.manifest, FORMAT, VERSION)
+    notes: list[str] = []
+    contents = reader.manifest["contents"]
+    found = engines_from_json(reader.manifest["engines"], engines, notes, native)
+    with _undisturbed(), reader.checking(WEIGHTS) as weights:
+        loader = _Loader(reader, weights, found, _devices(map_location), notes, native)
+        if module is not None:
+            loader.take(contents["state"], module.state_dict())
+        with loader.unpacking(contents["inlay"], packed):
+            return loader.compiled(contents, module)
+
+
+def load_bytes(data: bytes | memoryview) -> Compiled:
+    """Read what `save_bytes` made."""
+    with complaining("the archive in memory cannot be loaded"):
+        return load_whole(Reader(data), None, None, packed=False)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What was made of a graph: who runs what, and what a user was told."""
+
+    plan: Plan
+    pieces: list[Piece]
+    programs: list[Program]
+    body_plans: dict[str, Plan]
+    notes: list[str]
+
+
+def load_pieces(
+    path: str | os.PathLike[str], lowered: Lowered, state: Mapping[str, torch.Tensor], seal: str
+) -> Pieces:
+    """The pieces of a graph that is at hand, with its model's weights, out of the file with that seal.
+
+    Whatever is not as it was raises.
+    """
+    reader, notes = Reader(path), list[str]()
+    if reader.seal != seal:
+        raise ArchiveError("it is another archive")
+    contents = reader.manifest["contents"]
+    engines = engines_from_json(reader.manifest["engines"], None, notes)
+    with _undisturbed(), reader.checking(WEIGHTS) as weights:
+        loader = _Loader(reader, weights, engines, same_device, notes)
+        loader.take(contents["state"], state)
+        with loader.unpacking(contents["inlay"]):
+            plan, pieces, programs, body_plans = loader.pieces(contents["inlay"], lowered.module)
+    if notes:
+        raise ArchiveError(notes[0])
+    return Pieces(plan, pieces, programs, body_plans, [str(note) for note in contents["notes"]])
+
+
+@contextmanager
+def complaining(complaint: str) -> Iterator[None]:
+    """ArchiveError, in a sentence that begins with the complaint, for whatever a file does to its reader."""
+    try:
+        yield
+    except ArchiveError as error:
+        raise ArchiveError(f"{complaint}: {error}") from error
+    except (EngineError, OSError):
+        raise  # these name what they are about: an engine the user asked for, a file that is not there
+    except (IntarsiaError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise ArchiveError(
+            f"{complaint}: its contents do not fit together ({type(error).__name__}: {said})"
+        ) from error
+    except (RuntimeError, SyntaxError, MemoryError) as error:  # RecursionError is a RuntimeError
+        said = next(iter(str(error).splitlines()), "")
+        raise ArchiveError(f"{complaint}: torch cannot make it ({type(error).__name__}: {said})") from error
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage is collected meanwhile: what is read is kept, and the rest of a process is much to look at.
+
+    (About a tenth of a second where transformers is imported, while reading the graphs of a BERT takes 0.03.)
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def check_version(manifest: Mapping[str, Json], name: str, newest: int) -> None:
+    """ArchiveError unless the file is of this format, and not of a newer version."""
+    if manifest.get("format") != name:
+        raise ArchiveError(f"it is no file of the format {name!r} of Intarsia's")
+    version = manifest.get("version")
+    if type(version) is not int or version < 1:
+        raise ArchiveError(f"it has the version {version!r}")
+    if version > newest:
+        made_by = manifest.get("made by")
+        by = made_by.get("intarsia") if isinstance(made_by, dict) else None
+        raise ArchiveError(
+            f"it has version {version} of the format, made by intarsia {by}; this one reads up to {newest}"
+        )
+
+
+def _devices(place: Place | None) -> Devices:
+    if place is None:
+        return same_device
+    if isinstance(place, Mapping):
+        table = {torch.device(old): _here(new) for old, new in place.items()}
+        return lambda device: table.get(device, device)
+    there = _here(place)
+    return lambda device: there
+
+
+def _here(place: str | torch.device) -> torch.device:
+    device = torch.device(place)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ArchiveError(f"map_location names {str(device)!r}, and torch sees no CUDA device here")
+    return device
+
+
+class _Loader:
+    """Builds a module out of what the manifest describes."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        weights: memoryview,
+        engines: Mapping[str, Engine],
+        devices: Devices,
+        notes: list[str],
+        native: bool = False,
+    ) -> None:
+        self._reader, self._engines, self._devices, self._native = reader, engines, devices, native
+        self._tensors = read_tensors(weights, reader.manifest["tensors"], devices)
+        self.notes = notes
+        self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # of control flow, with their plans
+        self._unpacker: Unpacker | None = None
+
+    @contextmanager
+    def unpacking(self, inlay: Json, packed: bool = True) -> Iterator[None]:
+        """Take what engines have packed, if it is wanted; they begin at once."""
+        if not packed:
+            yield
+            return
+        with Unpacker(self._reader, self._engines, self._tensors) as self._unpacker:
+            self._unpacker.begin(inlay["pieces"])
+            yield
+
+    def take(self, keys: Mapping[str, str], state: Mapping[str, torch.Tensor]) -> None:
+        """Use weights that are in memory already, by the model's names for them."""
+        for name, key in keys.items():
+            held, own = self._tensors[key], state[name].detach()
+            parts = [(t.shape, t.dtype, t.stride(), t.device) for t in (held, own)]
+            if parts[0] != parts[1]:
+                raise ArchiveError(f"{name} is another weight, or laid out otherwise, or on another device")
+            self._tensors[key] = own
+
+    def compiled(self, contents: Json, model: nn.Module | None = None) -> Compiled:
+        call, found = contents["call"], contents["inlay"]
+        told = contents.get("results") or {"views": [], "orders": [], "images": []}  # files of old
+        module = self._graph(found["graph"]).module
+        buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
+        lowered = Lowered(
+            module,
+            tuple(_input(*item) for item in call["inputs"]),
+            tuple(_output(*item) for item in call["outputs"]),
+            spec_from_json(call["in_spec"]),
+            spec_from_json(call["out_spec"]),
+            buffers,
+            tuple(call["names"]),
+            ranges_from_json(call["ranges"]),
+            tuple(call["guards"]),
+            views=views_from_json(
+                told["views"], len(call["checks"]), lambda graph: self._graph(graph).module
+            ),
+            layouts=layouts_from_json(told, len(call["checks"])),
+        )
+        plan, pieces, programs, body_plans = self.pieces(found, module)
+        notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
+        state = {name: self._tensors[key] for name, key in contents["state"].items()}
+        made = Compiled(
+            lowered,
+            Assembly(plan, pieces, programs, body_plans),
+            Source(model, signature_from_json(call["signature"]), state),
+            notes,
+            checks=[check_from_json(check, self._devices) for check in call["checks"]],
+        )
+        captured = contents.get("captured") or {}
+        if "member" in captured:
+            self._reader.member(captured["member"])  # damage is told now, not at a refit
+        made.captured = partial(self._captured, captured)
+        results = contents["cuda_graphs"]
+        if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
+            made.run_by(CudaGraphs(made.inlay.results, module.graph, results))
+        return made
+
+    def _captured(self, told: Json) -> fx.GraphModule:
+        if "member" not in told:
+            raise RefitError(
+                f"the file holds no program to refit: {told.get('reason', 'it is an older one')}"
+            )
+        with complaining("the captured program of the file cannot be read"):
+            data = self._reader.member(told["member"])
+            return captured_from_json(data, self._tensors, self._body, self._devices)
+
+    def _graph(self, found: Json) -> ReadGraph:
+        return graph_from_json(found, self._tensors, self._body, self._devices)
+
+    def _body(self, held: Json) -> nn.Module:
+        if "graph" in held:
+            return self._graph(held["graph"]).module
+        owner = self._graph(held["inlay"]["graph"]).module
+        plan, pieces, programs, inner = self.pieces(held["inlay"], owner)
+        made = Inlay(owner.graph, pieces, programs)
+        self._bodies[made] = plan, inner
+        return made
+
+    def pieces(
+        self, found: Json, owner: fx.GraphModule
+    ) -> tuple[Plan, list[Piece], list[Program], dict[str, Plan]]:
+        nodes = {node.name: node for node in owner.graph.nodes}
+        pieces, programs = [], []
+        body_plans: dict[str, Plan] = {}
+        for item in found["pieces"]:
+            name = item["engine"]
+            if name != PYTORCH and name not in self._reader.manifest["engines"]:
+                raise ArchiveError(f"a segment runs on {name!r}, which is not among its engines")
+            graph = self._graph(item["module"])
+            engine, program = self._program(item, graph)
+            segment = Segment(
+                engine.name,
+                tuple(nodes[n] for n in item["nodes"]),
+                bool(item["alone"]),
+                {nodes[n]: {str(e): str(r) for e, r in why.items()} for n, why in item["reasons"].items()},
+                tuple(nodes[n] for n in item["recomputed"]),
+            )
+            inputs, outputs = (tuple(nodes[n] for n in item[side]) for side in ("inputs", "outputs"))
+            body_plans |= self._plans_of_bodies(graph)
+            pieces.append(Piece(segment, owner, graph.graph, inputs, outputs))
+            programs.append(program)
+        segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
+        return Plan(segments, str(found["strategy"])), pieces, programs, body_plans
+
+    def _plans_of_bodies(self, read: ReadGraph) -> dict[str, Plan]:
+        plans: dict[str, Plan] = {}
+        for node in read.graph.nodes:
+            for source in node.all_input_nodes:
+                body = read.root.get(str(source.target)) if source.op == "get_attr" else None
+                if isinstance(body, Inlay):
+                    key, (plan, inner) = f"{node.name}.{source.target}", self._bodies[body]
+                    plans[key] = plan
+                    plans |= {f"{key}/{below}": below_plan for below, below_plan in inner.items()}
+        return plans
+
+    def _program(self, item: Json, graph: ReadGraph) -> tuple[Engine, Program]:
+        """A piece on its engine, or in PyTorch where that engine is not here (which is noted) or fails."""
+        engine, pytorch = self._engines.get(item["engine"]), PyTorch()
+        if engine is None or isinstance(engine, PyTorch):
+            return pytorch, pytorch.build(graph.module)
+        try:
+            return engine, self._on_engine(item, graph, engine)
+        except EngineError as error:
+            said = next(iter(str(error).splitlines()), "")
+            self.notes.append(f"a segment runs in PyTorch: {said}")
+            warnings.warn(self.notes[-1], stacklevel=6)
+            return pytorch, pytorch.build(graph.module)
+
+    def _on_engine(self, item: Json, graph: ReadGraph, engine: Engine) -> Program:
+        makes: list[Made | None] = [
+            None if made is None else (from_json(made[0]), None if made[1] is None else torch.Size(made[1]))
+            for made in item["makes"]
+        ]
+        only_full = bool(item["only_full"])
+        if isinstance(engine, NetworkEngine):
+            origin = Origin(engine, lambda: graph.module, partial(self._network, item), only_full)
+            program = self._unpacked(item, engine)
+            if program is None:
+                assert origin.network is not None
+                program = engine.build(origin.network)
+            return with_fallback(program, origin, makes)
+        assert isinstance(engine, GraphEngine)
+        program = self._from_package(item, graph, engine)
+        if program is None:
+            program = engine.build(graph.module)
+        return with_fallback(program, Origin(engine, graph.module, None, only_full), makes)
+
+    def _from_package(self, item: Json, graph: ReadGraph, engine: GraphEngine) -> Program | None:
+        """The program of machine code in the file, where the caller trusts that and it was made here."""
+        told = item.get("native")
+        if told is None:
+            return None
+        if not self._native:
+            self.notes.append(f"{engine.name} is built anew: the machine code in the file was not asked for")
+            return None
+        if told["for"] != packed_for(engine):
+            self.notes.append(
+                f"{engine.name} is built anew: its machine code is for another version or machine"
+            )
+            return None
+        return engine.load_package(bytes(self._reader.member(told["package"])), graph.module)
+
+    def _network(self, item: Json) -> Network:
+        from intarsia.archive.networks import network_from_onnx  # which takes long to import
+
+        return network_from_onnx(self._reader.member(item["network"]), item["weights"], self._tensors)
+
+    def _unpacked(self, item: Json, engine: NetworkEngine) -> Program | None:
+        """The program an engine has packed, if it is to be used."""
+        if self._unpacker is None:
+            return None
+        try:
+            return self._unpacker.program(item, engine)
+        except EngineError as error:
+            self.notes.append(f"a segment is built anew: {next(iter(str(error).splitlines()), '')}")
+            return None
+
+
+def _input(name: str, index: int | None, buffer: str | None, constant: Json, is_constant: bool) -> GraphInput:
+    return GraphInput(name, index, buffer, from_json(constant), is_constant)
+
+
+def _output(
+    role: str, target: str | None, constant: Json, is_constant: bool, is_input: bool, twin: int | None
+) -> GraphOutput:
+    return GraphOutput(Role[role], target, from_json(constant), is_constant, is_input, twin)

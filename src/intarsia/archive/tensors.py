@@ -1,0 +1,203 @@
+"""Weights, once for all segments and engines, as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from intarsia.archive.container import ALIGNMENT
+from intarsia.archive.rows import rows_of_others
+from intarsia.archive.values import Devices
+from intarsia.errors import ArchiveError
+
+WEIGHTS = "weights.safetensors"
+MOST_HEADER = 100_000_000  # as safetensors itself has it
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorTable:
+    """The tensors of a module, each under one key; the same memory, or the same contents, is kept once."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[Any, str] = {}
+        self._by_contents: dict[Any, str] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._alone: dict[Any, str] = {}  # storages of what a call changes, with the key that has it
+
+    def add(self, tensor: torch.Tensor, name: str, *, changing: bool = False) -> str:
+        """The key of a tensor; one that changes shares its memory with nothing that is not itself."""
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise ArchiveError(f"{name} is a tensor of layout {tensor.layout} without plain elements")
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        where = (tensor.untyped_storage().data_ptr(), tensor.device) if tensor.numel() else None
+        place = (where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if where is not None and place in self._by_place:
+            return self._by_place[place]
+        if where is not None and where in self._alone:
+            raise ArchiveError(f"{name} shares its memory with {self._alone[where]}, which the model changes")
+        key = self._new_key(name) if changing else self._key_of(tensor, name)
+        self._by_place[place] = key
+        self._tensors.setdefault(key, tensor)
+        if changing and where is not None:
+            self._alone[where] = key
+        return key
+
+    def _key_of(self, tensor: torch.Tensor, name: str) -> str:
+        _, laid_out = _in_order(tensor)
+        digest = hashlib.sha256(_bytes(laid_out)).digest()
+        contents = (digest, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return self._by_contents.setdefault(contents, self._new_key(name))
+
+    def _new_key(self, name: str) -> str:
+        key, count = name, 1
+        while key in self._tensors:
+            key, count = f"{name}.{count}", count + 1
+        return key
+
+    def description(self) -> dict[str, dict[str, Any]]:
+        """What safetensors does not tell: order of dimensions, device, complex numbers, parts of others."""
+        told: dict[str, dict[str, Any]] = {}
+        for key, tensor in self._tensors.items():
+            order, _ = _in_order(tensor)
+            told[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
+        for key, (whole, row) in self._rows.items():
+            told[key]["rows"] = [whole, row, row + len(self._tensors[key])]
+        return told
+
+    @cached_property
+    def _rows(self) -> dict[str, tuple[str, int]]:
+        """Those that lie in another one; asked for when all tensors are there."""
+        changing = set(self._alone.values())
+        return rows_of_others({key: t for key, t in self._tensors.items() if key not in changing})
+
+    def places(self) -> dict[str, int]:
+        """Where tensors begin in the file, of those that lie there in plain order."""
+        stored, header, text = self._layout()
+        plain = {
+            key
+            for key, t in self._tensors.items()
+            if t.is_contiguous() and not t.is_complex() and t.device.type == "cpu"
+        }
+        found = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
+        for key, (whole, row) in self._rows.items():
+            found[key] = found[whole] + row * self._tensors[whole][0].nbytes
+        return found
+
+    def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
+        """The tensors as they are stored, the header that tells of them, and how it is written."""
+        own = {key: tensor for key, tensor in self._tensors.items() if key not in self._rows}
+        stored = [(key, _real(_in_order(tensor)[1])) for key, tensor in own.items()]
+        # The format has no gaps: with the longest elements first, all of them lie aligned.
+        stored.sort(key=lambda item: -item[1].element_size())
+        header: dict[str, Any] = {}
+        at = 0
+        for key, tensor in stored:
+            if tensor.dtype not in _NAMES:
+                raise ArchiveError(f"{key} holds {tensor.dtype}, for which safetensors has no name")
+            end = at + tensor.nbytes
+            header[key] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, end],
+            }
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT)
+        return stored, header, struct.pack("<Q", len(text)) + text
+
+    def chunks(self) -> Iterator[Any]:
+        """The safetensors file, piece by piece."""
+        stored, _, text = self._layout()
+        yield text
+        for _, tensor in stored:
+            yield _bytes(tensor)
+
+
+def _in_order(tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+    """The dimensions by falling stride, and the tensor contiguous in that order."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
+    laid_out = tensor.permute(order)
+    if not laid_out.is_contiguous():  # it has gaps or overlaps itself: its own strides are not worth keeping
+        order, laid_out = list(range(tensor.dim())), tensor.contiguous()
+    return order, laid_out
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    flat = _real(tensor).cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
+
+
+def read_tensors(
+    buffer: memoryview, told: Mapping[str, Mapping[str, Any]], devices: Devices
+) -> dict[str, torch.Tensor]:
+    """The tensors over the buffer's own memory; ArchiveError unless every one lies inside, whole."""
+    length = struct.unpack_from("<Q", buffer)[0]
+    if length > min(MOST_HEADER, len(buffer) - 8):
+        raise ArchiveError(f"the header of {WEIGHTS} claims {length} bytes")
+    header = json.loads(bytes(buffer[8 : 8 + length]))
+    data = buffer[8 + length :]
+    parts = {key: entry["rows"] for key, entry in told.items() if "rows" in entry}
+    if set(header) != set(told) - set(parts):
+        raise ArchiveError(f"{WEIGHTS} holds other tensors than the manifest tells of")
+    found: dict[str, torch.Tensor] = {}
+    for key, entry in header.items():
+        dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        size = math.prod(shape) * dtype.itemsize
+        if any(dim < 0 for dim in shape) or not 0 <= start <= end <= len(data) or end - start != size:
+            raise ArchiveError(f"{key} does not lie in {WEIGHTS} as its header says")
+        found[key] = _placed(_read(data[start:end], dtype, shape), told[key], devices)
+    for key, (whole, begin, stop) in parts.items():
+        if whole in parts or not 0 <= begin < stop <= len(found[whole]):
+            raise ArchiveError(f"{key} is no part of {whole} as the manifest says")
+        found[key] = found[whole][begin:stop]
+    return found
+
+
+def _read(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    if data.readonly:
+        data = memoryview(bytearray(data))
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(shape)
+
+
+def _placed(tensor: torch.Tensor, told: Mapping[str, Any], devices: Devices) -> torch.Tensor:
+    if told["complex"]:
+        tensor = torch.view_as_complex(tensor)
+    order = told["order"]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(back).to(devices(torch.device(told["device"])))
