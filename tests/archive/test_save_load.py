@@ -104,6 +104,7 @@ def test_what_cannot_be_saved_cannot_be_pickled_either() -> None:
         pickle.dumps(fast)
 
 
+@pytest.mark.openvino
 def test_engines_of_the_users_own_choice(tmp_path: Any) -> None:
     fast, args = compiled("attention")
     intarsia.save(fast, tmp_path / "m")
