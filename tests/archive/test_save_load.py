@@ -99,7 +99,7 @@ def test_engines_go_with_their_module() -> None:
 
 def test_what_cannot_be_saved_cannot_be_pickled_either() -> None:
     fast, _ = compiled("loop")
-    fast._stands = False
+    fast._fit.stands = False
     with pytest.raises(ArchiveError, match="runs as it is"):
         pickle.dumps(fast)
 

@@ -25,7 +25,8 @@ from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.lower import Lowered
 from intarsia.rewrite import RewritePatternManager
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import Compiled, Source
+from intarsia.runtime.inlay import Assembly
 
 LEAST_S = 1.0  # a compile that took less is not stored: reading it back would take about as long
 REUSED = "no engine was built: an earlier compile of the same model was kept on disk"
@@ -80,16 +81,9 @@ class CacheEntry:
             shelf.throw_out(f"{self.key}.json")
             shelf.throw_out(self.key)
             return None
-        compiled = Compiled(
-            lowered,
-            pieces.plan,
-            pieces.pieces,
-            pieces.programs,
-            [*pieces.notes, REUSED],
-            inspect.signature(model.forward),
-            pieces.body_plans,
-            model,
-        )
+        assembly = Assembly(pieces.plan, pieces.pieces, pieces.programs, pieces.body_plans)
+        source = Source(model, inspect.signature(model.forward))
+        compiled = Compiled(lowered, assembly, source, [*pieces.notes, REUSED])
         if facts.get("findings") is not None:
             findings = replace(Findings.from_dict(facts["findings"]), remembered=True)
             compiled.plan = measured_plan(pieces.plan, findings)

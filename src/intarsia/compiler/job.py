@@ -74,8 +74,9 @@ from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices
 from intarsia.partition.support import refused_table, support_table
 from intarsia.rewrite import Patterns
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
+from intarsia.runtime.inlay import Assembly
 from intarsia.runtime.partly import PartlyCompiled
 
 # torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
@@ -368,7 +369,7 @@ class CompileJob:
             self._builder(graph, support.engines, support.notes),
             support.table,
             partial(self._inlaid, graph),
-            partial(self._eager, graph, EAGER, by_choice=True),
+            partial(self._eager, graph, EAGER, "chosen"),
             partial(error_of, lowered, graph.examples),
             options.rewrite is None,
             self.request.began,
@@ -440,14 +441,14 @@ class CompileJob:
         if self.options.limits.require_full_compilation:
             raise PartitionError(f"full compilation is impossible: compiled, the model {fault}")
         reason = f"the model runs as it is, in PyTorch: compiled, it {fault}"
-        return self._eager(replace(graph, notes=(*graph.notes, reason)), reason, by_choice=False)
+        return self._eager(replace(graph, notes=(*graph.notes, reason)), reason, "required")
 
-    def _eager(self, graph: LoweredModel, reason: str, *, by_choice: bool) -> Compiled:
+    def _eager(self, graph: LoweredModel, reason: str, eager: Literal["chosen", "required"]) -> Compiled:
         engines = self._quick_engines()
         builder = self._builder(replace(graph, examples=[]), engines)
         table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
-        plan, pieces, programs = builder.build(builder.plan(table))
-        return self._compiled(graph, plan, pieces, programs, builder, as_it_is=True, by_choice=by_choice)
+        assembly = Assembly(*builder.build(builder.plan(table)), builder.body_plans)
+        return self._compiled(graph, assembly, builder.notes, eager)
 
     def _builder(
         self, graph: LoweredModel, engines: tuple[Engine, ...], notes: Sequence[str] = ()
@@ -477,7 +478,8 @@ class CompileJob:
         builder: Builder,
     ) -> Compiled:
         """The programs as one module, and on a GPU as one CUDA graph where it can be recorded."""
-        compiled = self._compiled(graph, plan, pieces, programs, builder)
+        assembly = Assembly(plan, pieces, programs, builder.body_plans)
+        compiled = self._compiled(graph, assembly, builder.notes)
         setting, module = self.options.cuda_graphs, graph.lowered.module
         if uses_gpu(module.graph) and graph.examples and setting is not False:
             use_cuda_graphs(
@@ -492,27 +494,13 @@ class CompileJob:
     def _compiled(
         self,
         graph: LoweredModel,
-        plan: Plan,
-        pieces: Sequence[Piece],
-        programs: Sequence[Program],
-        builder: Builder,
-        *,
-        as_it_is: bool = False,
-        by_choice: bool = False,
+        assembly: Assembly,
+        notes: Sequence[str],
+        eager: Literal["chosen", "required"] | None = None,
     ) -> Compiled:
-        is_module = isinstance(self.model, nn.Module)
-        return Compiled(
-            graph.lowered,
-            plan,
-            pieces,
-            programs,
-            [*graph.notes, *graph.lowered.notes, *builder.notes],
-            inspect.signature(self.model.forward) if is_module else None,  # type: ignore[union-attr]
-            builder.body_plans,
-            self._module,
-            as_it_is,
-            by_choice=by_choice,
-        )
+        signature = inspect.signature(self.model.forward) if isinstance(self.model, nn.Module) else None
+        source = Source(self._module, signature, eager=eager)
+        return Compiled(graph.lowered, assembly, source, [*graph.notes, *graph.lowered.notes, *notes])
 
     @functools.cached_property
     def _module(self) -> nn.Module | None:

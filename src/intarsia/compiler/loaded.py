@@ -16,13 +16,13 @@ from intarsia.capture.export import capture
 from intarsia.capture.random_state import kept_random_state
 from intarsia.compare import disagreement
 from intarsia.compiler.job import COMPILING, CompileJob, Request
-from intarsia.compiler.refit import Refit, Weights
+from intarsia.compiler.refit import Refit
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.graph_program import GraphProgram
 from intarsia.errors import RefitError
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import Compiled, Weights
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
 from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck

@@ -20,10 +20,9 @@ from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered, lower
 from intarsia.lower.lowered import example_inputs
 from intarsia.partition import PartitionOptions, Segment, Strategy, SupportTable
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import Compiled, Weights
 
 State = dict[str, torch.Tensor]
-Weights = Mapping[str, Any] | nn.Module
 
 
 class Rebuild(Protocol):
