@@ -15,7 +15,6 @@ import intarsia
 from intarsia import compiler
 from intarsia.choose import candidate, search, worth
 from intarsia.choose.measured import Measured
-from intarsia.choose.variants import variants
 from intarsia.engines import Inductor
 from intarsia.errors import InputError, IntarsiaError
 
@@ -242,17 +241,6 @@ def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.Monkey
     fast = intarsia.compile(Sorted(SMALL).bfloat16().eval(), (_x(SMALL).bfloat16(),))
     assert any("units of work, and measuring pays from" in note for note in fast.notes)
     assert "pytorch" in fast.plan.engines and "inductor" not in fast.plan.engines
-
-
-def test_inductor_is_tried_without_the_rewrites_that_apply() -> None:
-    def words(measured: Measured, rewrites: list[str]) -> list[str]:
-        return [told for told, _ in variants(Inductor(), measured, rewrites)]
-
-    assert words(Measured(), []) == []
-    assert words(Measured(), ["flash_attention"]) == ["no rewrites"]
-    assert words(Measured(budget_s=90), ["flash_attention"]) == ["no rewrites", "without flash_attention"]
-    (other,) = [engine for told, engine in variants(Inductor(), Measured(), ["flash_attention"])]
-    assert isinstance(other, Inductor) and other.rewrites == ()
 
 
 def test_a_model_on_a_gpu_is_measured_as_it_is_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from intarsia.network import Network
 from intarsia.rounding import Rounding
 from intarsia.tail import Tail
 
-Rewrite = Callable[[Network, NetworkEngine], None]
+Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _built(
     assert isinstance(engine, NetworkEngine)
     net = convert(module, name=engine.name, notes=told)
     if rewrite is not None:
-        rewrite(net, engine)
+        told += rewrite(net, engine)
     return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
 
 
