@@ -74,6 +74,7 @@ def test_a_limit_keeps_what_was_measured(tmp_path: Path) -> None:
     assert kept["stopped"] and kept["peers"]["eager"]["median_ms"] == 2.0
 
 
+@pytest.mark.slow
 def test_one_model_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "lstm.json"

@@ -22,6 +22,7 @@ from intarsia.fuzz.tolerance import difference
 SHARE = 50  # models of each of the four tests below: 200 in all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_models_answer_as_eager(part: int) -> None:
     wrong = {}
