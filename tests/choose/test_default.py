@@ -13,9 +13,10 @@ from torch import nn
 
 import intarsia
 from intarsia import compiler
-from intarsia.choose import candidate, search, worth
+from intarsia.choose import search, worth
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor
+from intarsia.engines.inductor import engine as inductor_engine
 from intarsia.errors import InputError, IntarsiaError
 
 Call = Callable[[], object]
@@ -219,7 +220,7 @@ def test_a_slow_engine_that_is_known_to_pay_needs_no_budget(monkeypatch: pytest.
 @pytest.mark.skipif(Inductor().unavailable() is not None, reason="Inductor is not usable here")
 def test_nor_does_it_on_a_processor_with_tiles_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"inductor": 1e-9})
-    monkeypatch.setattr(candidate, "has_bfloat16_tiles", lambda: True)
+    monkeypatch.setattr(inductor_engine, "has_bfloat16_tiles", lambda: True)
     model, x = _token(monkeypatch)
     rows = torch.export.Dim("rows", min=2, max=8)
     fast = intarsia.compile(model, (x.repeat(4, 1),), dynamic_shapes=({0: rows},))
@@ -233,7 +234,7 @@ def test_nor_does_it_on_a_processor_with_tiles_of_bfloat16(monkeypatch: pytest.M
 def test_it_waits_where_several_rows_read_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
     model, x = _token(monkeypatch)
-    monkeypatch.setattr(candidate, "has_bfloat16_tiles", lambda: False)
+    monkeypatch.setattr(inductor_engine, "has_bfloat16_tiles", lambda: False)
     found = intarsia.compile(model, (x.repeat(2, 1),)).plan.findings
     assert any(reason.startswith("inductor: it is slow to build") for reason in found.left_out)
 

@@ -10,9 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from intarsia.engines.base import Engine as Engine
 from intarsia.engines.base import GraphEngine as GraphEngine
+from intarsia.engines.base import GrowingFile as GrowingFile
 from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
+from intarsia.engines.base import Packed as Packed
 from intarsia.engines.base import Program as Program
+from intarsia.engines.base import WeightFile as WeightFile
 from intarsia.engines.base import Workload as Workload
 from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
