@@ -54,7 +54,7 @@ coverage: install
 
 # Random models against eager PyTorch; stopped and started again, it goes on where it was.
 fuzz: install
-	$(BIN)/intarsia fuzz --models 10000 --jobs 2 --state .fuzz.jsonl
+	$(BIN)/python -m tests.fuzz --models 10000 --jobs 2 --state .fuzz.jsonl
 
 # Models of timm, torchvision and Hugging Face against eager PyTorch, into docs/models.md; it goes on where it was.
 models: install
