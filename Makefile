@@ -32,18 +32,18 @@ test: install
 # Two workers on two cores: a third would import all tests once more, and processes that tests start use what is
 # idle. A thread each, or pools would spin.
 # Bytecode is written even where the environment forbids it: each of a hundred processes would compile every file.
-PYTEST := env --unset PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile \
-	--no-loadscope-reorder --durations 60
+# A worker that has finished takes tests from the end of the other's list, so both end together.
+PYTEST := env --unset PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations 60
 
 pytest: install
 	$(PYTEST) -m "not slow and not full and not gpu"
 
-# Those that take seconds each, listed in tests/slow.py. Continuous integration runs them after the others.
+# The tests marked `slow`: they take seconds each. Continuous integration runs them after the others.
 test-slow: install
 	$(PYTEST) -m "slow and not full and not gpu"
 
 test-full: install
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 # All samples of every operator on every engine, and its edges, in an hour; stopped and started again, it goes on where it was.
 coverage: DTYPES := float32 float16 bfloat16 int32 int64 bool
@@ -54,7 +54,7 @@ coverage: install
 
 # Random models against eager PyTorch; stopped and started again, it goes on where it was.
 fuzz: install
-	$(BIN)/intarsia fuzz --models 10000 --jobs 2 --state .fuzz.jsonl
+	$(BIN)/python -m tests.fuzz --models 10000 --jobs 2 --state .fuzz.jsonl
 
 # Models of timm, torchvision and Hugging Face against eager PyTorch, into docs/models.md; it goes on where it was.
 models: install

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench.specimens import specimen
 from torch.utils import _pytree as pytree
 
 import intarsia
-from intarsia.cli.bench_models import specimen
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.timing import PAUSE_S, race

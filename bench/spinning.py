@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import intarsia
-from intarsia.cli import bench_models
+from bench import specimens
 from intarsia.engines import OnnxRuntime
 from intarsia.timing import race
 
@@ -56,7 +56,7 @@ def at_once(pool: ThreadPoolExecutor, call: Callable[[], Any]) -> Callable[[], N
 
 
 def measured(name: str) -> list[list[str]]:
-    thing = bench_models.specimen(name)
+    thing = specimens.specimen(name)
     modules = {
         how: intarsia.compile(thing.model, thing.args, thing.kwargs, engines=[engine], partition="dependency")
         for how, engine in ENGINES.items()

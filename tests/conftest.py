@@ -1,63 +1,56 @@
-"""Random tests draw the same examples every time; HYPOTHESIS_PROFILE=explore draws others."""
+"""Settings of every test run, and what is skipped on a machine that lacks an engine."""
 
 from __future__ import annotations
 
 import gc
 import os
-import re
-from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
-from tests.longest import LONGEST
-from tests.slow import is_slow
 
+# Random tests draw the same examples every time; HYPOTHESIS_PROFILE=explore draws others.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-# Thousands of small models are compiled here, and who runs what must not hang on how busy the machine is.
+# Thousands of small models are compiled here, and the placement must not depend on how busy the machine is.
 os.environ.setdefault("INTARSIA_MEASURE", "0")
-# Tests put faults into engines: nothing that an earlier test built may be taken in their place.
+# Tests put faults into engines, so no program that an earlier test built may be reused.
 os.environ.setdefault("INTARSIA_CACHE_GB", "0")
 
-# A worker holds millions of objects of torch and sympy; to look through them all was a tenth of the time.
+# A worker holds millions of objects of torch and sympy; collecting garbage among them took 10 % of the time.
 gc.set_threshold(100_000, 20, 100)
-# So it is in the processes that tests start.
+# tests/children/sitecustomize.py sets the same thresholds in the processes that tests start.
 CHILDREN = str(Path(__file__).with_name("children"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), CHILDREN]))
 
-WITHOUT_OPENVINO = bool(os.environ.get("INTARSIA_WITHOUT_OPENVINO"))
-OLD_EXPORT = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
-
-@pytest.hookimpl(tryfirst=True)  # marks are chosen by `-m` afterwards
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow ones; files of `LONGEST` come first (with xdist's `--no-loadscope-reorder`)."""
+    """Skip the tests that need OpenVINO where it is not installed, for example on a machine with a GPU."""
+    if find_spec("openvino") is not None:
+        return
     for item in items:
-        if is_slow(item.nodeid):
-            item.add_marker("slow")
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+        if item.get_closest_marker("openvino") is not None or _has_openvino_parameter(item):
+            item.add_marker(pytest.mark.skip(reason="OpenVINO is not installed"))
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector need not look through it again."""
+    """Keep the collector from searching the imported modules again: they stay until the end."""
     gc.collect()
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Skip what the machine cannot have: OpenVINO (said by INTARSIA_WITHOUT_OPENVINO=1), a newer torch."""
-    try:
-        return (yield)
-    except Exception as error:
-        text = str(error)
-        if WITHOUT_OPENVINO and re.search(r"openvino is not installed|No module named 'openvino'", text):
-            pytest.skip("OpenVINO is not installed on this machine")
-        if OLD_EXPORT and "Constraints violated" in text:
-            pytest.skip("this torch's export does not take all sizes of this model")
-        raise
+def _has_openvino_parameter(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and any(map(_names_openvino, callspec.params.values()))
+
+
+def _names_openvino(parameter: object) -> bool:
+    """Whether a parameter is OpenVINO's name, one of its engines, or a list that holds one."""
+    if isinstance(parameter, list | tuple):
+        return any(map(_names_openvino, parameter))
+    if isinstance(parameter, str):
+        return parameter == "openvino"
+    return getattr(parameter, "family", None) == "openvino"

@@ -238,6 +238,7 @@ def test_by_default_openvino_onnx_runtime_pytorch() -> None:
     assert [engine.name for engine in default_engines("cpu", [])] == ["openvino", ORT, "pytorch"]
 
 
+@pytest.mark.slow
 def test_a_machine_with_no_engine_still_compiles_and_notes_say_what_to_install() -> None:
     code = """
 import sys
@@ -280,6 +281,7 @@ def test_weights_stay_where_pytorch_has_them(engine: str) -> None:
     torch.testing.assert_close(fast(ids)[1], torch.full((8,), 3.0))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_packs_its_weights_makes_one_packed_copy() -> None:
     """The process takes the weight of a product once more; measured where nothing else runs."""
     code = """

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 
-@pytest.mark.skipif(find_spec("openvino") is None, reason="the README shows a plan made with OpenVINO")
+@pytest.mark.openvino
 def test_worked_example() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     code, expected = re.search(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", text, re.S).groups()  # type: ignore[union-attr]

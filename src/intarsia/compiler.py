@@ -62,8 +62,9 @@ from intarsia.partition.names import check_names
 from intarsia.partition.options import PartitionChoices
 from intarsia.partition.support import refused_table, support_table
 from intarsia.rewrite import Patterns
-from intarsia.runtime.compiled import Compiled, Refitted
+from intarsia.runtime.compiled import Compiled, Refit, Source
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
+from intarsia.runtime.inlay import Assembly
 from intarsia.runtime.partly import PartlyCompiled
 
 # torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
@@ -271,7 +272,7 @@ def _refittable(
     return compiled
 
 
-def refitting(usable: Sequence[Engine], wishes: Wishes, examples: Sequence[Example]) -> Refitted:
+def refitting(usable: Sequence[Engine], wishes: Wishes, examples: Sequence[Example]) -> Refit:
     """What makes a module of other weights: lowered, cut and built as before, tried on the examples."""
     calls = [example.call for example in examples]
     comparable = all(example.truth is not None for example in examples)  # unless the model draws lots
@@ -342,6 +343,8 @@ def _built(
         table = support_table(lowered.module, usable, wishes.build_limit_s).with_refusals(refused)
     else:
         table = refused_table(lowered.module, [engine.name for engine in usable], as_it_is)
+    eager_for: Literal["chosen", "required"] | None = "chosen" if as_it_is == EAGER else "required"
+    eager_for = None if as_it_is is None else eager_for
     signature = inspect.signature(model.forward) if isinstance(model, nn.Module) else None
     own = model.module() if isinstance(model, ExportedProgram) else model
 
@@ -351,15 +354,9 @@ def _built(
         told = [*notes, *lowered.notes, *builder.notes]
         compiled = Compiled(
             lowered,
-            plan,
-            pieces,
-            programs,
+            Assembly(plan, pieces, programs, builder.body_plans),
+            Source(own, signature, eager=eager_for),
             told,
-            signature,
-            builder.body_plans,
-            own,
-            as_it_is is not None,
-            by_choice=as_it_is == EAGER,
         )
         if on_gpu and examples and wishes.cuda_graphs is not False:  # the model as it is has none
             use_cuda_graphs(

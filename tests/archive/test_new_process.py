@@ -16,6 +16,8 @@ import intarsia
 from intarsia.cli import zoo
 from intarsia.compare import disagreement
 
+pytestmark = pytest.mark.slow
+
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 Saved = dict[str, tuple[Any, Calls]]  # compiled modules with calls to compare
 
@@ -53,6 +55,7 @@ def check_equal(name: str, fast: Any, calls: Calls, made: dict[str, Any]) -> Non
 ENGINES = (None, "openvino", "onnxruntime", "pytorch")
 
 
+@pytest.mark.openvino
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.full)], ids=["one", "each"])
 def test_models_of_every_kind(each: bool, tmp_path: Path) -> None:
     """On one of the engines in turn or on each of them, and on a mix; one new process loads all."""

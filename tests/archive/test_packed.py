@@ -171,6 +171,7 @@ def test_a_weight_stands_once_in_the_file_though_it_is_joined_with_others(
         assert all(torch.equal(w, model.state_dict()[name]) for name, w in loaded.state_dict().items())
 
 
+@pytest.mark.openvino
 def test_a_part_that_lies_outside_its_whole_is_refused(tmp_path: Path) -> None:
     model, x = _Joined().eval(), torch.rand(1, 4, 192)
     intarsia.save(intarsia.compile(model, (x,), engines="openvino", min_block_size=1), tmp_path / "m")
@@ -247,6 +248,7 @@ class Looks(nn.Module):
         return self.table(x.sum() % 4)
 
 
+@pytest.mark.openvino
 def test_divided_integers_are_not_packed_since_reading_them_ends_the_process(tmp_path: Path) -> None:
     model, x, path = Looks().eval(), torch.tensor([3, -5, 9]), tmp_path / "looks.intarsia"
     fast = intarsia.compile(model, (x,), engines=["openvino"], min_block_size=1)

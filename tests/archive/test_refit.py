@@ -43,6 +43,7 @@ def test_what_was_folded_is_folded_again(engines: str, tmp_path: Path) -> None:
         assert loaded.state_dict().keys() == model.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_a_new_process_refits_without_the_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Folds().eval(), torch.randn(2, 3, 8, 8)

@@ -283,7 +283,7 @@ def make() -> Callable[[str], Any]:
             model = nn.Linear(64, 64).eval()
             return intarsia.compile(model, (torch.ones(8, 64),), engines=Foreign(), min_block_size=1)
         fast = intarsia.compile(nn.ReLU(), (torch.ones(2),))
-        fast._stands = False
+        fast._fit.stands = False
         return fast
 
     return made

@@ -99,11 +99,12 @@ def test_engines_go_with_their_module() -> None:
 
 def test_what_cannot_be_saved_cannot_be_pickled_either() -> None:
     fast, _ = compiled("loop")
-    fast._stands = False
+    fast._fit.stands = False
     with pytest.raises(ArchiveError, match="runs as it is"):
         pickle.dumps(fast)
 
 
+@pytest.mark.openvino
 def test_engines_of_the_users_own_choice(tmp_path: Any) -> None:
     fast, args = compiled("attention")
     intarsia.save(fast, tmp_path / "m")

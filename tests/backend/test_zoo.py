@@ -13,6 +13,8 @@ from intarsia.backend import intarsia_backend, reports
 from intarsia.cli import zoo
 from intarsia.compare import relative_error
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (16, 7, 24, 11)
 BATCHES = (3, 5, 7, 6)  # none is a size that models have: Dynamo takes equal sizes for one, and compiles anew
 QUICK = ("bert",)  # the others take longer, and are all of them in the full run

@@ -72,6 +72,7 @@ def test_only_the_offending_node_leaves(fault: str, reason: str) -> None:
     assert reason in str(fast.plan)
 
 
+@pytest.mark.openvino
 def test_the_next_engine_takes_what_one_cannot() -> None:
     x = torch.randn(4, 5)
     fast = intarsia.compile(Net(), (x,), engines=[Faulty(), "openvino"], min_block_size=1)
@@ -114,6 +115,7 @@ def test_a_bad_converter_costs_its_node_only(function: Callable[..., Any], reaso
     torch.testing.assert_close(fast(x), Net()(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.openvino
 def test_a_dtype_without_kernels_goes_to_pytorch() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(4, 4), nn.Mish(), nn.Conv1d(3, 3, 1)).double().eval()

@@ -289,6 +289,7 @@ def test_modules_are_named_as_in_the_whole_model(name: str) -> None:
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_transformer_with_padding_is_compiled_in_parts() -> None:
     """Eager packs padded rows into nested tensors on the way; the parts' calls are recorded with them."""
     torch.manual_seed(0)

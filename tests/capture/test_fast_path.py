@@ -8,6 +8,8 @@ from torch import nn
 
 import intarsia
 
+pytestmark = pytest.mark.slow
+
 
 def encoder(norm: bool = False, **wishes: bool) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -258,6 +258,7 @@ def test_decoders_give_their_caches(make: Callable[[], nn.Module], engine: str) 
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.openvino
 @pytest.mark.parametrize("make", [_llama, _mistral])
 def test_caches_are_as_long_as_the_prompt(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Below, at and above the window of a sliding layer, which counts tokens in an integer."""
@@ -296,12 +297,14 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_caches_that_transformers_registers_keep_their_counts() -> None:
     """And a cache that is given is changed, as the model changes it."""
     done = subprocess.run([sys.executable, "-c", _REGISTERED], capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["Compiled 6", "PartlyCompiled 7 True"], done.stdout + done.stderr
 
 
+@pytest.mark.openvino
 def test_both_caches_of_an_encoder_and_its_decoder() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}

@@ -172,6 +172,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.openvino
 def test_a_mix_that_wins_is_returned_and_remembered(table: dict[str, int]) -> None:
     model = Net().eval()
     measured = intarsia.Measured(budget_s=200, candidates=())

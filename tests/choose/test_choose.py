@@ -23,6 +23,8 @@ from intarsia.choose.variants import usual
 from intarsia.engines import Inductor, OnnxRuntime, PyTorch
 from intarsia.errors import PartitionError
 
+pytestmark = pytest.mark.openvino
+
 Call = Callable[[], object]
 
 
@@ -146,6 +148,7 @@ def test_a_second_compile_measures_nothing(model: nn.Module, monkeypatch: pytest
     torch.testing.assert_close(again(X), model(X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_changes_is_measured_anew(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     races = _timed(monkeypatch, {})
     _compile(model, FEW)

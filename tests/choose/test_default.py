@@ -63,6 +63,7 @@ def _x(width: int) -> torch.Tensor:
     return torch.linspace(-1, 1, 32 * width).reshape(32, width)
 
 
+@pytest.mark.openvino
 def test_the_default_measures_every_quick_engine_and_the_model_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,12 +135,14 @@ def test_the_environment_may_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> Non
         intarsia.compile(Net(LARGE).eval(), (_x(LARGE),))
 
 
+@pytest.mark.openvino
 def test_patterns_that_are_named_are_not_left_out_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     races = _races(monkeypatch, {"openvino": 1e-9})
     intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), rewrite=["identity"])
     assert not [name for names in races.log for name in names if "no patterns" in name]
 
 
+@pytest.mark.openvino
 @pytest.mark.parametrize(
     ("seconds", "budget_s", "least"), [(0.001, 300, 9), (0.1, 300, 4), (2.0, 300, 4), (2.0, 20, 1)]
 )
@@ -152,6 +155,7 @@ def test_the_last_race_has_more_rounds_where_they_take_little(
     assert races.least[-1] == least, races.log
 
 
+@pytest.mark.openvino
 def test_slow_engines_wait_for_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
     found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),), partition=Measured()).plan.findings
@@ -226,6 +230,7 @@ def test_nor_does_it_on_a_processor_with_tiles_of_bfloat16(monkeypatch: pytest.M
         torch.testing.assert_close(fast(given), model(given), rtol=2**-6, atol=2**-8)
 
 
+@pytest.mark.openvino
 def test_it_waits_where_several_rows_read_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
     model, x = _token(monkeypatch)
@@ -279,6 +284,7 @@ def test_measuring_leaves_no_trace_in_the_model() -> None:
     assert model.calls == plain.calls and torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.openvino
 def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
     monkeypatch.setattr("intarsia.choose.room.free_bytes", lambda: 2**20)

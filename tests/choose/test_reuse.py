@@ -72,6 +72,13 @@ def test_the_second_compile_builds_nothing(engine: str, verify: bool, built: lis
     assert torch.equal(again(X), first(X))  # the file is not the model's memory
 
 
+def test_another_version_of_the_engine_builds_anew(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(make())
+    built.clear()
+    monkeypatch.setattr(OnnxRuntime, "version", lambda engine: "onnxruntime 99.0")
+    assert not is_kept(compiled(make())) and built
+
+
 class Step(nn.Module):
     """One operation that a careless key would take for another."""
 

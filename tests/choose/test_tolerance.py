@@ -120,6 +120,7 @@ def test_short_weights_within_the_tolerance_alone(
     assert any(reason.startswith(f"{engine.name}: its error is") for reason in exact.plan.findings.left_out)
 
 
+@pytest.mark.openvino
 def test_what_is_missing_for_short_weights_is_told(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenVINOInt8Weights, "unavailable", lambda self: "nncf is not installed")
     fast = _compile(model, tolerance=0.3, engines=["openvino"], precision="int8-weights")
@@ -193,6 +194,7 @@ def test_exact_is_the_default(model: nn.Module) -> None:
     assert not any("bf16" in trial.name or "int8" in trial.name for trial in plan.findings.trials)
 
 
+@pytest.mark.openvino
 def test_only_the_precision_that_is_named(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     log = _prefer(monkeypatch, "openvino")
     _compile(model, tolerance=0.05, precision="int8", engines=["openvino", "onnxruntime"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from intarsia.cli import zoo
 from intarsia.cli.main import app, main
+from intarsia.errors import IntarsiaError
 
 
 def run(*words: str) -> str:
@@ -33,6 +35,38 @@ def test_demo_lists_the_architectures() -> None:
 def test_demo_compares_every_engine_with_eager() -> None:
     printed = run("demo", "resnet50", "--no-full")
     assert "Plan by" in printed and "PyTorch eager" in printed and "error" in printed
+
+
+OWN_MODEL = """
+import torch
+
+def make():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()), (torch.randn(2, 4),)
+
+def wrong():
+    return torch.nn.Linear(4, 8)
+"""
+
+
+def test_bench_times_a_model_of_the_users_own(tmp_path: Path) -> None:
+    file = tmp_path / "own_model.py"
+    file.write_text(OWN_MODEL)
+    printed = run("bench", f"{file}:make", "--no-torch-compile", "--seconds", "0.2")
+    assert "Sequential" in printed and "PyTorch eager" in printed and "intarsia, measured" in printed
+    failed = CliRunner().invoke(app, ["bench", f"{file}:wrong"])
+    assert isinstance(failed.exception, IntarsiaError)
+    assert "must return (model, args) or (model, args, kwargs), not Linear" in str(failed.exception)
+
+
+def test_help_imports_neither_torch_nor_an_engine() -> None:
+    script = (
+        "import sys\nfrom intarsia.cli.main import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'onnx', 'numpy', 'onnxruntime', 'openvino'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "explain" in done.stdout and "pipeline" in done.stdout
 
 
 def test_explain_prints_a_plan_or_json() -> None:

@@ -21,6 +21,8 @@ from intarsia.cli.pipeline import app
 from intarsia.cli.pipeline_model import make_job
 from intarsia.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 SIZES = "n_layer=2,n_embd=16,n_head=2,n_positions=16,resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

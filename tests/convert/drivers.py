@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from importlib.util import find_spec
 
 from intarsia.engines import NetworkEngine, OnnxRuntime, OpenVINO, Program
 from intarsia.errors import EngineError
 from intarsia.network import Network
 
-ENGINES = ("onnxruntime", "openvino")
+# Those at hand: a machine with a GPU may lack OpenVINO.
+ENGINES = tuple(name for name in ("onnxruntime", "openvino") if find_spec(name) is not None)
 _KEPT = 256
 _programs: dict[tuple[str, str], Program | EngineError] = {}
 

@@ -33,6 +33,9 @@ except ImportError as error:  # pragma: no cover
     op_db = []
     OPINFO_MISSING = f"this torch ({torch.__version__}) has no OpInfo database: {error}"
 
+# Older exports take no sample of a few operators, and lack others.
+BEFORE_TORCH_2_12 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64", "bool")}
 # Also taken by the command line and the full run, though not in the table.
 MORE_DTYPES = {name: getattr(torch, name) for name in ("uint8", "int8", "int16", "float64")}

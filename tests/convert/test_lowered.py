@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.conftest import OLD_EXPORT
 from tests.convert.harness import RUNS, WRONG
 from tests.convert.lowered import judge_samples
-from tests.convert.samples import OPINFO_MISSING, cases, op_infos
+from tests.convert.samples import BEFORE_TORCH_2_12, OPINFO_MISSING, cases, op_infos
 
 pytestmark = pytest.mark.skipif(bool(OPINFO_MISSING), reason=OPINFO_MISSING)
 TAKEN_APART = [
@@ -68,9 +67,10 @@ def test_the_names_are_of_this_torch() -> None:
     assert set(TAKEN_APART) <= set(op_infos())
 
 
+@pytest.mark.openvino
 @pytest.mark.parametrize("name", TAKEN_APART)
 def test_taken_apart(name: str) -> None:
-    if name == "quantile" and OLD_EXPORT:
+    if name == "quantile" and BEFORE_TORCH_2_12:
         pytest.skip("this torch's export takes no sample of it")
     verdicts = judge_samples(name, "float32", 1)
     assert verdicts["onnxruntime"] == [(RUNS, "")]

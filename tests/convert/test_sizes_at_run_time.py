@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as f
 from tests.convert.equal import assert_equal, kinds
+from tests.convert.samples import BEFORE_TORCH_2_12
 from torch import nn
 from torch.export import Dim
 
@@ -85,7 +86,7 @@ def test_linear_reads_the_weight_as_torch_keeps_it() -> None:
     "options", [{}, {"num_layers": 2, "bidirectional": True}, {"batch_first": True, "bias": False}]
 )
 def test_recurrent(kind: Any, options: dict[str, Any]) -> None:
-    if kind is nn.LSTM and torch.__version__ < "2.12":
+    if kind is nn.LSTM and BEFORE_TORCH_2_12:
         pytest.skip("this torch tells a wrong shape of an LSTM's last states, so the node is refused")
     module = kind(5, 7, **options).eval()
     net = assert_equal(lambda x: module(x)[0], (torch.randn(3, 4, 5),))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.conftest import OLD_EXPORT
-from tests.convert.samples import OPINFO_MISSING, op_infos
+from tests.convert.samples import BEFORE_TORCH_2_12, OPINFO_MISSING, op_infos
 from tests.convert.sums import ADDS_UP, in_any_order
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -74,4 +73,4 @@ def test_products_are_terms() -> None:
 @pytest.mark.skipif(bool(OPINFO_MISSING), reason=OPINFO_MISSING)
 def test_what_adds_up_is_an_op() -> None:
     unknown = ADDS_UP - {info.name for info in op_infos().values()}
-    assert unknown <= ({"native_group_norm"} if OLD_EXPORT else set())  # of newer torch
+    assert unknown <= ({"native_group_norm"} if BEFORE_TORCH_2_12 else set())  # of newer torch

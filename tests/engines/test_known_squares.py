@@ -73,6 +73,7 @@ class Attends(nn.Module):
         return torch.softmax(query @ memory.transpose(-1, -2), -1) @ memory
 
 
+@pytest.mark.openvino
 def test_a_guarded_input_is_not_looked_at_while_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     model, query = Attends(), torch.randn(1, 2, 1, 8)

@@ -62,6 +62,7 @@ def test_factors_are_not_merged_out_of_range(name: str, engine: str) -> None:
             torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=0.0, equal_nan=True)
 
 
+@pytest.mark.openvino
 def test_a_product_by_a_product_stays_whole() -> None:
     """Engines do not multiply weights with each other."""
     model, shape = MODELS["a product by a product"]

@@ -17,6 +17,8 @@ import intarsia
 from intarsia.engines.openvino import snippets
 from intarsia.engines.openvino.core import core
 
+pytestmark = pytest.mark.openvino
+
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # `x` has fractions, `n` whole numbers, both signs.
 CONVERTED: dict[str, Function] = {

@@ -21,6 +21,8 @@ from intarsia.errors import EngineError, GuardError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 
+pytestmark = pytest.mark.openvino
+
 NAN, INF = float("nan"), float("inf")
 Function = Callable[..., Any]
 

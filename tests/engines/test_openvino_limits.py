@@ -14,6 +14,8 @@ from intarsia.errors import EngineError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 
+pytestmark = pytest.mark.openvino
+
 
 def network(body: Callable[..., Tensor], *inputs: torch.Tensor) -> Network:
     net = Network()

@@ -10,6 +10,8 @@ from torch import nn
 
 import intarsia
 
+pytestmark = pytest.mark.openvino
+
 
 class Table(nn.Module):
     """Angles of positions from a table, as GPT-J reads them."""

@@ -15,6 +15,8 @@ from intarsia.engines.openvino.limits import HANDS_NAN_ON
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 
+pytestmark = pytest.mark.openvino
+
 nn = torch.nn.functional
 NAN = float("nan")
 Pair = tuple[Callable[[Tensor], Tensor], Callable[[torch.Tensor], torch.Tensor]]

@@ -10,6 +10,8 @@ from intarsia.engines import OpenVINO
 from intarsia.engines.openvino import probe
 from intarsia.network import Network
 
+pytestmark = pytest.mark.openvino
+
 X = torch.randn(2, 3, 4)
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import openvino
 import pytest
 import torch
-from openvino import opset13 as ov
 from torch import nn
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import intarsia
 from intarsia.engines import OpenVINO
 from intarsia.engines.openvino.snippets import settings
+
+openvino = pytest.importorskip("openvino")
+ov = pytest.importorskip("openvino.opset13")
 
 
 class Model(nn.Module):

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 import intarsia
 from intarsia.engines.openvino.tied import separate
 
+pytestmark = pytest.mark.openvino
+
 SIZE = 64
 
 

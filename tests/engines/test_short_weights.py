@@ -158,6 +158,7 @@ def test_the_tools_leave_logging_as_it_was() -> None:
     assert (root.level, root.handlers) == before
 
 
+@pytest.mark.openvino
 def test_without_nncf_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"nncf is not installed; pip install 'intarsia\[nncf\]'"):

@@ -86,6 +86,7 @@ def test_whatever_is_raised_while_compiling_costs_the_piece(fault: str, error: t
     assert f"{error.__name__}: it fell over in {fault}" in str(fast.plan)
 
 
+@pytest.mark.openvino
 def test_the_next_engine_takes_over() -> None:
     fast = intarsia.compile(Net(), (X,), engines=[Faulty(fault="build"), "openvino"], min_block_size=1)
     assert fast.plan.engines == ("openvino",)

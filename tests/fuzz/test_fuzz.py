@@ -6,22 +6,19 @@ import json
 
 import pytest
 import torch
-from tests.fuzz import dying
+from tests.fuzz import campaign, dying
+from tests.fuzz.__main__ import app
+from tests.fuzz.campaign import Campaign, reproduce, script, shrink
+from tests.fuzz.check import Outcome, Verdict, check, difference
+from tests.fuzz.draw import Case, Options, draw_case
+from tests.fuzz.program import Program, Statement, Value
 from torch.nn import functional as F
 from typer.testing import CliRunner
-
-from intarsia.cli.main import app
-from intarsia.fuzz import campaign
-from intarsia.fuzz.campaign import Campaign, reproduce
-from intarsia.fuzz.check import Outcome, Verdict, check
-from intarsia.fuzz.draw import Case, Options, draw_case
-from intarsia.fuzz.program import Program, Statement, Value
-from intarsia.fuzz.shrink import script, shrink
-from intarsia.fuzz.tolerance import difference
 
 SHARE = 50  # models of each of the four tests below: 200 in all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_models_answer_as_eager(part: int) -> None:
     wrong = {}
@@ -133,7 +130,7 @@ def test_a_process_that_dies_is_one_failure(monkeypatch) -> None:
 
 
 def test_the_command_prints_a_model_and_counts() -> None:
-    done = CliRunner().invoke(app, ["fuzz", "--models", "2"], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["--models", "2"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "2 equal" in done.output or "refused" in done.output
 

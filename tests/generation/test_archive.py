@@ -15,6 +15,8 @@ import intarsia
 from intarsia import generation
 from intarsia.errors import ArchiveError, InputError
 
+pytestmark = pytest.mark.slow
+
 ROOM = 24
 
 

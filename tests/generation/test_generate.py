@@ -157,6 +157,7 @@ def test_the_cache_may_change_hands_at_any_token(llama: Generation) -> None:
     _change_hands(llama)
 
 
+@pytest.mark.slow
 def test_the_memory_of_all_layers_in_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: stacked, and longer than the tokens so that rows are aligned."""
     monkeypatch.setattr(Anatomy, "stacked", property(lambda anatomy: True))

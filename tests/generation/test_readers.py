@@ -17,6 +17,8 @@ import intarsia
 from intarsia.errors import InputError
 from intarsia.generation import Generation
 
+pytestmark = pytest.mark.slow
+
 ROOM, SOURCE = 30, 20
 VARIED = {"do_sample": False, "no_repeat_ngram_size": 2}  # random weights like to repeat one token
 

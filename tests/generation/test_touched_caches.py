@@ -15,6 +15,8 @@ from transformers import DynamicCache
 import intarsia
 from intarsia.generation import Generation
 
+pytestmark = pytest.mark.openvino
+
 IDS = torch.randint(3, 128, (1, 9), generator=torch.Generator().manual_seed(1))
 TOKEN = torch.tensor([[5]])
 

@@ -14,6 +14,8 @@ from torch import nn
 
 import intarsia
 
+pytestmark = pytest.mark.slow
+
 
 def resident() -> int:
     """Bytes of this process that are in memory."""

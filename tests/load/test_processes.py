@@ -14,6 +14,8 @@ from torch import nn
 
 import intarsia
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_compiling_in_a_forked_process() -> None:

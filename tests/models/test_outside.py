@@ -13,6 +13,8 @@ pytest.importorskip("transformers", reason="most of the models come from Hugging
 pytest.importorskip("onnxruntime", reason="an engine under test")
 pytest.importorskip("openvino", reason="an engine under test")
 
+pytestmark = pytest.mark.slow
+
 QUICK = {
     "ElectraModel": EQUAL,
     "nn.TransformerEncoder with a padding mask": EQUAL,

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 _SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])

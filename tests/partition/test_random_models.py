@@ -16,6 +16,8 @@ from intarsia.partition import STRATEGIES, PartitionOptions, extract
 
 from .graphs import equal, run_pieces, table_by
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = (torch.linspace(-1, 1, 16).reshape(4, 4), torch.linspace(0.5, 2, 4), torch.linspace(-1, 0, 4))
 ENGINES = ("a", "b", "pytorch")
 Tensor = torch.Tensor

@@ -127,6 +127,7 @@ def brute_force(p):
             )
 
 
+@pytest.mark.slow
 @given(problem=problems())
 @settings(deadline=None, max_examples=300)
 def test_the_richer_problem_against_brute_force(problem):

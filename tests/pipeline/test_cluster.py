@@ -231,6 +231,7 @@ def test_bounds_are_below_what_is_simulated(space):
             assert (near_memory(layout, table, 4) <= memory).all()
 
 
+@pytest.mark.slow
 def test_a_thousand_layers_on_a_thousand_devices_take_seconds():
     n, each = 1000, np.full((3, 1000), 1e-3)
     line = LayerLine(0.1 * each, each, np.full(n, 2e7), np.full(n, 2e8), np.full(n, 4e6))

@@ -63,6 +63,7 @@ def test_the_batch_stays_open():
             torch.testing.assert_close(fast(batch), model(batch), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_length_of_a_sequence_and_the_last_micro_batch_may_vary():
     torch.manual_seed(0)
     model, args, kwargs = rotary("Llama", layers=2)()

@@ -20,7 +20,7 @@ from intarsia.errors import PartitionError
 from intarsia.pipeline.split import split
 
 TRAINING = Path(__file__).with_name("rank_training.py")
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all cases
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test waits for all cases
 
 
 def shards_of_gpt2(folder: Path) -> Path:

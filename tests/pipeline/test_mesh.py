@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from intarsia.pipeline.distributed import liveness
 from intarsia.pipeline.distributed.saved import latest_checkpoint
 
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("rank_mesh.py")
 JOB = Path(__file__).with_name("restart_job.py")
 

@@ -386,6 +386,7 @@ def test_a_sliding_cache_knows_how_many_tokens_it_has_seen():
     assert got.get_seq_length() == want.get_seq_length()
 
 
+@pytest.mark.slow
 def test_the_first_block_of_the_document_runs_as_typed():
     transformers = pytest.importorskip("transformers")
     text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()

@@ -17,6 +17,8 @@ from intarsia.rewrite import apply
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.openvino
+
 ENGINES = (OnnxRuntime(threads=1), OpenVINO(threads=1))
 QUICK = {
     "bert": {"reshape_reshape", "merged_projections"},

@@ -250,7 +250,7 @@ def test_the_direct_call_says_and_does_what_the_long_way_does() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     x = torch.randn(3, 4)
     fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
-    assert fast._direct is not None
+    assert fast._fit.direct is not None
     expected = model(x).detach()
     torch.testing.assert_close(fast(x), expected)
     torch.testing.assert_close(fast(x.clone().requires_grad_()), expected)
@@ -276,7 +276,7 @@ def test_the_direct_call_of_two_inputs_keeps_them_apart() -> None:
 
     a, b = torch.randn(2, 3), torch.randn(2, 3)
     fast = intarsia.compile(Two().eval(), (a, b), engines=["onnxruntime"], min_block_size=1)
-    assert fast._direct is not None
+    assert fast._fit.direct is not None
     torch.testing.assert_close(fast(a, b), Two()(a, b))
     torch.testing.assert_close(fast(b, a), Two()(b, a))
 

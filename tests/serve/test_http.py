@@ -231,7 +231,7 @@ class Gate:
     """What a module runs by: waits until let through, and counts its calls."""
 
     def __init__(self, made: Compiled) -> None:
-        self.open, self.calls, self._run = threading.Event(), 0, made._run
+        self.open, self.calls, self._run = threading.Event(), 0, made.run
         made.run_by(self)
 
     def __call__(self, inputs: Any) -> list[Any]:

@@ -25,6 +25,8 @@ from torch import nn
 import intarsia
 from intarsia.serve.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 # What a container starts, and first which modules that has imported.
 MAIN = """
 import sys

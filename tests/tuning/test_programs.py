@@ -14,6 +14,8 @@ import intarsia
 from intarsia import generation, tuning
 from intarsia.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 ANYHOW: dict[str, Any] = {"only_if_faster": False, "rounds": 1, "least_share": 0.0}
 
 

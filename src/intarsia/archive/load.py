@@ -31,10 +31,10 @@ from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import Made, Origin, with_fallback
-from intarsia.runtime.inlay import Inlay
+from intarsia.runtime.inlay import Assembly, Inlay
 
 if TYPE_CHECKING:
     from intarsia.network import Network
@@ -231,17 +231,13 @@ class _Loader:
         )
         plan, pieces, programs, body_plans = self.pieces(found, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
+        state = {name: self._tensors[key] for name, key in contents["state"].items()}
         made = Compiled(
             lowered,
-            plan,
-            pieces,
-            programs,
+            Assembly(plan, pieces, programs, body_plans),
+            Source(model, signature_from_json(call["signature"]), state),
             notes,
-            signature_from_json(call["signature"]),
-            body_plans,
-            model,
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
-            state={name: self._tensors[key] for name, key in contents["state"].items()},
         )
         captured = contents.get("captured") or {}
         if "member" in captured:

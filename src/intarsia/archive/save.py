@@ -57,7 +57,7 @@ def save_bytes(compiled: nn.Module) -> bytes:
 def _prepared(compiled: nn.Module, native: bool = False) -> tuple[dict[str, Json], _Saver]:
     if not isinstance(compiled, Compiled):
         raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is no compiled module")
-    if not compiled._stands:
+    if not compiled.stands_for_model:
         raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
     compiled.weights.check()  # those written to since would lie beside what was folded from the old ones
     saver = _Saver(compiled.plan.strategy, native)
@@ -128,20 +128,20 @@ class _Saver:
         self.engines: dict[str, Json] = {}
 
     def manifest(self, compiled: Compiled) -> dict[str, Json]:
-        lowered, state = compiled._lowered, compiled.state_dict()
+        lowered, state = compiled.lowered, compiled.state_dict()
         # What a call changes comes first, and alone; then the model's weights, under the model's own names.
         buffers = {name: self.tensors.add(t, name, changing=True) for name, t in lowered.buffers.items()}
         weights = {
             name: self.tensors.add(t, name) for name, t in state.items() if isinstance(t, torch.Tensor)
         }
-        run = compiled._run
+        run = compiled.run
         contents = {
             "call": _call_to_json(compiled, lowered),
             "results": results_to_json(lowered, lambda m: graph_to_json(m, self.tensors, self._body)),
             "buffers": buffers,
             "state": weights,
             "inlay": self._inlay(compiled.inlay, lowered.module),
-            "notes": list(compiled._notes),
+            "notes": list(compiled.compile_notes),
             "captured": self._captured(compiled),
             "cuda_graphs": run.results if isinstance(run, CudaGraphs) else None,
         }
@@ -266,6 +266,6 @@ def _call_to_json(compiled: Compiled, lowered: Lowered) -> Json:
         "names": list(lowered.input_names),
         "ranges": ranges_to_json(lowered.range_constraints),
         "guards": list(lowered.guards),
-        "checks": [check_to_json(check) for check in compiled._checks],
-        "signature": signature_to_json(compiled._call_signature),
+        "checks": [check_to_json(check) for check in compiled.checks],
+        "signature": signature_to_json(compiled.call_signature),
     }

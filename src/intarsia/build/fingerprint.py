@@ -19,7 +19,7 @@ from intarsia.capture.annotate import wanted_engine
 from intarsia.graph.source import module_path, source_line
 from intarsia.lower import Lowered
 
-_PACKAGES = ("torch", "onnxruntime", "openvino", "onnx", "onnx_ir", "numpy")
+_PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines tell their own
 
 
 def digest_of(lines: Iterable[str]) -> str:

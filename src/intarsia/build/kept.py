@@ -51,7 +51,7 @@ class Keeper:
             return Keeper(None)
         try:
             asked = [_telling(wish) for wish in wishes]
-            using = [f"{type(e).__module__}.{type(e).__qualname__} {_telling(e.key())}" for e in engines]
+            using = [_engine_text(engine) for engine in engines]
             lines = [*of_process(), *_converters(), *of_lowered(lowered), *of_values(answers), *using, *asked]
         except (Unknowable, RuntimeError):  # the latter of a tensor without plain memory
             return Keeper(None)
@@ -107,6 +107,12 @@ def _telling(value: Any) -> str:
     if " at 0x" in text or "<function" in text or "object at" in text:
         raise Unknowable(text)
     return text
+
+
+def _engine_text(engine: Engine) -> str:
+    """An engine with its options and its version."""
+    kind = type(engine)
+    return f"{kind.__module__}.{kind.__qualname__} {engine.version()} {_telling(engine.key())}"
 
 
 def _has_own_parts() -> bool:

@@ -58,10 +58,6 @@ class Memory:
 
 def key_of(what: str, engines: Sequence[Engine], *more: str) -> str:
     """The key of a measurement: what was measured, on which engines and options, on which machine."""
-    running = [f"{engine.key()} {package_version(_package(engine))}" for engine in engines]
+    running = [f"{engine.key()} {engine.version()}" for engine in engines]
     gpu = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     return digest(what, machine_key(), package_version("torch"), *gpu, *running, *more)
-
-
-def _package(engine: Engine) -> str:
-    return "torch" if engine.name in ("pytorch", "inductor", "cudnn") else engine.family

@@ -16,7 +16,8 @@ from intarsia.choose.plan import MeasuredPlan, measured_plan
 from intarsia.choose.wishes import Wishes
 from intarsia.engines import Engine
 from intarsia.lower import Lowered
-from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.compiled import Compiled, Source
+from intarsia.runtime.inlay import Assembly
 
 WORTH_KEEPING_S = 1.0  # a compile that took less is not kept on disk
 TOLD = "no engine was built: an earlier compile of the same model was kept on disk"
@@ -54,16 +55,9 @@ class Earlier:
         if found is None:
             return None
         made, signature = found.pieces, inspect.signature(self._model.forward)
-        compiled = Compiled(
-            self._lowered,
-            made.plan,
-            made.pieces,
-            made.programs,
-            [*made.notes, TOLD],
-            signature,
-            made.body_plans,
-            self._model,
-        )
+        assembly = Assembly(made.plan, made.pieces, made.programs, made.body_plans)
+        source = Source(self._model, signature)
+        compiled = Compiled(self._lowered, assembly, source, [*made.notes, TOLD])
         if (findings := found.extra.get("findings")) is not None:
             compiled.plan = measured_plan(made.plan, replace(Findings.from_dict(findings), remembered=True))
         return compiled

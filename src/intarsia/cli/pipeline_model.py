@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from intarsia.cli.zoo import load_factory
 from intarsia.errors import InputError
 
 TEXT = (
@@ -67,7 +65,7 @@ def make_job(name: str, text: Path | None = None, batch: int = 16, length: int =
     """
     place, _, rest = name.partition(":")
     own = rest and "=" not in rest
-    made = _factory(place, rest)() if own else _hugging_face(place, rest)
+    made = load_factory(place, rest)() if own else _hugging_face(place, rest)
     if isinstance(made, nn.Module):
         return Job(made, _text(made, text, batch, length), next_token_loss, "equal")
     if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
@@ -106,28 +104,6 @@ def _batch(given: Any, name: str) -> Batch:
         raise InputError(f"the data of {name} must give (args, target) or (args, kwargs, target) for a step")
     args, kwargs = given[0], given[1] if len(given) == 3 else {}
     return Batch(args if isinstance(args, tuple) else (args,), given[-1], kwargs)
-
-
-def _factory(place: str, name: str) -> Callable[[], Any]:
-    if place.endswith(".py"):
-        path = Path(place)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise InputError(f"there is no file {place}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # what is defined there may be looked up by its module
-        spec.loader.exec_module(module)
-    else:
-        if "" not in sys.path:
-            sys.path.insert(0, "")  # modules of the folder the command runs in
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise InputError(f"there is no module {place}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise InputError(f"{place} has no function {name}")
-    return found  # type: ignore[no-any-return]
 
 
 def _hugging_face(kind: str, sizes: str) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
+from intarsia.cache.machine import package_version
 from intarsia.errors import EngineError, GuardError
 
 if TYPE_CHECKING:  # a module that is only loaded and run does without networks
@@ -48,6 +49,7 @@ class Engine(abc.ABC):
     arithmetic: ClassVar[str] = "fp32"  # others ("bf16", "int8" ...) are used within a tolerance, or by name
     based_on: ClassVar[str | None] = None  # the engine, by name, whose layers and patterns it takes
     quantized_only: ClassVar[bool] = False  # of use only for models that were quantised beforehand
+    libraries: ClassVar[tuple[str, ...]] = ()  # modules that do its work; their versions are part of its own
 
     @abc.abstractmethod
     def unavailable(self) -> str | None:
@@ -75,6 +77,15 @@ class Engine(abc.ABC):
     def key(self) -> str:
         """What makes two engines of this class build different programs."""
         return repr(self)
+
+    def version(self) -> str:
+        """The versions of the package that defines this engine and of its `libraries`.
+
+        Everything that is kept on disk holds for one version only: packed programs, cached builds, measured
+        times. An engine whose programs depend on more, such as a driver, adds that here.
+        """
+        modules = dict.fromkeys((type(self).__module__.partition(".")[0], *self.libraries))
+        return ", ".join(f"{name} {package_version(name)}" for name in modules)
 
 
 @dataclass(frozen=True)

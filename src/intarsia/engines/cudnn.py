@@ -27,6 +27,7 @@ class CuDNN(GraphEngine):
 
     rewrites: tuple[str, ...] | None = None
     name: ClassVar[str] = "cudnn"
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
     capturable: ClassVar[bool] = True
 
     def unavailable(self) -> str | None:

@@ -22,6 +22,7 @@ class PyTorch(GraphEngine):
 
     rewrites: tuple[str, ...] = ()
     name: ClassVar[str] = "pytorch"
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
     capturable: ClassVar[bool] = True
 
     def unavailable(self) -> str | None:

@@ -90,7 +90,7 @@ def _ask_together(
     """Ask an engine about all nodes that it was not asked about before; who does not come back is `lost`."""
     tried: dict[_Question, Network] = {}
     for node, signature in signatures.items():
-        key = (engine.key(), registry.version, signature)
+        key = (f"{engine.key()} {engine.version()}", registry.version, signature)
         if key in _answers or key in tried or _foreign_device(node, engine) is not None:
             continue
         made = dry_convert(node, constants, signature, engine)
@@ -118,7 +118,7 @@ def _ask(
     device = _foreign_device(node, engine)
     if device is not None:
         return f"it runs on {device}, where {engine.name} does not"
-    key = (engine.key(), registry.version, signature)
+    key = (f"{engine.key()} {engine.version()}", registry.version, signature)
     if key not in _answers:
         tried = dry_convert(node, constants, signature, engine)
         try:

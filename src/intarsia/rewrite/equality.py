@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.network import Tensor
+from intarsia.network.ops import MAY_BE_IDENTITY
 from intarsia.network.schema import schema_of
-from intarsia.rewrite.term import TRANSPARENT, AnyValue, OpTerm
+from intarsia.rewrite.term import AnyValue, OpTerm
 
 
 def holds(value: ir.Value, number: float) -> bool:
@@ -28,7 +29,7 @@ def holds(value: ir.Value, number: float) -> bool:
 def is_transparent(node: ir.Node) -> bool:
     """Whether a layer hands on its first input unchanged."""
     op_type = node.op_type
-    if op_type not in TRANSPARENT or node.domain or not node.inputs or node.inputs[0] is None:
+    if op_type not in MAY_BE_IDENTITY or node.domain or not node.inputs or node.inputs[0] is None:
         return False
     if op_type == "Identity":
         return True

@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from intarsia.network.bodies import owner_in
 from intarsia.network.edit.journal import InputReplaced, LayerRemoved, TypeChanged, UsesReplaced
+from intarsia.network.ops import MAY_BE_IDENTITY
 from intarsia.network.text import kind_of
 from intarsia.rewrite.pattern import PatternRewriter
-from intarsia.rewrite.term import TRANSPARENT
 from intarsia.rewrite.transaction import Change
 
 _READERS = 64  # no pattern counts the readers of a value that has more
@@ -73,7 +73,7 @@ class PatternIndex:
             below: list[tuple[ir.Node, int]] = []
             while front:
                 node, patterns = front.pop()
-                if node.op_type not in TRANSPARENT:
+                if node.op_type not in MAY_BE_IDENTITY:
                     patterns &= self._inside.get(kind_of(node), self._start_anywhere)
                 patterns &= deeper & ~found.get(node, 0)
                 if not patterns or node.graph is not graph:
@@ -81,7 +81,7 @@ class PatternIndex:
                 found[node] = found.get(node, 0) | patterns
                 for value in node.outputs:
                     for reader in value.consumers():
-                        (front if reader.op_type in TRANSPARENT else below).append((reader, patterns))
+                        (front if reader.op_type in MAY_BE_IDENTITY else below).append((reader, patterns))
             front = below
         return {node: start for node, some in found.items() if (start := self.starting_at(node, some))}
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import onnx_ir as ir
 
+from intarsia.network.ops import COMMUTATIVE
 from intarsia.network.text import kind_of
 from intarsia.rewrite.bindings import Bindings, outside_read
 from intarsia.rewrite.equality import holds, is_transparent, odd_attribute, see_through
 from intarsia.rewrite.term import (
-    COMMUTATIVE,
     Either,
     Maybe,
     Number,

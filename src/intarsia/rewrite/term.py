@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from intarsia.errors import RewriteError
-
-# Layers of these operators may change nothing; a pattern then sees through them.
-TRANSPARENT = frozenset({"Identity", "Cast", "Reshape", "Expand", "Flatten", "Transpose"})
-COMMUTATIVE = frozenset(
-    {"Add", "Mul", "Max", "Min", "And", "Or", "Xor", "Equal", "BitwiseAnd", "BitwiseOr", "BitwiseXor"}
-)
+from intarsia.network.ops import COMMUTATIVE, MAY_BE_IDENTITY
 
 
 class Term:
@@ -222,7 +217,7 @@ def feeders(root: Root) -> dict[str, tuple[frozenset[str], ...]]:
     for term in calls:
         call = term.call if isinstance(term, Output) else term
         assert isinstance(call, OpTerm)
-        groups = tuple(group | TRANSPARENT for item in call.inputs if (group := _makers(item)))
+        groups = tuple(group | MAY_BE_IDENTITY for item in call.inputs if (group := _makers(item)))
         found[call.kind] = () if call.kind in found else groups
     return found
 

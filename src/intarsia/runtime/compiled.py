@@ -1,51 +1,107 @@
-"""Segments and their programs, inlaid as one module."""
+"""A compiled module: the programs of a model's pieces, called like the model itself."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.nn.modules import module as torch_module
-from torch.utils import _pytree as pytree
 
 from intarsia.capture.autocast import under_autocast
 from intarsia.capture.protect import evaluating
-from intarsia.capture.size_guards import check_guards, read_guards
 from intarsia.engines import Program
 from intarsia.errors import InputError, RefitError
 from intarsia.graph.devices import uses_gpu
-from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
-from intarsia.lower import Lowered, Role
-from intarsia.runtime.call_structure import flat_arguments, split_spec, with_defaults
+from intarsia.lower import Lowered
+from intarsia.runtime.call_interface import CallInterface
 from intarsia.runtime.fallback import WithFallback
-from intarsia.runtime.frozen_module import FrozenModule
-from intarsia.runtime.inlay import Inlay
-from intarsia.runtime.input_checks import Check, FixedInput, check_inputs, checks_of, fixed_inputs
-from intarsia.runtime.ownership import Ownership, constants_of
-from intarsia.runtime.result_layouts import ResultLayouts
+from intarsia.runtime.inlay import Assembly, Inlay
+from intarsia.runtime.input_checks import Check, FixedInput
+from intarsia.runtime.ownership import constants_of
+from intarsia.runtime.results import ResultPlan
 from intarsia.runtime.weights import FrozenWeights
 
-Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, what it returns out, flat
+Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, everything it returns out, flat
 
-Refitted = Callable[["Compiled", "Mapping[str, Any] | nn.Module"], "Compiled"]
+Weights = Mapping[str, Any] | nn.Module
+Refit = Callable[["Compiled", Weights], "Compiled"]  # a module with other weights, made from a compiled one
 
 # Hooks on every module there is (`register_module_forward_hook`); torch has no public way to ask for them.
 GLOBAL_HOOKS = tuple(
     getattr(torch_module, name, {}) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
 )
 
-
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
 
 
-class Compiled(FrozenModule):
+@dataclass(frozen=True)
+class Source:
+    """The model that a module was compiled from, as far as calls depend on it.
+
+    `state` are its weights by name, the model's own unless a file has them. `eager` is set where the model
+    itself answers instead of its graph: "chosen", since that is faster, or "required", since the graph
+    answers differently. A graph that is only slower still stands for the model: its inputs are checked, its
+    weights are watched, it can be saved and refitted.
+    """
+
+    model: nn.Module | None = None
+    signature: inspect.Signature | None = None
+    state: Mapping[str, torch.Tensor] | None = None
+    eager: Literal["chosen", "required"] | None = None
+
+
+class _Fit:
+    """Everything that the weights decide. A refit replaces it as a whole, so a call sees the old or the new.
+
+    The attributes in the second half are what the fast path of a call reads: `run` or, for a single program,
+    `whole` computes the graph; `direct` is a program's shortcut that checks its inputs itself.
+    """
+
+    __slots__ = (
+        *("lowered", "plan", "body_plans", "inlay", "interface", "results", "weights", "state", "notes"),
+        *("eager", "stands", "run", "whole", "direct", "fixed", "is_single", "checks_weights"),
+    )
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        assembly: Assembly,
+        source: Source,
+        notes: Sequence[str],
+        checks: Sequence[Check] | None,
+    ) -> None:
+        model = source.model
+        self.lowered, self.plan, self.body_plans = lowered, assembly.plan, dict(assembly.body_plans)
+        self.inlay = Inlay(lowered.module.graph, assembly.pieces, assembly.programs)
+        self.interface = CallInterface.of(lowered, source.signature, checks)
+        self.results = ResultPlan(lowered, assembly.pieces, assembly.programs)
+        self.eager = None if source.eager is None else model
+        self.stands = self.eager is None or source.eager == "chosen"
+        self.weights = FrozenWeights(
+            model if self.stands else None, constants_of(lowered.module), lowered.buffers
+        )
+        state = source.state
+        if state is None:
+            state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
+        self.state = dict(state)
+        self.notes = tuple(notes)
+        self.run: Run = self.inlay.results
+        self.whole = self.inlay.whole
+        is_plain = self.eager is None and not self.results.writes
+        self.fixed = self.interface.fixed if is_plain else None
+        self.is_single = self.results.is_single
+        self.direct = _direct(self.whole, self.fixed) if self.is_single else None
+        self.checks_weights = True
+
+
+class Compiled(nn.Module):
     """A model whose pieces run on engines; call it like the model it was made from.
 
     It computes what the model computes in evaluation, with the weights it had when it was compiled, and gives
@@ -57,86 +113,91 @@ class Compiled(FrozenModule):
     (tensor([0., 2.]), ('pytorch',))
     """
 
-    plan: Plan
-
     def __init__(
         self,
         lowered: Lowered,
-        plan: Plan,
-        pieces: Sequence[Piece],
-        programs: Sequence[Program],
+        assembly: Assembly,
+        source: Source | None = None,
         notes: Sequence[str] = (),
-        forward_signature: inspect.Signature | None = None,
-        body_plans: Mapping[str, Plan] | None = None,
-        model: nn.Module | None = None,
-        as_it_is: bool = False,
-        by_choice: bool = False,
         checks: Sequence[Check] | None = None,
-        state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.training = False
-        self._refitted: Refitted | None = None
-        self.captured: Callable[[], fx.GraphModule] | None = None  # of a loaded module, what it was made of
-        self.plan = plan
-        self._notes = tuple(notes)
-        self._lowered = lowered
-        # In a tuple, lest it become a submodule: the model itself, where it runs as it is.
-        self._as_it_is: tuple[nn.Module, ...] = (model,) if as_it_is and model is not None else ()
-        # A model that runs as it is because that is faster has a graph that answers as it does; whatever
-        # holds for compiled modules (frozen weights, checked inputs, archives) then holds for it too.
-        self._stands = by_choice or not self._as_it_is
-        held = constants_of(lowered.module)
-        self._frozen = FrozenWeights(model if self._stands else None, held, lowered.buffers)
-        self._check_weights = True
-        if state is None:
-            state = {} if model is None else {k: v.detach() for k, v in model.state_dict().items()}
-        self._state = dict(state)
-        self._call_signature = forward_signature
-        self.inlay = Inlay(lowered.module.graph, pieces, programs)
-        # Looked up at every call; a submodule's attribute would cost as much as a small operator.
-        self._run: Run = self.inlay.results
-        self._whole = self.inlay.whole
-        self.body_plans = dict(body_plans or {})
-        self._checks = checks_of(lowered) if checks is None else tuple(checks)
-        self._ranges = lowered.range_constraints
+        self._fit = _Fit(lowered, assembly, source or Source(), notes, checks)
+        self.inlay = self._fit.inlay
         self._kind = "cuda" if uses_gpu(lowered.module.graph) else "cpu"
-        places = {item.name: item.index for item in lowered.inputs if item.index is not None}
-        self._guards = read_guards(lowered.guards, places)
-        self._user_slots = tuple(
-            (slot, i.index) for slot, i in enumerate(lowered.inputs) if i.index is not None
-        )
-        self._buffer_slots = tuple((slot, i.buffer) for slot, i in enumerate(lowered.inputs) if i.buffer)
-        mutates = any(output.role is not Role.USER for output in lowered.outputs)
-        self._flat_args = flat_arguments(lowered.in_spec)
-        users = iter(lowered.views)
-        views = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
-        self._views = tuple((place, view) for place, view in enumerate(views) if view is not None)
-        engines_make = _fresh(lowered, pieces, programs)
-        self._layouts = ResultLayouts(lowered, views, engines_make)
-        fresh = [
-            output.role is not Role.USER
-            or output.is_input
-            or output.twin is not None
-            or is_fresh
-            or views[place] is not None
-            for place, (output, is_fresh) in enumerate(zip(lowered.outputs, engines_make, strict=True))
-        ]
-        self._ownership = Ownership(held, list(lowered.buffers.values()), fresh)
-        by_name = {item.name: item.index for item in lowered.inputs}
-        self._written = tuple(
-            (output.target or "", by_name[output.target or ""] or 0)
-            for output in lowered.outputs
-            if output.role is Role.INPUT
-        )
-        self._plain_inputs = [item.index for item in lowered.inputs] == list(range(len(self._checks)))
-        plain = self._flat_args >= 0 and self._plain_inputs and not (self._guards or mutates or as_it_is)
-        self._quick = fixed_inputs(self._checks) if plain else None
-        as_made = not (mutates or self._views or self._layouts) and all(fresh)
-        self._one_result = lowered.out_spec.is_leaf() and as_made
-        self._direct = _direct(self._whole, self._quick) if self._one_result else None
+        self._refit: Refit | None = None
+        self._prepare_refit: Callable[[Compiled], None] | None = None
+        self.captured: Callable[[], fx.GraphModule] | None = None  # the program of a loaded file
 
-    def refit(self, weights: Mapping[str, Any] | nn.Module) -> None:
+    # What it is made of.
+
+    @property
+    def plan(self) -> Plan:
+        """What runs where."""
+        return self._fit.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._fit.plan = plan
+
+    @property
+    def body_plans(self) -> dict[str, Plan]:
+        """What runs where inside control flow, by the name of the branch or body."""
+        return self._fit.body_plans
+
+    @property
+    def lowered(self) -> Lowered:
+        """The graph that was cut, and how a call maps onto it."""
+        return self._fit.lowered
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """What each input of a call must be, in the order of the flattened call."""
+        return self._fit.interface.checks
+
+    @property
+    def call_signature(self) -> inspect.Signature | None:
+        """The arguments of the model's `forward`, where they are known."""
+        return self._fit.interface.signature
+
+    @property
+    def stands_for_model(self) -> bool:
+        """Whether the graph answers as the model does; if not, the model itself answers every call."""
+        return self._fit.stands
+
+    @property
+    def weights(self) -> FrozenWeights:
+        """The weights that were compiled, and whether the model still holds them."""
+        return self._fit.weights
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know besides the plan, engines that failed at a call included."""
+        programs = [step.program for step in self._fit.inlay.steps]
+        failed = [(p.engine, p.failure) for p in programs if isinstance(p, WithFallback) and p.failure]
+        return (*self._fit.notes, *(f"{engine} failed at a call: {why}" for engine, why in failed))
+
+    @property
+    def compile_notes(self) -> tuple[str, ...]:
+        """The notes of the compile alone, as an archive holds them."""
+        return self._fit.notes
+
+    def note(self, *notes: str) -> None:
+        """Add to what a user should know."""
+        self._fit.notes = (*self._fit.notes, *notes)
+
+    def weights_digest(self) -> str:
+        """SHA-256 of the model's weights that were compiled, as they are now.
+
+        A call notices what torch counts: changes in place. Writes through `p.data` or numpy are not counted;
+        where they may happen, keep the digest and compare it.
+        """
+        return self._fit.weights.digest()
+
+    # Other weights.
+
+    def refit(self, weights: Weights) -> None:
         """Compute with other weights of the same names, shapes and dtypes from now on.
 
         Nothing is captured or partitioned anew: constants are folded again from the new weights, and engines
@@ -151,75 +212,68 @@ class Compiled(FrozenModule):
         >>> fast(torch.ones(1, 2))
         tensor([[5.]])
         """
-        if self._refitted is None and self.captured is not None:
+        if self._refit is None and self._prepare_refit is not None:
+            self._prepare_refit(self)
+        elif self._refit is None and self.captured is not None:
             # By its name: a process that only loads and runs imports nothing that compiles.
             importlib.import_module("intarsia.refit_loaded").make_refittable(self, self.captured())
-        if self._refitted is None or not self._stands:
+        if self._refit is None or not self._fit.stands:
             raise RefitError(
                 "this module has not kept the program it was made of, since it runs as it is; compile the"
                 " model with its new weights"
             )
-        made = self._refitted(self, weights).__dict__
-        of_modules = nn.Module().__dict__  # hooks and the like stay
-        self.__dict__.update({name: made[name] for name in made if name not in of_modules})
-        self._modules = made["_modules"]
+        refitted = self._refit(self, weights)
+        self._fit = refitted._fit
+        self.inlay = refitted._fit.inlay
 
-    def weights_digest(self) -> str:
-        """SHA-256 of the model's weights that were compiled, as they are now.
+    def refit_by(self, refit: Refit, program: ExportedProgram | None = None) -> None:
+        """Let `refit` make the module with other weights, from the program if one is given."""
+        self._refit = refit
+        if program is not None:
+            self._fit.lowered = replace(self._fit.lowered, program=program)
 
-        A call notices what torch counts: changes in place. Writes through `p.data` or numpy are not counted;
-        where they may happen, keep the digest and compare it.
+    def refit_lazily(self, prepare: Callable[[Compiled], None]) -> None:
+        """Let `prepare` call `refit_by` when somebody first asks for other weights.
+
+        Of a module that was loaded, that captures the file's program again and needs the compiler, which a
+        process that only loads and runs does not import.
         """
-        return self._frozen.digest()
-
-    @property
-    def lowered(self) -> Lowered:
-        """The graph that was cut, and how a call maps onto it."""
-        return self._lowered
-
-    @property
-    def checks(self) -> tuple[Check, ...]:
-        """What each input of a call must be, in the order of the flattened call."""
-        return tuple(self._checks)
-
-    @property
-    def call_signature(self) -> inspect.Signature | None:
-        """The arguments of the model's `forward`, where they are known."""
-        return self._call_signature
-
-    def check(self, flat: list[Any]) -> None:
-        """Raise InputError, naming the input, unless a flattened call fits what was compiled."""
-        check_inputs(self._checks, flat, self._ranges)
-        if self._guards:
-            check_guards(self._guards, flat)
+        self._prepare_refit = prepare
 
     def refit_from(self, old: Compiled, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what new weights do not change."""
-        self._call_signature, self._state = old._call_signature, dict(state)
-        self._notes = tuple(dict.fromkeys((*old._notes, *self._notes)))
+        fit = self._fit
+        fit.interface = replace(fit.interface, signature=old.call_signature)
+        fit.state = dict(state)
+        fit.notes = tuple(dict.fromkeys((*old._fit.notes, *fit.notes)))
 
-    def refit_by(self, refitted: Refitted, program: ExportedProgram | None = None) -> None:
-        """Let `refit` make the module with new weights by this function, from the program if one is given."""
-        self._refitted = refitted
-        if program is not None:
-            self._lowered = replace(self._lowered, program=program)
+    # A call.
 
     @property
-    def weights(self) -> FrozenWeights:
-        """The weights that were compiled, and whether the model still holds them."""
-        return self._frozen
+    def run(self) -> Run:
+        """What computes the graph: the inlay, or what `run_by` put in its place."""
+        return self._fit.run
 
     def run_by(self, run: Run, *, checks_weights: bool = False) -> None:
         """Answer every call by `run`, which takes the graph's inputs, instead of the inlay's own.
 
         One that `checks_weights` does so itself, where it costs the call least.
         """
-        self._run, self._whole, self._direct = run, None, None
-        self._check_weights = not checks_weights
+        fit = self._fit
+        fit.run, fit.whole, fit.direct, fit.checks_weights = run, None, None, not checks_weights
 
     def results(self, inputs: Sequence[Any]) -> list[Any]:
         """Everything the graph returns for its inputs, flat; nothing is checked, and nothing written back."""
-        return self._run(inputs) if self._whole is None else list(self._whole(*inputs))
+        fit = self._fit
+        return fit.run(inputs) if fit.whole is None else list(fit.whole(*inputs))
+
+    def check(self, flat: list[Any]) -> None:
+        """Raise InputError, naming the input, unless a flattened call fits what was compiled."""
+        self._fit.interface.check(flat)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """A call as a list, in the order of `checks`; InputError where it has another structure."""
+        return self._fit.interface.flatten(args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The common call, plain tensors of fixed shape and no hooks, is checked and run right here: a model
@@ -227,25 +281,26 @@ class Compiled(FrozenModule):
         # A trace would take this call's result for a constant.
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
-        if torch.is_autocast_enabled(self._kind) and not self._as_it_is:
+        fit = self._fit
+        if torch.is_autocast_enabled(self._kind) and fit.eager is None:
             raise InputError(under_autocast(self._kind))
-        if self._check_weights:
-            self._frozen.check()
+        if fit.checks_weights:
+            fit.weights.check()
         if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
             return super().__call__(*args, **kwargs)
-        direct = self._direct
+        direct = fit.direct
         if direct is not None:
             try:
                 return direct(*args)
             except Exception:  # any other call: the long way runs it, or says what is wrong with it
                 answer = super().__call__(*args)
-                if self._whole is not None and getattr(self._whole, "failure", None) is not None:
-                    self._direct = None  # the engine failed: the long way has gone over to PyTorch
+                if fit.whole is not None and getattr(fit.whole, "failure", None) is not None:
+                    fit.direct = None  # the engine failed: the long way has gone over to PyTorch
                 return answer
-        quick = self._quick
-        if quick is None or len(args) != len(quick):
+        fixed = fit.fixed
+        if fixed is None or len(args) != len(fixed):
             return super().__call__(*args)
-        for value, (dtype, shape, device) in zip(args, quick):  # noqa: B905
+        for value, (dtype, shape, device) in zip(args, fixed):  # noqa: B905
             if (
                 value.__class__ is not torch.Tensor
                 or value.dtype is not dtype
@@ -253,130 +308,77 @@ class Compiled(FrozenModule):
                 or value.device != device
             ):
                 return super().__call__(*args)
-        whole = self._whole
-        answer = self._run(args) if whole is None else whole(*args)
-        return answer[0] if self._one_result else self._finish(list(args), answer)
+        whole = fit.whole
+        answer = fit.run(args) if whole is None else whole(*args)
+        return answer[0] if fit.is_single else fit.results.finish(args, answer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Any call: nested, named or sized at run time, or wrong, which is then said."""
         if torch.compiler.is_exporting():
             raise InputError(NOT_TRACED)
-        if not self._stands:
-            return _run_as_it_is(self._as_it_is[0], args, kwargs)
-        flat = list(args) if self._flat_args == len(args) and not kwargs else self.flatten(args, kwargs)
-        self.check(flat)
-        if self._as_it_is:
-            return _run_as_it_is(self._as_it_is[0], args, kwargs)
-        if self._written:
-            self._ownership.check_written(
-                [(name, flat[index]) for name, index in self._written],
-                [(item.name, flat[item.index]) for item in self._lowered.inputs if item.index is not None],
-            )
-        inputs = flat if self._plain_inputs else self._feed(flat)
-        results = self._run(inputs) if self._whole is None else self._whole(*inputs)
-        return results[0] if self._one_result else self._finish(flat, results)
+        fit = self._fit
+        if fit.eager is not None and not fit.stands:
+            return _run_eagerly(fit.eager, args, kwargs)
+        flat = fit.interface.flatten(args, kwargs)
+        fit.interface.check(flat)
+        if fit.eager is not None:
+            return _run_eagerly(fit.eager, args, kwargs)
+        fit.results.check_written(flat)
+        inputs = fit.interface.feed(flat)
+        return fit.results.finish(flat, fit.run(inputs) if fit.whole is None else fit.whole(*inputs))
 
-    def _feed(self, flat: list[Any]) -> list[Any]:
-        """The graph's inputs: the caller's, and the buffers the model changes."""
-        buffers = self._lowered.buffers
-        return [buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in self._lowered.inputs]
-
-    def _finish(self, flat: list[Any], results: Sequence[Any]) -> Any:
-        """Write back what the model changes, then give the caller its results."""
-        settled = list(self._ownership.own(results, flat))
-        if self._layouts:
-            self._layouts.lay_out(settled, flat)
-        returned: dict[int, Any] = {}
-        indices = dict(self._written)
-        with torch.no_grad():
-            for place, (output, result) in enumerate(zip(self._lowered.outputs, settled, strict=True)):
-                if output.role is Role.BUFFER:
-                    self._lowered.buffers[output.target or ""].copy_(result)
-                elif output.role is Role.INPUT:
-                    flat[indices[output.target or ""]].copy_(result)
-                else:
-                    returned[place] = result if output.twin is None else returned[output.twin]
-        if self._views:
-            self._replay(flat, returned)
-        return pytree.tree_unflatten(list(returned.values()), self._lowered.out_spec)
-
-    def _replay(self, flat: list[Any], returned: dict[int, Any]) -> None:
-        """Make views again what the model returns as views, of what the caller has."""
-        places = list(returned)
-        for place, view in self._views:
-            returned[place] = view(flat, [returned[p] for p in places])
-        for place, output in enumerate(self._lowered.outputs):
-            if output.role is Role.USER and output.twin is not None:
-                returned[place] = returned[output.twin]
-
-    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """A call as a list, in the order of `checks`; InputError where it has another structure."""
-        spec = self._lowered.in_spec
-        positional, named = split_spec(spec)
-        if (len(args), set(kwargs)) != (positional, set(named)):
-            args, kwargs = self._rebind(args, kwargs, positional, named)
-        flat, found = pytree.tree_flatten((args, {name: kwargs[name] for name in named}))
-        if found != spec:
-            raise InputError(f"the call has the structure {found}; compiled for {spec}")
-        return flat
-
-    def _rebind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], positional: int, named: list[str]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with arguments passed by position or name as when compiled."""
-        expected = f"{positional} positional arguments" + (f" and {', '.join(named)}" if named else "")
-        if self._call_signature is not None:
-            try:
-                given = dict(self._call_signature.bind(*args, **kwargs).arguments)
-            except TypeError as error:
-                raise InputError(f"the call does not fit the model: {error}") from error
-            given = with_defaults(self._call_signature, given, positional, named)
-            order = [name for name in self._call_signature.parameters if name in given]
-            if len(order) == positional + len(named) and all(name in given for name in named):
-                rest = [name for name in order if name not in named]
-                return tuple(given[name] for name in rest), {name: given[name] for name in named}
-        has = f"{len(args)} positional arguments" + (f" and {', '.join(kwargs)}" if kwargs else "")
-        raise InputError(f"the call has {has}; compiled for {expected}")
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know besides the plan, engines that failed at a call included."""
-        programs = [step.program for step in self.inlay.steps]
-        failed = [(p.engine, p.failure) for p in programs if isinstance(p, WithFallback) and p.failure]
-        return (*self._notes, *(f"{engine} failed at a call: {why}" for engine, why in failed))
-
-    def note(self, *told: str) -> None:
-        """Add to what a user should know."""
-        self._notes = (*self._notes, *told)
+    # What torch asks of any module, answered by one whose weights are frozen.
 
     def extra_repr(self) -> str:
         return f"{len(self.plan)} segments on {', '.join(self.plan.engines)}"
 
+    def train(self, mode: bool = True) -> Self:
+        """A compiled module computes what the model does in evaluation; `train()` is an error."""
+        if mode:
+            raise InputError(
+                "a compiled module gives no gradients and cannot be trained; train the model it was made"
+                " from, then compile that again"
+            )
+        return self
 
-def _run_as_it_is(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
+        kinds = {(tensor.dtype, tensor.device): tensor for tensor in self._fit.state.values()}
+        for (dtype, device), tensor in kinds.items():
+            converted = fn(tensor.new_empty((0,)))
+            if (converted.dtype, converted.device) != (dtype, device):
+                raise InputError(
+                    f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
+                    f" {converted.dtype} on {converted.device} and compile that"
+                )
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: tensor for name, tensor in self._fit.state.items()})
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        error_messages = rest[-1]
+        for name, tensor in self._fit.state.items():
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and not torch.equal(loaded.to(tensor), tensor):
+                error_messages.append(
+                    f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
+                    " model and compile that again"
+                )
+
+    def share_memory(self) -> Self:
+        """Engines hold memory of their own; an error that says what to do."""
+        raise InputError("engines hold memory of their own: save it, and load the file in every process")
+
+
+def _run_eagerly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with evaluating(model), torch.no_grad():
         return model(*args, **kwargs)
 
 
-def _fresh(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> list[bool]:
-    """For each output of the graph, whether an engine makes it that hands out memory of its own."""
-    made = {
-        node
-        for piece, program in zip(pieces, programs, strict=True)
-        if isinstance(program, WithFallback) and program.fresh
-        for node in piece.outputs
-    }
-    returned: Any = next(iter(reversed(lowered.module.graph.nodes))).args[0]
-    # A value that is returned twice is fresh but once.
-    return [
-        not isinstance(item, fx.Node) or (item in made and item not in returned[:place])
-        for place, item in enumerate(returned)
-    ]
-
-
-def _direct(program: Program | None, quick: list[FixedInput] | None) -> Callable[..., torch.Tensor] | None:
+def _direct(program: Program | None, fixed: list[FixedInput] | None) -> Callable[..., torch.Tensor] | None:
     """The whole model as one call that checks its inputs itself, where its program has one."""
     make = getattr(program, "direct", None)
-    if make is None or not quick:
+    if make is None or not fixed:
         return None
-    return make([tuple(shape) for _, shape, _ in quick])  # type: ignore[no-any-return]
+    return make([tuple(shape) for _, shape, _ in fixed])  # type: ignore[no-any-return]

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
 from intarsia.engines import Program
 from intarsia.graph.piece import Piece
+from intarsia.graph.plan import Plan
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A graph in pieces: the plan, each piece with its program in the order they run, plans of bodies."""
+
+    plan: Plan
+    pieces: Sequence[Piece]
+    programs: Sequence[Program]
+    body_plans: Mapping[str, Plan] = field(default_factory=dict)  # of control flow, by the body's name
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.functional import Operand
+from intarsia.network.ops import COUNTS
 
 D = ir.DataType
 
@@ -204,9 +205,6 @@ def product_of_integers(x: Tensor, axes: Sequence[int], *, keepdims: bool = Fals
 # OpenVINO by a guard). They leave a call in which one does not to PyTorch, which raises its own error or
 # answers.
 
-# Layers whose integers are never negative.
-_PLACES = frozenset({"ArgMax", "ArgMin", "NonZero", "TopK", "Shape", "Size"})
-
 
 def from_the_front(index: Tensor, extent: Size) -> Tensor:
     """Indices of a dimension that must not be negative, where engines would count those from the end."""
@@ -217,7 +215,7 @@ def from_the_front(index: Tensor, extent: Size) -> Tensor:
         return F.constant(known.astype(np.int64))
     index = F.cast(index, D.INT64)
     parent = index.get_parent()
-    if parent is not None and parent.kind in _PLACES:
+    if parent is not None and parent.kind in COUNTS:
         return index
     return F.where(F.less(index, 0), int64(extent), index)
 

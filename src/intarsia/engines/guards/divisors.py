@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval
-from intarsia.engines.guards.limits import KEEPS_VALUES
 from intarsia.network import Layer, Tensor
+from intarsia.network.ops import KEEPS_VALUES
 
 _SMALLEST_NORMAL = 2.0**-126
 # The root of the smallest denormal is normal.

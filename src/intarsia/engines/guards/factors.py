@@ -13,10 +13,9 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.guards.intervals.rules import torch_constant
-from intarsia.engines.guards.limits import KEEPS_VALUES
 from intarsia.network import Layer, Tensor, dtypes
+from intarsia.network.ops import KEEPS_VALUES, MULTIPLIES_WEIGHTS
 
-_PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _SUMS = frozenset({"Add", "Sub"})
 _LIMITS = torch.finfo(torch.float32)
 
@@ -44,7 +43,7 @@ def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
         if len(live) != 1 or live[0].dtype not in dtypes.FLOATS:
             continue
         chain = chains.get(live[0].value, _Chain())
-        if layer.kind in _PRODUCTS:
+        if layer.kind in MULTIPLIES_WEIGHTS:
             weight = next((t for t in inputs[:2] if t is not None and t is not live[0]), None)
             following = _Chain(chain.after, weight)
             changed = chain.after != 1.0

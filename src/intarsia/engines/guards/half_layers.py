@@ -6,20 +6,11 @@ import onnx_ir as ir
 import torch
 
 from intarsia.engines.guards.intervals.rules import torch_constant
-from intarsia.engines.guards.limits import KEEPS_VALUES
 from intarsia.network import Layer, Network, Tensor, dtypes
+from intarsia.network.ops import MOVES_DATA, MULTIPLIES_WEIGHTS
 
 LARGEST_HALF = 65504.0
 _TINY = 2.0**-14  # of less, digits are lost
-PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-# fmt: off
-MOVES = KEEPS_VALUES | frozenset(
-    {
-        "Concat", "DepthToSpace", "Gather", "GatherElements", "GatherND", "Pad", "ScatterElements",
-        "ScatterND", "Slice", "SpaceToDepth", "Split", "Tile", "Where",
-    }
-)
-# fmt: on
 _NEAR = 4  # layers behind a product
 _BOUNDS = frozenset({"Clip", "Max", "Min"})
 
@@ -58,7 +49,7 @@ def is_scaled(layer: Layer) -> bool:
         readers = made.get_users()
         if any(map(_scales, readers)):
             return True
-        on = [reader for reader in readers if reader.kind in MOVES or reader.kind in ("Add", "Sub")]
+        on = [reader for reader in readers if reader.kind in MOVES_DATA or reader.kind in ("Add", "Sub")]
         if len(on) != 1:
             return False
         made = on[0].get_outputs(0)[0]
@@ -84,7 +75,7 @@ def sums_of_weights(layer: Layer, positive: bool) -> tuple[float, float] | None:
 
     None where it is no product by constant weights.
     """
-    if layer.kind not in PRODUCTS:
+    if layer.kind not in MULTIPLIES_WEIGHTS:
         return None
     x, weight, *rest = layer.get_inputs()
     values = None if weight is None else torch_constant(weight)
@@ -117,7 +108,10 @@ def mask_values(layers: list[Layer], net: Network) -> set[ir.Value]:
     def is_masked(layer: Layer, index: int) -> bool:
         if layer.kind == "Softmax" or (layer.kind == "Attention" and index == 3):
             return True
-        passes = layer.kind in MOVES or layer.kind in ("Add", "Equal")  # to which infinity another is put
+        passes = layer.kind in MOVES_DATA or layer.kind in (
+            "Add",
+            "Equal",
+        )  # to which infinity another is put
         return passes and all(made.value in found for made in layer.get_outputs())
 
     for layer in reversed(layers):

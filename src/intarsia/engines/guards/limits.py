@@ -10,8 +10,6 @@ from intarsia.engines.guards.kinds import AnyGuard
 from intarsia.network import Layer
 
 FINITE = Interval(-(2.0**100), 2.0**100)
-# Layers that only move elements.
-KEEPS_VALUES = frozenset({"Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 def of_rounded_product(layer: Layer, index: int) -> Interval | None:

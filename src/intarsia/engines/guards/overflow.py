@@ -10,8 +10,6 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.half_layers import (
     LARGEST_HALF,
-    MOVES,
-    PRODUCTS,
     has_large_bound,
     is_computed,
     is_scaled,
@@ -25,6 +23,7 @@ from intarsia.engines.guards.intervals.rules import torch_constant
 from intarsia.engines.guards.kinds import AnyGuard, Guards, Largest, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
+from intarsia.network.ops import MOVES_DATA, MULTIPLIES_WEIGHTS, NORMALIZES, RECURRENT
 
 _SURE = 60000.0  # below it no rounding makes an infinity
 _SMALL = 1 << 15  # elements
@@ -51,10 +50,7 @@ _DOUBTFUL = _SATURATING | frozenset(
 _SHOWING = frozenset({"LeakyRelu", "MaxPool", "Relu"})  # of a positive infinity
 _LOSES = frozenset({"Gelu", "HardSwish", "LogSoftmax", "Mish", "Softmax", "Swish"})  # -inf * 0, inf - inf
 # NaN may arise inside: of a variance, the difference of two large numbers, that is less than 0.
-_INWARD = frozenset(
-    {"GRU", "GroupNormalization", "InstanceNormalization", "LSTM", "LayerNormalization"}
-    | {"RMSNormalization", "RNN"}
-)
+_INWARD = NORMALIZES | RECURRENT
 _COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 
@@ -94,7 +90,7 @@ class _Watch:
     def run(self) -> list[AnyGuard]:
         for layer in self.layers:
             self._refuse_constants(layer)
-            if layer.kind not in MOVES:
+            if layer.kind not in MOVES_DATA:
                 self._stand(layer)
             elif all(made.value in self.masks for made in layer.get_outputs()):
                 self._stand_unmasked(layer)
@@ -142,7 +138,7 @@ class _Watch:
         may become one of the weights. Of others the operand is, by its limit, so that their kernels can go on
         with the next layer.
         """
-        if index != 0 or layer.kind not in PRODUCTS:
+        if index != 0 or layer.kind not in MULTIPLIES_WEIGHTS:
             return False
         sizes = [size if isinstance(size, int) else _SMALL for size in layer.get_outputs(0)[0].shape]
         return math.prod(sizes) <= _SMALL or may_transform(layer) or is_scaled(layer)
@@ -190,7 +186,7 @@ class _Watch:
     def _note(self, layer: Layer) -> None:
         given = [None if tensor is None else range_of(tensor, self.known) for tensor in layer.get_inputs()]
         outputs = layer.get_outputs()
-        summed = self._weighed(layer, layer.get_inputs(0)[0]) if layer.kind in PRODUCTS else None
+        summed = self._weighed(layer, layer.get_inputs(0)[0]) if layer.kind in MULTIPLIES_WEIGHTS else None
         if summed is None:
             made = [self._with_lost(layer, given, interval) for interval in layer_ranges(layer, given)]
         else:
@@ -199,9 +195,9 @@ class _Watch:
             reach = 1.01 * (x.reach * total + bias)
             made = [Interval(-reach, reach, x.nan)]
         read = [tensor.value for tensor in layer.get_inputs() if tensor is not None]
-        carried = layer.kind in MOVES and any(value in self.doubtful for value in read)
+        carried = layer.kind in MOVES_DATA and any(value in self.doubtful for value in read)
         is_loose = layer.kind in ("Add", "Sub") or (
-            layer.kind in MOVES | _SHOWING and any(value in self.loose for value in read)
+            layer.kind in MOVES_DATA | _SHOWING and any(value in self.loose for value in read)
         )
         for tensor, interval in zip(outputs, made, strict=False):
             self.known[tensor.value] = interval

@@ -14,9 +14,10 @@ from intarsia.engines.guards.divisors import divides_by_floats, may_be_denormal
 from intarsia.engines.guards.factors import merged_out_of_range
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
-from intarsia.engines.guards.limits import KEEPS_VALUES, Limits
+from intarsia.engines.guards.limits import Limits
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
+from intarsia.network.ops import KEEPS_VALUES
 
 # Inputs of these are looked at before the engine runs.
 LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})

@@ -49,6 +49,7 @@ class Inductor(GraphEngine):
     rewrites: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     name: ClassVar[str] = "inductor"
+    libraries: ClassVar[tuple[str, ...]] = ("torch",)
     capturable: ClassVar[bool] = True
     slow_to_build: ClassVar[bool] = True
     runs_packages: ClassVar[bool] = True

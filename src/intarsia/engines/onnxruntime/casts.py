@@ -16,6 +16,7 @@ from onnx import NodeProto, TensorProto, helper
 from intarsia.engines.onnxruntime.protos import bodies_in
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network, dtypes
+from intarsia.network.ops import KEEPS_VALUES
 
 _PREFIX = "intarsia_cast"
 _FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
@@ -24,8 +25,6 @@ _SHORT = frozenset({
     TensorProto.INT32, TensorProto.INT16, TensorProto.INT8,
     TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8,
 })  # fmt: skip
-# They may be taken out, and then two casts are neighbours.
-_MOVES = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 
 
 def cast_through_int64(net: Network, model: Any) -> None:
@@ -62,7 +61,8 @@ def keep_casts_apart(graph: Any) -> None:
 def _cast_before(node: NodeProto, made: dict[str, NodeProto]) -> int:
     """The dtype of the cast whose result a layer reads, be it moved; 0 where there is none."""
     before = made.get(node.input[0]) if node.input else None
-    while before is not None and before.op_type in _MOVES:
+    # ONNX Runtime may take such layers out, and then two casts are neighbours.
+    while before is not None and before.op_type in KEEPS_VALUES:
         before = made.get(before.input[0])
     return 0 if before is None else _target(before)
 

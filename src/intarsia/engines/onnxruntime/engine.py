@@ -64,6 +64,7 @@ class OnnxRuntime(NetworkEngine):
     guards: bool = True
     tensorrt: bool = False
     name: ClassVar[str] = "onnxruntime"
+    libraries: ClassVar[tuple[str, ...]] = ("onnxruntime",)
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]

@@ -16,15 +16,10 @@ from onnx import NodeProto, TensorProto, helper
 
 from intarsia.engines.onnxruntime.protos import bodies_in, names_read
 from intarsia.network import Network
+from intarsia.network.ops import MOVES_DATA
 
 _PREFIX = "intarsia_float"
 # fmt: off
-# Layers that only move elements: they stay float16, except behind layers that compute.
-_MOVES = frozenset({
-    "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherElements", "GatherND",
-    "Identity", "Pad", "Reshape", "ReverseSequence", "ScatterElements", "ScatterND", "Slice", "SpaceToDepth",
-    "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
-})
 # Layers that make what they are told to, whatever they read; those of 8 bits have one kernel everywhere.
 _TOLD = frozenset({
     "Bernoulli", "BitCast", "Cast", "CastLike", "Constant", "ConstantOfShape", "DequantizeLinear", "EyeLike",
@@ -64,7 +59,7 @@ class _Floats:
         for node in self._graph.node:
             for body in bodies_in(node):
                 self._rewrite_body(body)
-            if node.op_type in _MOVES and not self._halves.isdisjoint(node.input):
+            if node.op_type in MOVES_DATA and not self._halves.isdisjoint(node.input):
                 self._halves.update(node.output)  # which nobody may have told the type of
             self._give(node) if self._is_computed(node) else self._nodes.append(node)
         self._keep(self._nodes)
@@ -85,7 +80,7 @@ class _Floats:
         if bodies_in(node) or node.op_type in _TOLD:
             return False
         reduces = any(one.name == "reduction" and one.s != b"none" for one in node.attribute)
-        if reduces or node.op_type not in _MOVES:
+        if reduces or node.op_type not in MOVES_DATA:
             return True
         moved = {name for name in node.input if name in self._halves} - self._constants
         return bool(moved) and moved <= self._known.keys()

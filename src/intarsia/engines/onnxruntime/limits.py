@@ -8,18 +8,19 @@ from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard
 from intarsia.engines.guards.limits import FINITE, of_rounded_product
 from intarsia.network import Layer
+from intarsia.network.ops import NORMALIZES, RECURRENT
 
 _NUMBERS = Interval(-math.inf, math.inf)
 _ABOVE = Interval(-(2.0**100), math.inf)
 # Kernels that pass over NaN, or lose it in what they make.
-_LOSES_NAN = frozenset({"LSTM", "GRU", "RNN"})
+_LOSES_NAN = RECURRENT
 # They leave out elements of weight zero, where torch multiplies them: an infinity becomes a NaN.
 _LEAVES_OUT = frozenset({"ConvTranspose"})
 # On some processors they compare the lower halves of 64-bit integers.
 _EXTREMES = frozenset({"ReduceMax", "ReduceMin"})
 _LOWER_HALF = Interval(-(2.0**31), 2.0**31 - 1)
 # Of what overflows when it is squared they make 0, torch NaN.
-_NORMS = frozenset({"GroupNormalization", "InstanceNormalization", "LayerNormalization"})
+_NORMS = NORMALIZES - {"RMSNormalization"}
 _SQUARES_FIT = Interval(-(2.0**50), 2.0**50)
 # Kinds of attention, and which of their inputs is the mask that is added.
 _MASK = {"Attention": 3, "com.microsoft::MultiHeadAttention": 5}

@@ -21,6 +21,7 @@ from intarsia.engines.onnxruntime.reciprocals import divide_for_reciprocals
 from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network
+from intarsia.network.ops import MULTIPLIES_WEIGHTS, RECURRENT
 from intarsia.network.serialize import Weights, to_proto
 
 Values = dict[str, tuple[Any, object]]  # weights for a session, each with what keeps its memory alive
@@ -72,7 +73,7 @@ def guarded(
     return Model(proto, _values(weights), _weights_on_gpu(weights), checks)
 
 
-_PACKING = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
+_PACKING = MULTIPLIES_WEIGHTS | RECURRENT | {"Attention"}
 
 
 def is_packed(weight: ir.Value) -> bool:

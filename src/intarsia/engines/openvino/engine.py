@@ -42,6 +42,7 @@ class OpenVINO(NetworkEngine):
     options: Mapping[str, Any] = field(default_factory=dict)
     guards: bool = True
     name: ClassVar[str] = "openvino"
+    libraries: ClassVar[tuple[str, ...]] = ("openvino",)
 
     @property
     def coarsest(self) -> float:

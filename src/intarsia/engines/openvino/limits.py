@@ -12,6 +12,7 @@ from intarsia.engines.guards.limits import FINITE, of_rounded_product
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
+from intarsia.network.ops import COUNTS, MOVES_DATA, NORMALIZES, RECURRENT
 
 # Layers seen to treat empty tensors rightly; others may leave their result unset, and Gather crashes.
 # fmt: off
@@ -45,13 +46,9 @@ HANDS_NAN_ON = frozenset(
     }
 )
 # Kernels that move integers of 32 bits, or compute in them.
-_MOVES = frozenset(
-    {
-        "ArgMax", "ArgMin", "Cast", "Compress", "Concat", "ConstantOfShape", "CumSum", "DepthToSpace",
-        "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "MaxPool", "NonZero",
-        "Range", "Reshape", "ScatterElements", "ScatterND", "Shape", "Size", "Slice", "SpaceToDepth", "Split",
-        "Squeeze", "Tile", "TopK", "Transpose", "Unique", "Unsqueeze",
-    }
+# Four that move elsewhere are taken to compute in float32 here, as all others are.
+_MOVES = (MOVES_DATA - {"Pad", "ReverseSequence", "Trilu", "Where"}) | COUNTS | frozenset(
+    {"Cast", "ConstantOfShape", "CumSum", "MaxPool", "Range", "Unique"}
 )
 # fmt: on
 # These compute in 32 bits, unless they are fused with one that computes in float32.
@@ -61,18 +58,7 @@ _NATIVE = _BITWISE if is_arm() else _BITWISE | _ARITHMETIC
 # On ARM these look at integers as float32.
 _EXTREMES = frozenset({"ArgMax", "ArgMin", "MaxPool", "TopK"} if is_arm() else ())
 # They multiply numbers with each other, or with themselves: of large ones not even an infinity is left.
-_SQUARES = frozenset(
-    {
-        "Attention",
-        "GRU",
-        "GroupNormalization",
-        "InstanceNormalization",
-        "LSTM",
-        "LayerNormalization",
-        "RMSNormalization",
-        "RNN",
-    }
-)
+_SQUARES = NORMALIZES | RECURRENT | {"Attention"}
 _INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT32, ir.DataType.UINT64})
 _WIDE = Interval(-(2**31), 2**31 - 1)
 _HAS_NEGATIVE = Interval(-(2**31) + 1, 2**31 - 1)  # as a truth value, -2**31 is taken for zero

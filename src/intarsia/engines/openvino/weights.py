@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 class _ShortWeights(OpenVINO):
     based_on: ClassVar[str | None] = "openvino"
+    libraries: ClassVar[tuple[str, ...]] = ("openvino", "nncf")
     bits: ClassVar[int]
 
     @property

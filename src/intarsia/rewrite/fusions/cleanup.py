@@ -8,6 +8,7 @@ import onnx_ir as ir
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
+from intarsia.network.ops import MAY_BE_IDENTITY
 from intarsia.network.types import OPSET, ir_version
 from intarsia.rewrite.equality import is_transparent
 from intarsia.rewrite.fusions.fusion import Fusion, given
@@ -31,7 +32,7 @@ class Unchanged(PatternRewriter):
     reach = 1
 
     def __init__(self) -> None:
-        super().__init__("identity", {"Identity", "Cast", "Reshape", "Expand", "Flatten", "Transpose"}, True)
+        super().__init__("identity", MAY_BE_IDENTITY, True)
 
     def match(self, layer: Layer) -> bool | Refusal:
         if not is_transparent(layer.node):

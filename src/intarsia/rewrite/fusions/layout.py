@@ -6,15 +6,10 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
+from intarsia.network.ops import BINARY, UNARY
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, order_of
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
 from intarsia.rewrite.rule import rule
-
-_POINTWISE = frozenset(
-    "Abs Cast Ceil Clip Cos Elu Erf Exp Floor Gelu HardSigmoid HardSwish LeakyRelu Log Mish Neg"  # noqa: SIM905
-    " Reciprocal Relu Round Sigmoid Sign Sin Softplus Softsign Sqrt Tanh".split()
-)
-_WITH_SCALAR = frozenset({"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min"})
 
 
 @rule(
@@ -74,13 +69,13 @@ class SunkTranspose(PatternRewriter):
 def _flowing(layer: Layer) -> int:
     """The input that is not a scalar."""
     first = layer.node.inputs[0]
-    return 1 if layer.kind in _WITH_SCALAR and first is not None and first.const_value is not None else 0
+    return 1 if layer.kind in BINARY and first is not None and first.const_value is not None else 0
 
 
 def _minds_no_order(layer: Layer) -> bool:
-    if layer.kind in _POINTWISE:
+    if layer.kind in UNARY:
         return True
-    if layer.kind not in _WITH_SCALAR or len(layer.node.inputs) != 2:
+    if layer.kind not in BINARY or len(layer.node.inputs) != 2:
         return False
     other = layer.get_inputs(1 - _flowing(layer))[0]
     flow = layer.get_inputs(_flowing(layer))[0]

@@ -13,12 +13,12 @@ import torch
 from intarsia.engines.guards.intervals.interval import INF, Interval, fit, whole
 from intarsia.network import dtypes
 from intarsia.network.network import Layer, Network, Tensor
+from intarsia.network.ops import MULTIPLIES_WEIGHTS
 
 Given = Sequence[Interval | None]
 IntervalRule = Callable[[Layer, Given], Interval | Sequence[Interval]]
 
 _RULES: dict[str, IntervalRule] = {}
-_WEIGHED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 # More elements than any tensor that fits a machine's memory, and the largest size along one dimension.
 MOST_ELEMENTS = 2**40
 LONGEST = 2**31 - 1
@@ -72,7 +72,11 @@ def network_ranges(net: Network, inputs: dict[str, Interval] | None = None) -> d
 
 def is_weight(layer: Layer, tensor: Tensor) -> bool:
     """Whether the rule of a layer looks at a constant itself, so that nobody else need do so."""
-    return layer.kind in _WEIGHED and tensor.dtype in dtypes.FLOATS and tensor.value.const_value is not None
+    return (
+        layer.kind in MULTIPLIES_WEIGHTS
+        and tensor.dtype in dtypes.FLOATS
+        and tensor.value.const_value is not None
+    )
 
 
 def range_of(tensor: Tensor, known: dict[ir.Value, Interval]) -> Interval:

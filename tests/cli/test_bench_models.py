@@ -1,4 +1,4 @@
-"""`intarsia bench`: models that build, a run that goes on where it was, a chart and a summary."""
+"""`python -m bench.models`: models that build, a run that goes on where it was, a chart and a summary."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import typer
+from bench import models, peers, specimens
+from bench.models import chart, fill_documents, filled
 from typer.testing import CliRunner
 
-from intarsia.cli import bench as command
-from intarsia.cli import bench_models, bench_peers, zoo
-from intarsia.cli.bench_chart import chart
-from intarsia.cli.bench_docs import fill_documents, filled
-from intarsia.cli.main import app
+from intarsia.cli import zoo
 from intarsia.errors import IntarsiaError
+
+APP = typer.Typer()
+APP.command()(models.bench)
 
 
 def test_there_are_twenty_models_and_more() -> None:
-    assert len(bench_models.names()) >= 20
-    assert len(set(bench_models.names())) == len(bench_models.names())
+    assert len(specimens.names()) >= 20
+    assert len(set(specimens.names())) == len(specimens.names())
 
 
-@pytest.mark.parametrize("name", [name for name in bench_models.names() if name not in zoo.names()])
+@pytest.mark.parametrize("name", [name for name in specimens.names() if name not in zoo.names()])
 def test_small_models_run(name: str) -> None:
-    thing = bench_models.specimen(name, full=False)
+    thing = specimens.specimen(name, full=False)
     with torch.no_grad():
         thing.model(*thing.args, **thing.kwargs)
 
@@ -41,12 +43,11 @@ def test_ratio_and_summary() -> None:
         _result("b", eager=1.0, intarsia=1.0),
         {"name": "c", "peers": {"eager": {"failed": "no"}}},
     ]
-    assert [command.ratio(result) for result in results] == [4.0, 1.0, None]
+    assert [models.ratio(result) for result in results] == [4.0, 1.0, None]
     assert (
-        command.summary(results)
-        == "2 models: best peer / ours 2.000 in the geometric mean, 1.00 at worst (b)"
+        models.summary(results) == "2 models: best peer / ours 2.000 in the geometric mean, 1.00 at worst (b)"
     )
-    assert command.summary([]) == "nothing was measured"
+    assert models.summary([]) == "nothing was measured"
 
 
 def test_chart_is_svg() -> None:
@@ -56,9 +57,9 @@ def test_chart_is_svg() -> None:
 
 
 def test_a_model_that_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "command", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(models, "command", lambda *_: pytest.fail("it was run"))
     (tmp_path / "bert.json").write_text(json.dumps(_result("bert", eager=2.0, intarsia=1.0)))
-    done = CliRunner().invoke(app, ["bench", "bert", "--out", str(tmp_path)])
+    done = CliRunner().invoke(APP, ["bert", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "2.000 in the geometric mean" in done.output
     assert json.loads((tmp_path / "results.json").read_text())[0]["name"] == "bert"
@@ -68,26 +69,25 @@ def test_a_model_that_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pyt
 def test_a_limit_keeps_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "bert.json"
     path.write_text(json.dumps({**_result("bert", eager=2.0), "complete": False}))
-    wish = bench_peers.Wish("bert", full=False)
-    assert command._run(wish, path, limit=0.01) == "stopped after 0.01 s"
+    wish = peers.Wish("bert", full=False)
+    assert models._run(wish, path, limit=0.01) == "stopped after 0.01 s"
     kept = json.loads(path.read_text())
     assert kept["stopped"] and kept["peers"]["eager"]["median_ms"] == 2.0
 
 
+@pytest.mark.slow
 def test_one_model_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "lstm.json"
     monkeypatch.setenv("INTARSIA_MEASURE", "1")
-    wish = bench_peers.Wish(
-        "lstm", full=False, rounds=3, budget_s=0.2, race_s=0.5, inductor=False, tolerance=0.05
-    )
-    bench_peers.measure(wish, out)
+    wish = peers.Wish("lstm", full=False, rounds=3, budget_s=0.2, race_s=0.5, inductor=False, tolerance=0.05)
+    peers.measure(wish, out)
     found = json.loads(out.read_text())
     assert found["complete"]
-    exact = [name for name in bench_peers.OWN if name != bench_peers.TOLERANT]
-    for name in ("eager", *exact, *bench_peers.PEERS[1:3]):
+    exact = [name for name in peers.OWN if name != peers.TOLERANT]
+    for name in ("eager", *exact, *peers.PEERS[1:3]):
         assert found["peers"][name]["median_ms"] > 0 and found["peers"][name]["error"] < 1e-3, name
-    assert found["peers"][bench_peers.TOLERANT]["error"] <= 0.05
+    assert found["peers"][peers.TOLERANT]["error"] <= 0.05
     assert found["plan_searched"]["measured"]["chosen"] and found["compile_again_s"] > 0
     assert "measured" not in found["plan"]  # too small to be measured by default
 
@@ -140,5 +140,5 @@ def test_the_repository_s_documents_have_their_marks() -> None:
 
 
 def test_an_unknown_model_is_one_sentence() -> None:
-    done = CliRunner().invoke(app, ["bench", "nonsense"])
+    done = CliRunner().invoke(APP, ["nonsense"])
     assert done.exit_code == 1 and "there is no model 'nonsense'" in str(done.exception)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from intarsia.fuzz.operators import TEMPLATES, in_place
-from intarsia.fuzz.program import Program, Statement, Value
-from intarsia.fuzz.scope import NoOperand, Scope
+from tests.fuzz.operators import TEMPLATES, NoOperand, Scope, in_place
+from tests.fuzz.program import Program, Statement, Value
 
 _EXAMPLE_SIZE = 3
 _MOST_ELEMENTS = 4096

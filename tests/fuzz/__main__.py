@@ -1,4 +1,4 @@
-"""`intarsia fuzz`: random models compiled and compared with themselves run eagerly."""
+"""`python -m tests.fuzz`: random models compiled and compared with themselves run eagerly."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from tests.fuzz.campaign import Campaign, reproduce
+from tests.fuzz.check import Outcome, Verdict
 
-from intarsia.fuzz.campaign import Campaign, reproduce
-from intarsia.fuzz.check import Outcome, Verdict
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def fuzz(
     models: Annotated[int, typer.Option(help="how many models to try", min=1)] = 100,
     first: Annotated[int, typer.Option(help="the first seed", min=0)] = 0,
@@ -46,5 +48,9 @@ def fuzz(
     counts = Campaign(models, first, jobs, state=state).run(tell)
     console.print(", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict), highlight=False)
     if counts[Verdict.DIFFERENT] or counts[Verdict.FAILED]:
-        console.print("`intarsia fuzz --seed N` prints one as a program, made as small as it stays wrong")
+        console.print("`python -m tests.fuzz --seed N` prints one as a program, as small as it stays wrong")
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

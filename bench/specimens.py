@@ -1,4 +1,4 @@
-"""The models of `intarsia bench`: the zoo's, and others that engines are known to differ on."""
+"""The models of `python -m bench.models`: the zoo's, and others that engines are known to differ on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model measured against its peers, in a process of its own: `python -m intarsia.cli.bench_peers`.
+"""One model measured against its peers, in a process of its own: `python -m bench.peers`.
 
 What is known is written after each stage, so that a limit on time loses only what was not reached.
 """
@@ -19,11 +19,11 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from bench.specimens import specimen
 from torch.utils import _pytree as pytree
 
 from intarsia.cache.machine import machine_key, package_version
 from intarsia.choose import Measured
-from intarsia.cli.bench_models import specimen
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.compiler import compile
@@ -220,7 +220,7 @@ def _write(facts: Mapping[str, Any], out: Path) -> None:
 
 def command(wish: Wish, out: Path) -> list[str]:
     """The command line that measures one model."""
-    return [sys.executable, "-m", "intarsia.cli.bench_peers", json.dumps(asdict(wish)), str(out)]
+    return [sys.executable, "-m", "bench.peers", json.dumps(asdict(wish)), str(out)]
 
 
 if __name__ == "__main__":

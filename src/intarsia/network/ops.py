@@ -1,0 +1,173 @@
+"""ONNX operators and their traits: one row an operator, for guards, engines and rewriting alike.
+
+A trait holds whichever engine runs the operator, and `tests/network/test_ops.py` runs every row against it.
+What is true of one engine's kernels only (which of them lose NaN, say) stays with that engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import pi
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Op:
+    """What is known of an operator."""
+
+    keeps_values: bool = False
+    """Its output has the elements of its first input, each of them at least once, and no others."""
+    moves_data: bool = False
+    """Elements of its output are elements of its inputs, or the value that it fills gaps with."""
+    may_be_identity: bool = False
+    """For some attributes and shapes it returns its first input unchanged."""
+    operands: int = 0
+    """It computes each element from the elements of this many inputs at one place; 0: not elementwise.
+    Inputs behind these (the bounds of Clip) hold for all elements."""
+    monotone: bool = False
+    """A larger element never becomes a smaller one."""
+    commutative: bool = False
+    """Its two operands can be exchanged."""
+    range: Range | None = None
+    """All of its results lie in this range, whatever it is given (apart from NaN)."""
+    counts: bool = False
+    """Its integers are places or sizes, never negative."""
+    multiplies_weights: bool = False
+    """It sums the products of its first input with its second, which usually is a weight."""
+    normalizes: bool = False
+    """It divides by the deviation of its elements, and so squares them on the way."""
+    recurrent: bool = False
+    """It runs over a sequence, one step after the other."""
+
+
+_UNIT, _SIGNED_UNIT = (0.0, 1.0), (-1.0, 1.0)
+
+OPS: dict[str, Op] = {
+    # Elements stay as they are.
+    "Compress": Op(moves_data=True),
+    "Concat": Op(moves_data=True),
+    "DepthToSpace": Op(moves_data=True, keeps_values=True),
+    "Expand": Op(moves_data=True, keeps_values=True, may_be_identity=True),
+    "Flatten": Op(moves_data=True, keeps_values=True, may_be_identity=True),
+    "Gather": Op(moves_data=True),
+    "GatherElements": Op(moves_data=True),
+    "GatherND": Op(moves_data=True),
+    "Identity": Op(moves_data=True, keeps_values=True, may_be_identity=True),
+    "Pad": Op(moves_data=True),
+    "Reshape": Op(moves_data=True, keeps_values=True, may_be_identity=True),
+    "ReverseSequence": Op(moves_data=True, keeps_values=True),
+    "ScatterElements": Op(moves_data=True),  # unless `reduction` is set
+    "ScatterND": Op(moves_data=True),
+    "Slice": Op(moves_data=True),
+    "SpaceToDepth": Op(moves_data=True, keeps_values=True),
+    "Split": Op(moves_data=True),
+    "Squeeze": Op(moves_data=True, keeps_values=True),
+    "Tile": Op(moves_data=True, keeps_values=True),
+    "Transpose": Op(moves_data=True, keeps_values=True, may_be_identity=True),
+    "Trilu": Op(moves_data=True),
+    "Unsqueeze": Op(moves_data=True, keeps_values=True),
+    "Where": Op(moves_data=True, operands=3),
+    # One operand, element by element.
+    "Abs": Op(operands=1),
+    "Acos": Op(operands=1, range=(0.0, pi)),
+    "Acosh": Op(operands=1, monotone=True),
+    "Asin": Op(operands=1, monotone=True, range=(-pi / 2, pi / 2)),
+    "Asinh": Op(operands=1, monotone=True),
+    "Atan": Op(operands=1, monotone=True, range=(-pi / 2, pi / 2)),
+    "Atanh": Op(operands=1, monotone=True),
+    "BitwiseNot": Op(operands=1),
+    "Cast": Op(operands=1, may_be_identity=True),
+    "Ceil": Op(operands=1, monotone=True),
+    "Celu": Op(operands=1, monotone=True),
+    "Clip": Op(operands=1, monotone=True),
+    "Cos": Op(operands=1, range=_SIGNED_UNIT),
+    "Cosh": Op(operands=1),
+    "Elu": Op(operands=1, monotone=True),
+    "Erf": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
+    "Exp": Op(operands=1, monotone=True),
+    "Floor": Op(operands=1, monotone=True),
+    "Gelu": Op(operands=1),
+    "HardSigmoid": Op(operands=1, monotone=True, range=_UNIT),
+    "HardSwish": Op(operands=1),
+    "IsInf": Op(operands=1, range=_UNIT),
+    "IsNaN": Op(operands=1, range=_UNIT),
+    "LeakyRelu": Op(operands=1, monotone=True),
+    "Log": Op(operands=1, monotone=True),
+    "Mish": Op(operands=1),
+    "Neg": Op(operands=1),
+    "Not": Op(operands=1, range=_UNIT),
+    "Reciprocal": Op(operands=1),
+    "Relu": Op(operands=1, monotone=True),
+    "Round": Op(operands=1, monotone=True),
+    "Selu": Op(operands=1, monotone=True),
+    "Sigmoid": Op(operands=1, monotone=True, range=_UNIT),
+    "Sign": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
+    "Sin": Op(operands=1, range=_SIGNED_UNIT),
+    "Sinh": Op(operands=1, monotone=True),
+    "Softplus": Op(operands=1, monotone=True),
+    "Softsign": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
+    "Sqrt": Op(operands=1, monotone=True),
+    "Tan": Op(operands=1),
+    "Tanh": Op(operands=1, monotone=True, range=_SIGNED_UNIT),
+    # Two operands, element by element.
+    "Add": Op(operands=2, commutative=True),
+    "And": Op(operands=2, commutative=True, range=_UNIT),
+    "BitShift": Op(operands=2),
+    "BitwiseAnd": Op(operands=2, commutative=True),
+    "BitwiseOr": Op(operands=2, commutative=True),
+    "BitwiseXor": Op(operands=2, commutative=True),
+    "Div": Op(operands=2),
+    "Equal": Op(operands=2, commutative=True, range=_UNIT),
+    "Greater": Op(operands=2, range=_UNIT),
+    "GreaterOrEqual": Op(operands=2, range=_UNIT),
+    "Less": Op(operands=2, range=_UNIT),
+    "LessOrEqual": Op(operands=2, range=_UNIT),
+    "Max": Op(operands=2, commutative=True),
+    "Min": Op(operands=2, commutative=True),
+    "Mod": Op(operands=2),
+    "Mul": Op(operands=2, commutative=True),
+    "Or": Op(operands=2, commutative=True, range=_UNIT),
+    "PRelu": Op(operands=2),
+    "Pow": Op(operands=2),
+    "Sub": Op(operands=2),
+    "Xor": Op(operands=2, commutative=True, range=_UNIT),
+    # Products, norms and sequences.
+    "Conv": Op(multiplies_weights=True),
+    "ConvTranspose": Op(multiplies_weights=True),
+    "Gemm": Op(multiplies_weights=True),
+    "MatMul": Op(multiplies_weights=True),
+    "GroupNormalization": Op(normalizes=True),
+    "InstanceNormalization": Op(normalizes=True),
+    "LayerNormalization": Op(normalizes=True),
+    "RMSNormalization": Op(normalizes=True),
+    "GRU": Op(recurrent=True),
+    "LSTM": Op(recurrent=True),
+    "RNN": Op(recurrent=True),
+    "Softmax": Op(range=_UNIT),
+    # Places and sizes.
+    "ArgMax": Op(counts=True),
+    "ArgMin": Op(counts=True),
+    "NonZero": Op(counts=True),
+    "Shape": Op(counts=True),
+    "Size": Op(counts=True),
+    "TopK": Op(counts=True),
+}
+
+
+def _named(rows: Iterable[tuple[str, bool]]) -> frozenset[str]:
+    return frozenset(name for name, holds in rows if holds)
+
+
+# The same by trait: `kind in MOVES_DATA` also answers for operators that have no row.
+KEEPS_VALUES = _named((name, op.keeps_values) for name, op in OPS.items())
+MOVES_DATA = _named((name, op.moves_data) for name, op in OPS.items())
+MAY_BE_IDENTITY = _named((name, op.may_be_identity) for name, op in OPS.items())
+UNARY = _named((name, op.operands == 1) for name, op in OPS.items())
+BINARY = _named((name, op.operands == 2) for name, op in OPS.items())
+COMMUTATIVE = _named((name, op.commutative) for name, op in OPS.items())
+COUNTS = _named((name, op.counts) for name, op in OPS.items())
+MULTIPLIES_WEIGHTS = _named((name, op.multiplies_weights) for name, op in OPS.items())
+NORMALIZES = _named((name, op.normalizes) for name, op in OPS.items())
+RECURRENT = _named((name, op.recurrent) for name, op in OPS.items())

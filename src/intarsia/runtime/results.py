@@ -1,0 +1,137 @@
+"""What a call gives back: results in memory of their own, laid out as in the model; values written back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from intarsia.engines import Program
+from intarsia.graph.piece import Piece
+from intarsia.lower import Lowered, Role
+from intarsia.lower.output_layouts import is_rows, laid_out
+from intarsia.runtime.fallback import WithFallback
+from intarsia.runtime.ownership import Ownership, constants_of
+
+_IMAGE = 4  # dimensions; results of so many may follow how images are laid out
+
+
+class ResultPlan:
+    """Turns what the graph returns into what the caller gets.
+
+    Results that share memory with something else are copied (`Ownership`), those that the model returns as
+    views of an input or of each other become views again, and values of buffers and of inputs that the model
+    writes to are copied there. `is_single`: the graph's only result is the caller's, as it is.
+    """
+
+    def __init__(self, lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
+        self._lowered = lowered
+        users = iter(lowered.views)
+        views = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
+        self._views = tuple((place, view) for place, view in enumerate(views) if view is not None)
+        from_engines = _from_engines(lowered, pieces, programs)
+        self._layouts = ResultLayouts(lowered, views, from_engines)
+        fresh = [
+            output.role is not Role.USER
+            or output.is_input
+            or output.twin is not None
+            or is_fresh
+            or views[place] is not None
+            for place, (output, is_fresh) in enumerate(zip(lowered.outputs, from_engines, strict=True))
+        ]
+        self._ownership = Ownership(constants_of(lowered.module), list(lowered.buffers.values()), fresh)
+        index_of = {item.name: item.index for item in lowered.inputs}
+        self._written = tuple(
+            (output.target or "", index_of[output.target or ""] or 0)
+            for output in lowered.outputs
+            if output.role is Role.INPUT
+        )
+        self.writes = any(output.role is not Role.USER for output in lowered.outputs)
+        unchanged = not (self.writes or self._views or self._layouts) and all(fresh)
+        self.is_single = lowered.out_spec.is_leaf() and unchanged
+
+    def check_written(self, flat: Sequence[Any]) -> None:
+        """InputError where an input that the model writes to shares memory with another one."""
+        if self._written:
+            self._ownership.check_written(
+                [(name, flat[index]) for name, index in self._written],
+                [(item.name, flat[item.index]) for item in self._lowered.inputs if item.index is not None],
+            )
+
+    def finish(self, flat: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Write back what the model changes, then give the caller its results."""
+        if self.is_single:
+            return results[0]
+        settled = list(self._ownership.own(results, flat))
+        if self._layouts:
+            self._layouts.lay_out(settled, flat)
+        returned: dict[int, Any] = {}
+        indices = dict(self._written)
+        with torch.no_grad():
+            for place, (output, result) in enumerate(zip(self._lowered.outputs, settled, strict=True)):
+                if output.role is Role.BUFFER:
+                    self._lowered.buffers[output.target or ""].copy_(result)
+                elif output.role is Role.INPUT:
+                    flat[indices[output.target or ""]].copy_(result)
+                else:
+                    returned[place] = result if output.twin is None else returned[output.twin]
+        if self._views:
+            self._replay(flat, returned)
+        return pytree.tree_unflatten(list(returned.values()), self._lowered.out_spec)
+
+    def _replay(self, flat: Sequence[Any], returned: dict[int, Any]) -> None:
+        """Make views again what the model returns as views, of what the caller has."""
+        places = list(returned)
+        for place, view in self._views:
+            returned[place] = view(flat, [returned[p] for p in places])
+        for place, output in enumerate(self._lowered.outputs):
+            if output.role is Role.USER and output.twin is not None:
+                returned[place] = returned[output.twin]
+
+
+class ResultLayouts:
+    """Lays out results as the model does, where engines, or a graph without copies, lay them out otherwise.
+
+    Engines return contiguous rows, and views lie as what they show. False where no result needs a look.
+    """
+
+    def __init__(self, lowered: Lowered, views: Sequence[Any], from_engines: Sequence[bool]) -> None:
+        self._follow = lowered.layouts.follow
+        users = iter(lowered.layouts.orders)
+        orders = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
+        self._orders = [
+            (place, order)
+            for place, (order, output) in enumerate(zip(orders, lowered.outputs, strict=True))
+            if order is not None and views[place] is None and not output.is_input and output.twin is None
+            if not from_engines[place] or not is_rows(order)
+        ]
+        self._has_images = any(len(order) >= _IMAGE for _, order in self._orders)
+
+    def __bool__(self) -> bool:
+        return bool(self._orders)
+
+    def lay_out(self, results: list[Any], flat: Sequence[Any]) -> None:
+        """Lay out the results of a call; images, only where the call's are laid out as the example's."""
+        follows = not self._has_images or self._follow(flat)
+        for place, order in self._orders:
+            if follows or len(order) < _IMAGE:
+                results[place] = laid_out(results[place], order)
+
+
+def _from_engines(lowered: Lowered, pieces: Sequence[Piece], programs: Sequence[Program]) -> list[bool]:
+    """For each output of the graph, whether an engine computes it that hands out memory of its own."""
+    computed = {
+        node
+        for piece, program in zip(pieces, programs, strict=True)
+        if isinstance(program, WithFallback) and program.fresh
+        for node in piece.outputs
+    }
+    returned: Any = next(iter(reversed(lowered.module.graph.nodes))).args[0]
+    # A value that is returned twice is fresh only the first time.
+    return [
+        not isinstance(item, fx.Node) or (item in computed and item not in returned[:place])
+        for place, item in enumerate(returned)
+    ]
