@@ -151,9 +151,9 @@ def split(
     ctx: ConversionContext, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0
 ) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
-    if isinstance(split_size, list | tuple):
-        return cut(self, split_size, axis)
-    return _pieces(ctx, self, split_size, axis)
+    if isinstance(split_size, int | Tensor):
+        return _pieces(ctx, self, split_size, axis)
+    return cut(self, split_size, axis)
 
 
 @converter(aten.chunk.default, aten.unsafe_chunk.default)
