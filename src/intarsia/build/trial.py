@@ -110,7 +110,7 @@ def _built(
     if isinstance(engine, GraphEngine):
         return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(module)), None)
     assert isinstance(engine, NetworkEngine)
-    net = convert(module, name=engine.name, notes=told)
+    net = convert(module, name=engine.name, notes=told, engine=engine)
     if rewrite is not None:
         told += rewrite(net, engine)
     return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
