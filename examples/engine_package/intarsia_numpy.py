@@ -1,9 +1,8 @@
 """An engine for Intarsia over NumPy: a table with one function an operator.
 
 It is slow and small, and shows the whole contract of `intarsia.engines.NetworkEngine`: it refuses layers with
-a reason, builds and packs programs, proposes options to measure, and tells its version. Install it by
-`pip install ./examples/engine_package`; then `intarsia.compile(model, args, engines=["numpy"])` finds it by its
-entry point.
+a reason, builds and packs programs, proposes options to measure, and tells its version. Intarsia finds it by
+its entry point once it is installed (`pip install ./examples/engine_package`).
 """
 
 from __future__ import annotations
