@@ -32,13 +32,13 @@ def main() -> None:
     for name in options.patterns:
         fusion = FUSIONS[name]
         cells = []
-        for engine_name, engine in engines.items():
-            if engine_name not in fusion.engines:
+        for engine in engines.values():
+            if not fusion.suits(engine):
                 cells.append(f"{'-':>14}")
                 continue
             ratio = measure(fusion, engine.build, seconds=options.seconds)
             if options.remember and not fusion.free:
-                known.remember(engine_name, name, ratio)
+                known.remember(engine, name, ratio)
             cells.append(f"{ratio:>13.2f}{'*' if ratio <= PAYS or fusion.free else ' '}")
         print(f"{name:24}" + "".join(cells), flush=True)
     print("* applied by default: it pays, or it only takes layers away")

@@ -5,7 +5,7 @@
 
 Each optimizer is given a fresh copy of the same network, in memory:
 
-- Intarsia: `rewrite.apply(net, engine="onnxruntime", patterns=True)`, all patterns, all checks on.
+- Intarsia: `rewrite.apply(net, engine=OnnxRuntime(), patterns=True)`, all patterns, all checks on.
 - onnxscript: `onnxscript.optimizer.optimize`, which folds constants and applies its own rewrite rules.
 - ONNX Runtime: an `InferenceSession` with every offline optimization (`ORT_ENABLE_EXTENDED`) and
   `optimized_model_filepath`, weights beside the model; what it costs without optimizations is taken off.
@@ -44,6 +44,7 @@ import intarsia
 from intarsia.capture.export import capture
 from intarsia.convert import registry
 from intarsia.convert.interpreter import convert
+from intarsia.engines import OnnxRuntime
 from intarsia.lower.lowering import lower
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
@@ -101,7 +102,7 @@ def copy_of(net: Network) -> Network:
 
 def with_intarsia(net: Network, folder: Path) -> float:
     fresh = copy_of(net)
-    return seconds(lambda: apply(fresh, engine="onnxruntime", patterns=True, strict=True))
+    return seconds(lambda: apply(fresh, engine=OnnxRuntime(), patterns=True, strict=True))
 
 
 def with_onnxscript(net: Network, folder: Path) -> float:
@@ -146,7 +147,7 @@ def compare(title: str, net: Network, rounds: int, runners: Mapping[str, Runner]
     """Print one line."""
     with tempfile.TemporaryDirectory() as folder:
         took = [{name: run(net, Path(folder)) for name, run in runners.items()} for _ in range(rounds)]
-    fired = len(apply(copy_of(net), engine="onnxruntime", patterns=True))
+    fired = len(apply(copy_of(net), engine=OnnxRuntime(), patterns=True))
     own = median(each["Intarsia"] for each in took)
     cells = [f"{title:18}{len(net):6} layers {fired:5} rewrites   Intarsia {own:6.3f} s"]
     for name in list(runners)[1:]:

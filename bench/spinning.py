@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from bench import specimens
 from rich.console import Console
 from rich.table import Table
 
 import intarsia
-from bench import specimens
 from intarsia.engines import OnnxRuntime
 from intarsia.timing import race
 

@@ -19,7 +19,6 @@ from torch import nn
 import intarsia
 from intarsia.choose import load, search
 from intarsia.choose.measured import Measured
-from intarsia.choose.variants import usual
 from intarsia.engines import Inductor, OnnxRuntime, PyTorch
 from intarsia.errors import PartitionError
 
@@ -121,9 +120,9 @@ def test_options_are_measured_and_must_win(model: nn.Module, monkeypatch: pytest
 
 
 def test_threads_do_not_spin_in_the_way_of_other_calls() -> None:
-    assert usual(OnnxRuntime(), "throughput") == OnnxRuntime(spinning=False)
-    assert usual(OnnxRuntime(spinning=True), "throughput") == OnnxRuntime(spinning=True)
-    assert usual(OnnxRuntime(), "latency") == OnnxRuntime()
+    assert OnnxRuntime().for_objective("throughput") == OnnxRuntime(spinning=False)
+    assert OnnxRuntime(spinning=True).for_objective("throughput") == OnnxRuntime(spinning=True)
+    assert OnnxRuntime().for_objective("latency") == OnnxRuntime()
 
 
 def test_images_in_channels_last_run_in_the_first_race(monkeypatch: pytest.MonkeyPatch) -> None:

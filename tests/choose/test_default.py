@@ -13,10 +13,10 @@ from torch import nn
 
 import intarsia
 from intarsia import compiler
-from intarsia.choose import candidate, search, worth
+from intarsia.choose import search, worth
 from intarsia.choose.measured import Measured
-from intarsia.choose.variants import variants
 from intarsia.engines import Inductor
+from intarsia.engines.inductor import engine as inductor_engine
 from intarsia.errors import InputError, IntarsiaError
 
 Call = Callable[[], object]
@@ -220,7 +220,7 @@ def test_a_slow_engine_that_is_known_to_pay_needs_no_budget(monkeypatch: pytest.
 @pytest.mark.skipif(Inductor().unavailable() is not None, reason="Inductor is not usable here")
 def test_nor_does_it_on_a_processor_with_tiles_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"inductor": 1e-9})
-    monkeypatch.setattr(candidate, "has_bfloat16_tiles", lambda: True)
+    monkeypatch.setattr(inductor_engine, "has_bfloat16_tiles", lambda: True)
     model, x = _token(monkeypatch)
     rows = torch.export.Dim("rows", min=2, max=8)
     fast = intarsia.compile(model, (x.repeat(4, 1),), dynamic_shapes=({0: rows},))
@@ -234,7 +234,7 @@ def test_nor_does_it_on_a_processor_with_tiles_of_bfloat16(monkeypatch: pytest.M
 def test_it_waits_where_several_rows_read_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
     model, x = _token(monkeypatch)
-    monkeypatch.setattr(candidate, "has_bfloat16_tiles", lambda: False)
+    monkeypatch.setattr(inductor_engine, "has_bfloat16_tiles", lambda: False)
     found = intarsia.compile(model, (x.repeat(2, 1),)).plan.findings
     assert any(reason.startswith("inductor: it is slow to build") for reason in found.left_out)
 
@@ -247,17 +247,6 @@ def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.Monkey
     fast = intarsia.compile(Sorted(SMALL).bfloat16().eval(), (_x(SMALL).bfloat16(),))
     assert any("units of work, and measuring pays from" in note for note in fast.notes)
     assert "pytorch" in fast.plan.engines and "inductor" not in fast.plan.engines
-
-
-def test_inductor_is_tried_without_the_rewrites_that_apply() -> None:
-    def words(measured: Measured, rewrites: list[str]) -> list[str]:
-        return [told for told, _ in variants(Inductor(), measured, rewrites)]
-
-    assert words(Measured(), []) == []
-    assert words(Measured(), ["flash_attention"]) == ["no rewrites"]
-    assert words(Measured(budget_s=90), ["flash_attention"]) == ["no rewrites", "without flash_attention"]
-    (other,) = [engine for told, engine in variants(Inductor(), Measured(), ["flash_attention"])]
-    assert isinstance(other, Inductor) and other.rewrites == ()
 
 
 def test_a_model_on_a_gpu_is_measured_as_it_is_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,24 @@ def test_where_memory_lies_means_nothing() -> None:
     convert(program_of(lambda x: x + torch.ones(4, device="cpu", pin_memory=False), X))
 
 
+def test_a_name_that_one_of_several_overloads_lacks_keeps_its_default() -> None:
+    def total(ctx: Any, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+        return F.reduce_sum(self, dim, keepdims=keepdim)
+
+    only(total, aten.sum.default, aten.sum.dim_IntList)
+    for function in (torch.sum, lambda x: torch.sum(x, [1], keepdim=True)):
+        net = convert(program_of(function, X))
+        assert [layer.kind for layer in net.get_layers()] == ["ReduceSum"]
+
+
+def test_a_name_that_one_of_several_overloads_lacks_needs_a_default() -> None:
+    with pytest.raises(ConversionError, match=r"names \['dim'\], but aten.sum.default has the arguments"):
+
+        @converter(aten.sum.default, aten.sum.dim_IntList)
+        def total(ctx: Any, self: Tensor, dim: Any) -> Tensor:
+            return self
+
+
 def test_a_name_the_schema_lacks_is_an_error_at_once() -> None:
     with pytest.raises(
         ConversionError, match=r"names \['slope'\], but aten.leaky_relu.default has the arguments"

@@ -15,9 +15,11 @@ from torch import fx
 from intarsia.convert import ConverterPriority, convert, converter, registry
 from intarsia.convert.interpreter import NodeError
 from intarsia.convert.registry import Registry, key_of
+from intarsia.engines import OnnxRuntime, OpenVINO, PyTorch
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
+from intarsia.partition.support import support_table
 
 aten = torch.ops.aten
 X = torch.randn(3, 4)
@@ -265,3 +267,33 @@ def test_a_custom_operator_without_an_overload_is_refused_in_a_sentence(
     monkeypatch.setattr(twice, "_opoverload", None)
     with pytest.raises(ConversionError, match="name its overload"):
         key_of(twice)
+
+
+def test_a_converter_knows_the_engine_and_its_options() -> None:
+    @converter(aten.relu.default, register=False)
+    def mine(ctx: Any, self: Tensor) -> Tensor:
+        if ctx.engine.name == "openvino":
+            raise ConversionError(f"not for {ctx.engine.name} with {ctx.settings['threads']} threads")
+        return F.relu(self)
+
+    module = program_of(torch.relu, X)
+    (node,) = [n for n in module.graph.nodes if n.op == "call_function"]
+    engines = [OnnxRuntime(threads=1), OpenVINO(threads=3), PyTorch()]
+    with registry.override(mine, without=aten.relu.default):
+        assert support_table(module, engines).refusals == {
+            node: {"openvino": "not for openvino with 3 threads"}
+        }
+        assert [layer.kind for layer in convert(module, engine=engines[0]).get_layers()] == ["Relu"]
+
+
+def test_engines_share_a_trial_conversion_that_does_not_ask_for_them() -> None:
+    calls: list[str] = []
+
+    @converter(aten.relu.default, register=False)
+    def mine(ctx: Any, self: Tensor) -> Tensor:
+        calls.append(ctx.name)
+        return F.relu(self)
+
+    with registry.override(mine, without=aten.relu.default):
+        support_table(program_of(torch.relu, X), [OnnxRuntime(), OpenVINO(), PyTorch()])
+    assert len(calls) == 1

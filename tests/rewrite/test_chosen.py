@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import intarsia
+from intarsia.engines import OnnxRuntime, OpenVINO
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
@@ -119,6 +120,6 @@ def test_a_wish_that_means_nothing_is_an_error(wish: object, said: str) -> None:
 
 def test_what_no_engine_knows_is_an_error_and_what_one_knows_goes_there() -> None:
     with pytest.raises(RewriteError, match="openvino does not know the layers that pattern 'silu' makes"):
-        patterns_by_engine("silu", ["openvino"])
-    found = patterns_by_engine(["silu", "identity"], ["openvino", "onnxruntime"])
+        patterns_by_engine("silu", [OpenVINO()])
+    found = patterns_by_engine(["silu", "identity"], [OpenVINO(), OnnxRuntime()])
     assert found == {"openvino": ["identity"], "onnxruntime": ["silu", "identity"]}

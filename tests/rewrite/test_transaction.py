@@ -210,13 +210,13 @@ def test_a_match_that_fails_names_its_pattern(strict: bool) -> None:
     def hasty(net: Network, x: Tensor) -> Tensor:
         return x
 
-    told = "pattern 'hasty' could not be asked about layer transpose .Transpose.: 'NoneType'"
+    told = "pattern 'hasty' could not be asked about layer transpose .Transpose.: .*Error: 'NoneType'"
     if strict:
         with pytest.raises(RewriteError, match=told):
             manager(hasty).rewrite(net)
     else:
         (broken,) = manager(hasty).rewrite(net, strict=False).broken
-        assert "'hasty' could not be asked about layer transpose" in broken
+        assert "'hasty' could not be asked about layer transpose" in str(broken)
     turned = net.get_layer_by_name("transpose")
     assert turned is not None
     assert "could not be asked" in manager(hasty).explain(turned)[0].reason

@@ -63,7 +63,7 @@ def _prepared(compiled: nn.Module, native: bool = False) -> tuple[dict[str, Json
     saver = _Saver(compiled.plan.strategy, native)
     manifest = saver.manifest(compiled)
     if native and not saver.packages:
-        raise ArchiveError("none of its segments runs on Inductor, so that there is no code to package")
+        raise ArchiveError("none of its segments runs on an engine that packages machine code")
     return manifest, saver
 
 

@@ -19,7 +19,7 @@ from intarsia.network import Network
 from intarsia.rounding import Rounding
 from intarsia.tail import Tail
 
-Rewrite = Callable[[Network, NetworkEngine], None]
+Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def _built(
     if isinstance(engine, GraphEngine):
         return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(module)), None)
     assert isinstance(engine, NetworkEngine)
-    net = convert(module, name=engine.name, notes=told)
+    net = convert(module, name=engine.name, notes=told, engine=engine)
     if rewrite is not None:
-        rewrite(net, engine)
+        told += rewrite(net, engine)
     return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +12,12 @@ from torch import fx
 
 from intarsia.build.builder import Builder
 from intarsia.build.faithful import Example
-from intarsia.cache.machine import has_bfloat16_tiles
 from intarsia.capture.call import Call
 from intarsia.choose.contents import digest
 from intarsia.choose.findings import Trial
+from intarsia.choose.measured import Measured
 from intarsia.choose.plan import MOVED
-from intarsia.engines import Engine, Program
-from intarsia.engines.graph_rewrites import has_only_bfloat16_products, has_only_one_row_products
+from intarsia.engines import Engine, Program, Workload
 from intarsia.graph.devices import uses_gpu
 from intarsia.graph.nodes import is_control_flow
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
@@ -127,17 +125,10 @@ class Workshop:
         """Whether any of the graph runs on a GPU."""
         return uses_gpu(self.builder.module.graph)
 
-    @functools.cached_property
-    def favours_slow_engines(self) -> bool:
-        """Whether an engine that is slow to build is known to pay, so that nobody need ask for it.
-
-        So it is in bfloat16 on a CPU, for single rows and on a processor with tiles of it: other engines
-        round between their float32 kernels.
-        """
-        module = self.builder.module
-        if self.on_gpu or not has_only_bfloat16_products(module):
-            return False
-        return has_only_one_row_products(module) or has_bfloat16_tiles()
+    def workload(self, measured: Measured) -> Workload:
+        """What engines are told when they are asked for options worth measuring."""
+        thorough = measured.budget_s is not None
+        return Workload(self.builder.module, self.on_gpu, measured.objective, thorough)
 
     def plan(self, candidate: Candidate) -> Plan:
         """What would be built, if nothing fails."""

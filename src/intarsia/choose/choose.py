@@ -19,7 +19,6 @@ from intarsia.choose.plan import measured_plan
 from intarsia.choose.progress import Progress
 from intarsia.choose.search import Search
 from intarsia.choose.shorten import shortened
-from intarsia.choose.variants import usual
 from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
@@ -39,7 +38,7 @@ def choose(
 
     `told` stands for whatever the programs depend on besides graph, engines and options.
     """
-    engines = [usual(engine, measured.objective) for engine in engines]
+    engines = [engine.for_objective(measured.objective) for engine in engines]
     memory = Memory()
     sizes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in sample.inputs]
     asked = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {tolerance}"

@@ -7,14 +7,8 @@ from dataclasses import replace
 
 from intarsia.choose.candidate import Candidate, Workshop
 from intarsia.choose.measured import Measured
-from intarsia.choose.variants import variants
-from intarsia.engines import Engine, Inductor, PyTorch
-from intarsia.engines.graph_rewrites import apply_rewrites, image_convolutions, one_row_products, own_copy
-from intarsia.engines.inductor import GPU_REWRITES
+from intarsia.engines import Engine
 from intarsia.partition import PYTORCH
-
-_VECTORS = "vector_products"
-_IMAGES = ("batch_norms", "channels_last")  # Inductor lays images out so by itself
 
 
 def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
@@ -24,9 +18,9 @@ def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) 
     for engine in measured.candidates or ():
         known.setdefault(engine.name, engine)  # an engine that is only named here
     alone = [Candidate(name, (engine, pytorch)) for name, engine in known.items()]
-    if not workshop.on_gpu:  # there Inductor is the engine that would be taken without measuring
+    if not workshop.on_gpu:  # there an engine that is slow to build is the one taken without measuring
         alone.sort(key=lambda candidate: candidate.is_slow_to_build)
-    found = [*alone[:1], *_in_pytorch(workshop, pytorch), *alone[1:]]
+    found = [*alone[:1], *_in_pytorch(workshop, pytorch, measured), *alone[1:]]
     quick = [engine for engine in others if not engine.slow_to_build]
     if len(quick) < 2:
         return found
@@ -37,7 +31,7 @@ def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) 
     return [together, *found]
 
 
-def _in_pytorch(workshop: Workshop, pytorch: Engine) -> list[Candidate]:
+def _in_pytorch(workshop: Workshop, pytorch: Engine, measured: Measured) -> list[Candidate]:
     """The graph in PyTorch, also by faster kernels, since that costs no build; and the model as it is.
 
     A model that writes to what measuring must not change does not run as it is.
@@ -45,29 +39,12 @@ def _in_pytorch(workshop: Workshop, pytorch: Engine) -> list[Candidate]:
     if workshop.builder.options.require_full_compilation:
         return []
     graphs = [Candidate(PYTORCH, (pytorch,))]
-    if one_row_products(workshop.builder.module):
-        graphs.append(_rewritten(_VECTORS))
-    if not workshop.on_gpu and image_convolutions(workshop.builder.module):
-        graphs.append(_rewritten(*_IMAGES))
+    for label, variant in pytorch.variants(workshop.workload(measured)):
+        graphs.append(Candidate(f"{PYTORCH}, {label}", (variant,), options=1))
     if workshop.builder.module.meta.get("writes"):
         return graphs
     # Of two as fast, the graph: its weights are those that were compiled.
     return [*graphs, Candidate("eager", (), options=1)]
-
-
-def _rewritten(*rewrites: str) -> Candidate:
-    return Candidate(f"{PYTORCH}, {rewrites[-1]}", (PyTorch(rewrites=rewrites),), options=1)
-
-
-def _graph_rewrites(engine: Engine, workshop: Workshop) -> list[str]:
-    """The rewrites of graphs that would change what an engine is given, and are worth measuring."""
-    module = workshop.builder.module
-    if isinstance(engine, PyTorch) and image_convolutions(module):
-        return list(_IMAGES)
-    if not isinstance(engine, Inductor) or not workshop.on_gpu:
-        return []
-    counts = apply_rewrites(own_copy(module), GPU_REWRITES)
-    return [name for name, count in counts.items() if count]
 
 
 def with_other_options(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
@@ -76,9 +53,25 @@ def with_other_options(plan: Candidate, workshop: Workshop, measured: Measured) 
         return []
     first, *rest = plan.engines
     return [
-        replace(plan, name=f"{plan.name}, {words}", engines=(other, *rest), options=1)
-        for words, other in variants(first, measured, _graph_rewrites(first, workshop))
+        replace(plan, name=f"{plan.name}, {label}", engines=(variant, *rest), options=1)
+        for label, variant in _variants(first, workshop, measured)
     ]
+
+
+def _variants(engine: Engine, workshop: Workshop, measured: Measured) -> list[tuple[str, Engine]]:
+    """Other options of an engine, each with a label: the user's candidates, or what the engine proposes."""
+    if measured.candidates is None:
+        return engine.variants(workshop.workload(measured))
+    others = [other for other in measured.candidates if other.name == engine.name]
+    return [(_differences(other, engine), other) for other in others]
+
+
+def _differences(engine: Engine, usual: Engine) -> str:
+    """The options of an engine that differ from the usual ones, as a label."""
+    names: Sequence[str] = list(getattr(engine, "__dataclass_fields__", {}))
+    values = {name: getattr(engine, name, None) for name in names}
+    differing = [f"{name}={value}" for name, value in values.items() if value != getattr(usual, name, None)]
+    return ", ".join(differing) or "as given"
 
 
 def without_patterns(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:

@@ -272,8 +272,10 @@ class Search:
 
     def _is_favoured(self, candidate: Candidate) -> bool:
         """Whether it is built whatever time that takes, for no budget was given and it is known to pay."""
-        is_free = self.measured.budget_s is None and candidate.is_slow_to_build
-        return is_free and self.workshop.favours_slow_engines
+        if self.measured.budget_s is not None or not candidate.is_slow_to_build:
+            return False
+        workload = self.workshop.workload(self.measured)
+        return any(engine.is_known_to_pay(workload) for engine in candidate.engines)
 
     def _too_late(self, candidate: Candidate) -> str | None:
         left = self.progress.left_s

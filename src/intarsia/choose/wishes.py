@@ -15,7 +15,7 @@ from intarsia.errors import InputError
 from intarsia.partition import PartitionOptions, Strategy, find_strategy
 from intarsia.partition.options import PartitionChoices, partition_options
 from intarsia.rewrite import Patterns
-from intarsia.rewrite.chosen import as_list
+from intarsia.rewrite.apply import as_list
 
 
 @dataclass(frozen=True)

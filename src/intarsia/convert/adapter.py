@@ -19,8 +19,12 @@ Function = Callable[["ConversionContext", tuple[Any, ...], dict[str, Any]], Any]
 _RAW = ("ctx", "target", "args", "kwargs", "name")
 
 
-def adapt(function: Callable[..., Any], target: Any) -> Function:
-    """Bind a converter, raw or with schema-named arguments; a name the schema lacks is an error now."""
+def adapt(function: Callable[..., Any], target: Any, elsewhere: frozenset[str] = frozenset()) -> Function:
+    """Bind a converter, raw or with schema-named arguments; a name the schema lacks is an error now.
+
+    A function that serves several overloads may name what only some of them have (`elsewhere`). For the
+    others the parameter keeps its Python default.
+    """
     parameters = list(inspect.signature(function).parameters.values())
     names = [p.name for p in parameters]
     if tuple(names) == _RAW:
@@ -28,8 +32,9 @@ def adapt(function: Callable[..., Any], target: Any) -> Function:
     schema = getattr(target, "_schema", None)
     if schema is None:
         return lambda ctx, args, kwargs: function(ctx, *_frozen(args), **_frozen(kwargs))
-    known = [argument.name for argument in schema.arguments]
-    unknown = [name for name in names[1:] if name not in known]
+    known = argument_names(target)
+    optional = {p.name for p in parameters if p.default is not p.empty} & elsewhere
+    unknown = [name for name in names[1:] if name not in known and name not in optional]
     if unknown:
         raise ConversionError(f"{function.__name__} names {unknown}, but {target} has the arguments {known}")
     takes = set(names[1:])
@@ -44,6 +49,12 @@ def adapt(function: Callable[..., Any], target: Any) -> Function:
         return function(ctx, **call)
 
     return bound
+
+
+def argument_names(target: Any) -> list[str]:
+    """The names of an operator's arguments; none of a target without a schema."""
+    schema = getattr(target, "_schema", None)
+    return [] if schema is None else [argument.name for argument in schema.arguments]
 
 
 def _bind(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -22,11 +23,33 @@ class ConversionContext:
     node: fx.Node | None = None
     name: str = ""
     notes: list[str] = field(default_factory=list)  # what a user should know of how nodes were converted
+    for_engine: Any = None
+    reads_engine: bool = False  # whether a converter asked for it; trial conversions are shared otherwise
+
+    @property
+    def engine(self) -> Any:
+        """The engine that the network is made for; None where a graph is converted for no engine."""
+        self.reads_engine = True
+        return self.for_engine
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The options of that engine by name, such as `precision` of `OpenVINO(precision="bf16")`."""
+        engine = self.engine
+        return {f.name: getattr(engine, f.name) for f in fields(engine)} if is_dataclass(engine) else {}
 
     @property
     def value(self) -> Any:
         """The fake tensor (or tuple of them) that the node makes: torch's own dtype and shape."""
         return None if self.node is None else self.node.meta.get("val")
+
+    @property
+    def operator(self) -> str:
+        """The name of the node's operator without its overload (`max_pool2d`), for converters of several."""
+        target = None if self.node is None else self.node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            raise ConversionError(f"{self.name} is not a call of an operator")
+        return str(target.overloadpacket.__name__)
 
     @property
     def torch_dtype(self) -> torch.dtype:

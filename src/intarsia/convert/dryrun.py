@@ -1,4 +1,4 @@
-"""Asking whether a node converts: a trial conversion into a scratch network, remembered by signature."""
+"""Trial conversions: whether a node converts is found by converting it, and remembered by its signature."""
 
 from __future__ import annotations
 
@@ -20,21 +20,28 @@ Signature = tuple[Any, ...]
 
 _SMALL = 64  # a constant of so few elements may steer a converter by its value
 _REMEMBERED = 10_000
-_memo: OrderedDict[tuple[int, Signature], Network | str] = OrderedDict()
+_memo: OrderedDict[Signature, Network | str] = OrderedDict()
 _lock = threading.Lock()
 
 
-def dry_convert(node: fx.Node, constants: dict[fx.Node, Any], signature: Signature) -> Network | str:
-    """The scratch network a node converts to, or the reason it does not."""
-    key = (registry.version, signature)
-    found = _memo.get(key)
-    if found is None:
-        found = _try(node, constants)
+def dry_convert(
+    node: fx.Node, constants: dict[fx.Node, Any], signature: Signature, engine: Any = None
+) -> Network | str:
+    """The scratch network a node converts to, or the reason it does not.
+
+    Engines share it, unless a converter asks its context for the engine.
+    """
+    for_all = (registry.version, signature)
+    for_one = (*for_all, None if engine is None else engine.key())
+    outcome = _memo.get(for_all, _memo.get(for_one))
+    if outcome is None:
+        ctx = ConversionContext(Network("probe"), for_engine=engine)
+        outcome = _trial(ctx, node, constants)
         with _lock:
-            _memo[key] = found
+            _memo[for_one if ctx.reads_engine else for_all] = outcome
             if len(_memo) > _REMEMBERED:
                 _memo.popitem(last=False)
-    return found
+    return outcome
 
 
 def signature_of(node: fx.Node, constants: dict[fx.Node, Any]) -> Signature:
@@ -76,26 +83,25 @@ def _describe_constant(value: Any) -> Any:
     return ("constant", value.dtype, tuple(value.shape), identity)
 
 
-def _try(node: fx.Node, constants: dict[fx.Node, Any]) -> Network | str:
-    net = Network("probe")
+def _trial(ctx: ConversionContext, node: fx.Node, constants: dict[fx.Node, Any]) -> Network | str:
     values: dict[fx.Node, Any] = {}
     try:
-        with net_guard(net):
+        with net_guard(ctx.net):
             for source in node.all_input_nodes:
                 if source in constants:
                     values[source] = constants[source]
                 else:
-                    values[source] = _input(net, f"x{len(values)}", source.meta.get("val"))
-            result = convert_node(ConversionContext(net), node, values)
-            for made in result if isinstance(result, list | tuple) else [result]:
-                if isinstance(made, Tensor):
-                    produced = made.value.producer() is not None and not made.is_output()
-                    (made if produced else F.identity(made)).mark_output()
+                    values[source] = _input(ctx.net, f"x{len(values)}", source.meta.get("val"))
+            result = convert_node(ctx, node, values)
+            for item in result if isinstance(result, list | tuple) else [result]:
+                if isinstance(item, Tensor):
+                    produced = item.value.producer() is not None and not item.is_output()
+                    (item if produced else F.identity(item)).mark_output()
     except NodeError as error:
         return error.reason
     except IntarsiaError as error:
         return str(error)
-    return net
+    return ctx.net
 
 
 def _input(net: Network, name: str, value: Any) -> Any:

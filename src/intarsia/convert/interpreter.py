@@ -33,13 +33,16 @@ class NodeError(ConversionError):
         self.reason = reason
 
 
-def convert(module: fx.GraphModule, name: str = "network", notes: list[str] | None = None) -> Network:
+def convert(
+    module: fx.GraphModule, name: str = "network", notes: list[str] | None = None, engine: Any = None
+) -> Network:
     """The network that computes what a graph of core ATen does; NodeError names what it cannot take.
 
-    A user's converter that failed, so that another took its place, is told in `notes`.
+    `notes` is told of a user's converter that failed, so that another one took its place. Converters may ask
+    for the `engine` that the network is made for.
     """
     net = Network(name)
-    ctx = ConversionContext(net)
+    ctx = ConversionContext(net, for_engine=engine)
     values: dict[fx.Node, Any] = {}
     with net_guard(net):
         for node in module.graph.nodes:
@@ -82,10 +85,10 @@ def dim_of(size: int | torch.SymInt) -> Dim:
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
     """What a get_attr node holds: a frozen tensor, or a graph for control flow."""
-    found: Any = module
+    value: Any = module
     for part in str(node.target).split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -100,19 +103,19 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
             raise NodeError(node, str(error)) from error
         except Exception as error:  # an author's mistake must cost this node, not the model
             raise NodeError(node, f"its evaluator failed: {type(error).__name__}: {error}") from error
-    if node.target in registry and (nothing := _nothing(node.meta.get("val"))) is not None:
+    if node.target in registry and (empty := _empty_result(node.meta.get("val"))) is not None:
         if _checks_indices(node):
             raise NodeError(node, "its result has no elements, but torch refuses indices out of range")
-        return nothing
+        return empty
     reasons: list[str] = []
     passed_over: list[str] = []  # converters of users that were asked first and did not take it
     for candidate in registry.converters(node.target):
         reason = candidate.refuses(node)
         if reason is None:
             try:
-                made = stamp(node, candidate.convert(ctx, tuple(args), dict(kwargs)))
-                ctx.notes += [f"{told}; {candidate.name} converts it" for told in passed_over]
-                return made
+                result = stamp(node, candidate.convert(ctx, tuple(args), dict(kwargs)))
+                ctx.notes += [f"{refusal}; {candidate.name} converts it" for refusal in passed_over]
+                return result
             except IntarsiaError as error:
                 reason = str(error)
             except Exception as error:  # an author's mistake must cost this node, not the model
@@ -125,11 +128,11 @@ def convert_node(ctx: ConversionContext, node: fx.Node, values: Mapping[fx.Node,
     raise NodeError(node, "; ".join(reasons) or "no converter")
 
 
-def _nothing(value: Any) -> Any:
-    """A result that is known to have no elements: its shape says it all, and kernels fail over such."""
+def _empty_result(value: Any) -> Any:
+    """A result that is known to have no elements, made from its shape alone; engines fail over such."""
     if isinstance(value, list | tuple):
-        made = [_nothing(item) for item in value]
-        return tuple(made) if made and None not in made else None
+        items = [_empty_result(item) for item in value]
+        return tuple(items) if items and None not in items else None
     if not isinstance(value, torch.Tensor):
         return None
     shape = shape_of(value)
@@ -142,8 +145,8 @@ def _checks_indices(node: fx.Node) -> bool:
     """Whether torch looks at indices although there is nothing to compute."""
     if node.target not in _CHECKS_INDICES:
         return False
-    given = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
-    return any(isinstance(v, torch.Tensor) and not v.is_floating_point() and 0 not in v.shape for v in given)
+    values = [arg.meta.get("val") for arg in node.args[1:] if isinstance(arg, fx.Node)]
+    return any(isinstance(v, torch.Tensor) and not v.is_floating_point() and 0 not in v.shape for v in values)
 
 
 def stamp(node: fx.Node, result: Any) -> Any:
@@ -155,8 +158,8 @@ def stamp(node: fx.Node, result: Any) -> Any:
                 f"the converter made {_count(result)} results where torch makes {len(expected)}"
             )
         return tuple(
-            None if made is None else _stamp_one(made, value)
-            for made, value in zip(result, expected, strict=True)
+            None if item is None else _stamp_one(item, value)
+            for item, value in zip(result, expected, strict=True)
         )
     if isinstance(result, list | tuple) and len(result) == 1:
         result = result[0]
@@ -177,8 +180,8 @@ def _stamp_one(result: Any, expected: Any) -> Any:
     have = result.shape
     if len(have) != len(shape):
         raise ConversionError(f"the converter made {len(have)} dimensions where torch makes {len(shape)}")
-    for made, wanted in zip(have, shape, strict=True):
-        if isinstance(made, int) and isinstance(wanted, int) and made != wanted:
+    for size, expected_size in zip(have, shape, strict=True):
+        if isinstance(size, int) and isinstance(expected_size, int) and size != expected_size:
             raise ConversionError(f"the converter made shape {have} where torch makes {shape}")
     if have != shape and result.value.producer() is not None:
         result.value.shape = ir.Shape(shape)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from intarsia.convert.adapter import Function, adapt
+from intarsia.convert.adapter import Function, adapt, argument_names
 from intarsia.errors import ConversionError
 
 Validator = Callable[[fx.Node], bool | str | None]
@@ -83,17 +83,17 @@ class Registry:
         target = removed.target if isinstance(removed, Converter) else key_of(removed)
         with self._lock:
             present = self._converters.get(target, ())
-            kept = tuple(c for c in present if isinstance(removed, Converter) and c is not removed)
-            if len(kept) == len(present):
+            others = tuple(c for c in present if isinstance(removed, Converter) and c is not removed)
+            if len(others) == len(present):
                 raise ConversionError(f"no converter of {target} is registered, so none can be taken away")
-            self._store(target, kept)
+            self._store(target, others)
 
     def converters(self, target: Any) -> tuple[Converter, ...]:
         """In the order they are asked: HIGH before STANDARD, a user's before ours, the newest first."""
         return self._converters.get(target, ())
 
     def targets(self) -> list[Any]:
-        return [target for target, found in self._converters.items() if found]
+        return [target for target, converters in self._converters.items() if converters]
 
     def __contains__(self, target: object) -> bool:
         return bool(self._converters.get(target))
@@ -120,10 +120,10 @@ class Registry:
                 self._converters = before
                 self.version += 1
 
-    def _store(self, target: Any, found: tuple[Converter, ...], sort: bool = True) -> None:
+    def _store(self, target: Any, converters: tuple[Converter, ...], sort: bool = True) -> None:
         if sort:
-            found = tuple(sorted(found, key=lambda c: (-c.priority, c.shipped, -c.order)))
-        self._converters = {**self._converters, target: found}
+            converters = tuple(sorted(converters, key=lambda c: (-c.priority, c.shipped, -c.order)))
+        self._converters = {**self._converters, target: converters}
         self.version += 1
 
 
@@ -142,7 +142,8 @@ def converter(
 
     The function takes `(ctx, target, args, kwargs, name)`, or `ctx` and the arguments of the
     operator's schema by name; an argument it does not name must hold its default, or the node is
-    refused. It returns the tensors the operator makes.
+    refused. A parameter that only some of several operators have needs a default in Python. The function
+    returns the tensors the operator makes.
 
     >>> import torch, intarsia
     >>> from intarsia.network import functional as F
@@ -155,23 +156,23 @@ def converter(
 
     def decorate(function: Author) -> Author:
         shipped = (function.__module__ or "").startswith("intarsia.convert.aten")
-        made = []
-        for key in keys:
-            target = key_of(key)
-            made.append(
-                Converter(
-                    target=target,
-                    convert=adapt(function, target),
-                    name=function.__name__,
-                    validator=capability_validator,
-                    priority=priority,
-                    supports_dynamic_shapes=supports_dynamic_shapes,
-                    shipped=shipped,
-                )
+        targets = [key_of(key) for key in keys]
+        names = frozenset(name for target in targets for name in argument_names(target))
+        converters = tuple(
+            Converter(
+                target=target,
+                convert=adapt(function, target, names),
+                name=function.__name__,
+                validator=capability_validator,
+                priority=priority,
+                supports_dynamic_shapes=supports_dynamic_shapes,
+                shipped=shipped,
             )
-        function.converters = tuple(made)  # type: ignore[attr-defined]
+            for target in targets
+        )
+        function.converters = converters  # type: ignore[attr-defined]
         if enabled and register:
-            for entry in made:
+            for entry in converters:
                 registry.register(entry)
         return function
 
@@ -197,10 +198,10 @@ def key_of(key: Any) -> Any:
 
 def _overload_of(custom: Any) -> Any:
     """The one overload of what `torch.library.custom_op` makes; torch has no public name for it."""
-    found = getattr(custom, "_opoverload", None)
-    if not isinstance(found, torch._ops.OpOverload):
+    overload = getattr(custom, "_opoverload", None)
+    if not isinstance(overload, torch._ops.OpOverload):
         raise ConversionError(f"{custom!r} is known to torch.ops only; name its overload there")
-    return found
+    return overload
 
 
 def _is_scripting_only(overload: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import sys
@@ -9,9 +10,13 @@ from collections.abc import Iterable, Sequence
 
 from intarsia.engines.base import Engine as Engine
 from intarsia.engines.base import GraphEngine as GraphEngine
+from intarsia.engines.base import GrowingFile as GrowingFile
 from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
+from intarsia.engines.base import Packed as Packed
 from intarsia.engines.base import Program as Program
+from intarsia.engines.base import WeightFile as WeightFile
+from intarsia.engines.base import Workload as Workload
 from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
@@ -28,8 +33,9 @@ from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 
 ENTRY_POINTS = "intarsia.engines"
-# Those of shorter arithmetic than the model's own, by name or within a tolerance.
-SHORT: tuple[type[Engine], ...] = (
+# In the order they are asked. Engines of other packages come behind the first two.
+_FIRST: tuple[type[Engine], ...] = (OpenVINO, OnnxRuntime)
+_LAST: tuple[type[Engine], ...] = (
     OpenVINOInt8,
     OpenVINOBf16,
     OpenVINOFp16,
@@ -38,31 +44,35 @@ SHORT: tuple[type[Engine], ...] = (
     OpenVINOInt8Weights,
     OnnxRuntimeInt4Weights,
     OpenVINOInt4Weights,
+    Inductor,
+    CuDNN,
+    PyTorch,
 )
-# Known by name, but not asked unless named: one takes long to build, one is for GPUs, others are inexact.
-NOT_BY_DEFAULT = ("inductor", "cudnn", *(kind.name for kind in SHORT))
 
 
 def known_engines() -> dict[str, type[Engine]]:
     """Engines by name, in the order they are asked; other packages add theirs by an entry point."""
-    return _found_engines()[0]
+    return _load_engines()[0]
 
 
-def _found_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
+def short_engines() -> dict[str, type[Engine]]:
+    """The known engines of shorter arithmetic than the model's own: used by name, or within a tolerance."""
+    return {name: kind for name, kind in known_engines().items() if kind.arithmetic != "fp32"}
+
+
+def _load_engines() -> tuple[dict[str, type[Engine]], dict[str, str]]:
     """The engines there are, and those of other packages that could not be loaded, each with the reason."""
-    found: dict[str, type[Engine]] = {engine.name: engine for engine in (OpenVINO, OnnxRuntime)}
+    engines = {kind.name: kind for kind in _FIRST}
+    shipped = {kind.name for kind in (*_FIRST, *_LAST)}
     broken: dict[str, str] = {}
     for entry in _entry_points(tuple(sys.path)):
         try:
-            engine = entry.load()
-            found.setdefault(engine.name, engine)
+            kind = entry.load()
+            if kind.name not in shipped:
+                engines.setdefault(kind.name, kind)
         except Exception as error:  # another package's mistake must not cost the engines that work
-            broken[entry.name] = f"{entry.value} could not be loaded: {_said(error)}"
-    found |= {kind.name: kind for kind in SHORT}
-    found["inductor"] = Inductor
-    found["cudnn"] = CuDNN
-    found["pytorch"] = PyTorch
-    return found, broken
+            broken[entry.name] = f"{entry.value} could not be loaded: {_first_line(error)}"
+    return engines | {kind.name: kind for kind in _LAST}, broken
 
 
 @functools.lru_cache(maxsize=4)
@@ -73,19 +83,15 @@ def _entry_points(path: tuple[str, ...]) -> tuple[importlib.metadata.EntryPoint,
 
 def default_engines(device: str = "cpu", notes: list[str] | None = None) -> list[Engine]:
     """The engines asked when none is named, for a model on this kind of device, in that order."""
-    if device == "cpu":
-        made: list[Engine] = []
-        for name, kind in known_engines().items():
-            if name in NOT_BY_DEFAULT:
-                continue
-            try:
-                made.append(kind())
-            except Exception as error:
-                if notes is not None:
-                    notes.append(f"{name}: it could not be made: {_said(error)}")
-        return made
-    # A GPU's time goes into launching kernels and moving memory, which is what Inductor saves.
-    return [engine for engine in (Inductor(), PyTorch()) if engine.runs_on(device)]
+    engines: list[Engine] = []
+    for name, kind in known_engines().items():
+        try:
+            if kind.is_default(device):
+                engines.append(kind())
+        except Exception as error:
+            if notes is not None:
+                notes.append(f"{name}: it could not be made: {_first_line(error)}")
+    return engines
 
 
 def resolve_engines(
@@ -95,7 +101,7 @@ def resolve_engines(
 
     An engine asked for by the user and unavailable is an error; of the default ones it is a note.
     """
-    known, broken = _found_engines()
+    known, broken = _load_engines()
     notes: list[str] = []
     if asked is None:
         notes += [f"{name}: {reason}" for name, reason in broken.items()]
@@ -106,7 +112,7 @@ def resolve_engines(
         listed = [asked] if isinstance(asked, Engine | str) else list(asked)
         if any(isinstance(item, str) and item not in known and item not in broken for item in listed):
             _entry_points.cache_clear()  # it may have been installed meanwhile
-            known, broken = _found_engines()
+            known, broken = _load_engines()
         engines = [_make(item, known, broken) for item in listed]
     usable: list[Engine] = []
     for engine in engines:
@@ -127,10 +133,16 @@ def resolve_engines(
 
 def with_unasked_engines(usable: Sequence[Engine], device: str) -> list[Engine]:
     """All engines that are here, those too that a fixed order leaves out, PyTorch last: timing decides."""
-    known = [engine.name for engine in usable]
-    more = [kind() for name, kind in known_engines().items() if name not in known]
-    exact = [engine for engine in more if engine.is_exact and engine.runs_on(device)]
-    return [*usable[:-1], *(engine for engine in exact if _unavailable(engine) is None), *usable[-1:]]
+    names = [engine.name for engine in usable]
+    others: list[Engine] = []
+    for name, kind in known_engines().items():
+        if name in names or kind.arithmetic != "fp32":
+            continue
+        with contextlib.suppress(Exception):  # an engine that cannot be made without options is not tried
+            engine = kind()
+            if engine.runs_on(device) and _unavailable(engine) is None:
+                others.append(engine)
+    return [*usable[:-1], *others, *usable[-1:]]
 
 
 def with_short_engines(
@@ -139,26 +151,29 @@ def with_short_engines(
     """The engines, and before PyTorch those of them in shorter arithmetic; why others are not there."""
     wrong = [engine for engine in usable if not (engine.is_exact or engine.arithmetic in arithmetic)]
     usable = [engine for engine in usable if engine not in wrong]
-    families = [engine.name for engine in usable]
-    asked = [kind() for kind in SHORT if kind.arithmetic in arithmetic and kind.based_on in families]
-    asked = [engine for engine in asked if engine.name not in families]
-    missing = {engine.name: reason for engine in asked if (reason := _unavailable(engine)) is not None}
-    found = [*usable[:-1], *(e for e in asked if e.name not in missing), *usable[-1:]]
+    names = [engine.name for engine in usable]
+    siblings = [
+        kind()
+        for name, kind in short_engines().items()
+        if kind.arithmetic in arithmetic and kind.based_on in names and name not in names
+    ]
+    missing = {engine.name: reason for engine in siblings if (reason := _unavailable(engine)) is not None}
+    engines = [*usable[:-1], *(e for e in siblings if e.name not in missing), *usable[-1:]]
     precision = ", ".join(arithmetic)
     missing |= {e.name: f"it computes in {e.arithmetic}, and precision is {precision}" for e in wrong}
-    if not missing and all(engine.is_exact for engine in found):
+    if not missing and all(engine.is_exact for engine in engines):
         missing[precision] = "no engine that was named computes in it"
-    return found, missing
+    return engines, missing
 
 
 def _unavailable(engine: Engine) -> str | None:
     try:
         return engine.unavailable()
     except Exception as error:
-        return f"it failed when asked whether it is there: {_said(error)}"
+        return f"it failed when asked whether it is there: {_first_line(error)}"
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import fx
@@ -40,20 +40,39 @@ class GuardedProgram:
         return self.otherwise(*inputs)
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What a search for the fastest plan measures: engines look at it to propose options (`variants`)."""
+
+    module: fx.GraphModule  # the whole model, lowered
+    on_gpu: bool = False
+    objective: Literal["latency", "throughput"] = "latency"
+    thorough: bool = False  # the user gave a time budget: options that rarely pay are measured too
+
+
 class Engine(abc.ABC):
-    """Runs pieces of a model. Options are fields of the subclass; `name` is how plans call it."""
+    """Runs pieces of a model. Options are fields of the subclass; `name` is how plans call it.
+
+    An engine says everything about itself here; nothing outside `intarsia.engines` knows one by name. A
+    method that is not abstract has an answer that is right for most engines.
+    """
 
     name: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]] = ()  # modules that do its work; their versions are part of its own
     capturable: ClassVar[bool] = False  # whether a CUDA graph of torch's may hold its programs
     slow_to_build: ClassVar[bool] = False  # so that a piece that fails leaves whole, and is not bisected
     arithmetic: ClassVar[str] = "fp32"  # others ("bf16", "int8" ...) are used within a tolerance, or by name
-    based_on: ClassVar[str | None] = None  # the engine, by name, whose layers and patterns it takes
+    based_on: ClassVar[str | None] = None  # of one in shorter arithmetic: the name of the exact engine
     quantized_only: ClassVar[bool] = False  # of use only for models that were quantised beforehand
-    libraries: ClassVar[tuple[str, ...]] = ()  # modules that do its work; their versions are part of its own
 
     @abc.abstractmethod
     def unavailable(self) -> str | None:
         """Why this engine cannot be used on this machine, with what to install; None if it can."""
+
+    @classmethod
+    def is_default(cls, device: str) -> bool:
+        """Whether it is asked for a model on this kind of device when the user names no engine."""
+        return device == "cpu" and cls.arithmetic == "fp32"
 
     def runs_on(self, device: str) -> bool:
         """Whether it takes tensors of this kind of device."""
@@ -86,6 +105,21 @@ class Engine(abc.ABC):
         """
         modules = dict.fromkeys((type(self).__module__.partition(".")[0], *self.libraries))
         return ", ".join(f"{name} {package_version(name)}" for name in modules)
+
+    def for_objective(self, objective: str) -> Engine:
+        """This engine as a search for "latency" or "throughput" starts with it; the user's options stay."""
+        return self
+
+    def variants(self, workload: Workload) -> list[tuple[str, Engine]]:
+        """The same engine with other options that may be faster for this model, each with a short label.
+
+        Options that the user gave stay: only what stands at its default is varied.
+        """
+        return []
+
+    def is_known_to_pay(self, workload: Workload) -> bool:
+        """Of an engine that is slow to build: whether it is worth the wait though the user set no budget."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -125,6 +159,15 @@ class NetworkEngine(Engine):
     @abc.abstractmethod
     def build(self, net: Network) -> Program:
         """The program that runs a network; EngineError if the engine fails."""
+
+    def patterns(self) -> Collection[str]:
+        """The groups of shipped rewriting patterns that this engine may gain by (`Fusion.group`).
+
+        "onnx": patterns that make layers of ONNX's own operators; `probe` is asked about each.
+        "com.microsoft": patterns that make layers of that domain.
+        "onednn": patterns that choose among the kernels of oneDNN.
+        """
+        return ("onnx",)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The network in the engine's own form, weights left in the file; None if it has no such form."""

@@ -40,6 +40,10 @@ class CuDNN(GraphEngine):
             return f"there is no rewrite {unknown[0]!r}; known are {', '.join(REWRITES)}"
         return None
 
+    @classmethod
+    def is_default(cls, device: str) -> bool:
+        return False  # it is measured beside Inductor, which is faster for most models on a GPU
+
     def runs_on(self, device: str) -> bool:
         return device == "cuda"
 

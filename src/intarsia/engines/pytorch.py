@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
-from intarsia.engines.base import GraphEngine, Program
+from intarsia.engines.base import Engine, GraphEngine, Program, Workload
 from intarsia.engines.graph_program import GraphProgram
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy
+from intarsia.engines.graph_rewrites import (
+    REWRITES,
+    apply_rewrites,
+    image_convolutions,
+    one_row_products,
+    own_copy,
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,23 @@ class PyTorch(GraphEngine):
         unknown = [name for name in self.rewrites if name not in REWRITES]
         return f"there is no rewrite {unknown[0]!r}; known are {', '.join(REWRITES)}" if unknown else None
 
+    @classmethod
+    def is_default(cls, device: str) -> bool:
+        return True
+
     def runs_on(self, device: str) -> bool:
         return True
+
+    def variants(self, workload: Workload) -> list[tuple[str, Engine]]:
+        """With rewrites that would change something. They cost no build, so no budget is needed."""
+        if self.rewrites:
+            return []
+        rewrites: list[tuple[str, ...]] = []
+        if one_row_products(workload.module):
+            rewrites.append(("vector_products",))
+        if image_convolutions(workload.module):  # folded batch norms leave fewer tensors to lay out
+            rewrites.append(("batch_norms", "channels_last"))
+        return [(names[-1], replace(self, rewrites=names)) for names in rewrites]
 
     def build(self, module: fx.GraphModule) -> Program:
         if not self.rewrites:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.engines import SHORT
+from intarsia.engines import short_engines
 from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.check import LEAST, Checked, checked, worst
@@ -22,7 +22,6 @@ from intarsia.runtime.partly import PartlyCompiled
 Program = Compiled | PartlyCompiled
 Options = Mapping[str, Any]
 _SHORTER = ("tolerance", "precision")
-_SHORT_NAMES = tuple(kind.name for kind in SHORT)
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,14 @@ def exact(options: Options) -> dict[str, Any]:
 
 def is_short(program: Program | None) -> bool:
     """Whether any of it runs in shorter arithmetic than the model's own."""
-    return program is not None and any(name in _SHORT_NAMES for name in program.plan.engines)
+    return program is not None and any(name in short_engines() for name in program.plan.engines)
 
 
 def why_exact(token: Program, tolerance: float) -> str:
     """Why the program of a token is not in shorter arithmetic, as the search for it has told."""
     findings = getattr(token.plan, "findings", None)
     told = [*([] if findings is None else findings.left_out), *token.notes]
-    reasons = [reason for reason in told if reason.startswith(_SHORT_NAMES)]
+    reasons = [reason for reason in told if reason.startswith(tuple(short_engines()))]
     if not reasons:
         return f"tokens are exact: within tolerance={tolerance:g} nothing shorter was measured to be faster"
     return f"tokens are exact: nothing shorter is faster within tolerance={tolerance:g}: {'; '.join(reasons)}"

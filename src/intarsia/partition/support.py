@@ -93,7 +93,7 @@ def _ask_together(
         key = (f"{engine.key()} {engine.version()}", registry.version, signature)
         if key in _answers or key in tried or _foreign_device(node, engine) is not None:
             continue
-        made = dry_convert(node, constants, signature)
+        made = dry_convert(node, constants, signature, engine)
         if isinstance(made, str):
             _answers[key] = made
         else:
@@ -120,7 +120,7 @@ def _ask(
         return f"it runs on {device}, where {engine.name} does not"
     key = (f"{engine.key()} {engine.version()}", registry.version, signature)
     if key not in _answers:
-        tried = dry_convert(node, constants, signature)
+        tried = dry_convert(node, constants, signature, engine)
         try:
             _answers[key] = (
                 tried

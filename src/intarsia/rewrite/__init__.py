@@ -1,11 +1,11 @@
 """Layers into better layers: patterns over a network, and who applies them."""
 
+from intarsia.rewrite.apply import Patterns as Patterns
 from intarsia.rewrite.apply import apply as apply
+from intarsia.rewrite.apply import patterns_by_engine as patterns_by_engine
 from intarsia.rewrite.benefit import Benefits as Benefits
 from intarsia.rewrite.check import Checked as Checked
 from intarsia.rewrite.check import check_pattern as check_pattern
-from intarsia.rewrite.chosen import Patterns as Patterns
-from intarsia.rewrite.chosen import patterns_by_engine as patterns_by_engine
 from intarsia.rewrite.fusions import FUSIONS as FUSIONS
 from intarsia.rewrite.log import Fired as Fired
 from intarsia.rewrite.log import RewriteLog as RewriteLog

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from intarsia.errors import EngineError, RewriteError
+from intarsia.errors import RewriteError
 from intarsia.network import Network
 from intarsia.rewrite.benefit import PAYS, Benefits
-from intarsia.rewrite.check import Build
-from intarsia.rewrite.chosen import Patterns, as_list, entries
-from intarsia.rewrite.fusions import FUSIONS, Fusion
+from intarsia.rewrite.fusions import FUSIONS, Fusion, NetworkBuilder
 from intarsia.rewrite.index import Entry
 from intarsia.rewrite.log import RewriteLog
 from intarsia.rewrite.manager import AnalysisPatternManager, RewritePatternManager
+from intarsia.rewrite.pattern import PatternRewriter
+
+Pattern = str | PatternRewriter | RewritePatternManager
+Patterns = bool | Pattern | Iterable[Pattern] | None
 
 
 def apply(
     net: Network,
     *,
-    engine: str,
+    engine: NetworkBuilder,
     patterns: Patterns = None,
-    build: Build | None = None,
+    measure: bool = True,
     limit: int | None = None,
     strict: bool = False,
     cache: Path | None = None,
@@ -30,86 +33,172 @@ def apply(
     """Rewrite a network for an engine, by shipped patterns and the user's own.
 
     `patterns`: None applies those that are free and those measured to pay here; True or "all", every one
-    the engine knows the layers of; both with all that `RewritePatternManager.instance()` holds. False
-    applies none; a list just what it holds: names, patterns, managers. What was not measured yet is
-    measured by `build` (the engine's) on `device`, if the network has a place for it, and remembered. The
-    log says which patterns were left out and why. Unless `patterns` is False, the patterns of
+    whose layers the engine takes; both with all that `RewritePatternManager.instance()` holds. False applies
+    none; a list just what it holds: names, patterns, managers. With `measure`, a pattern that has a place in
+    the network and was not measured yet is measured now, on `device`, and the ratio is remembered. The log
+    says which patterns were left out and why. Unless `patterns` is False, the patterns of
     `AnalysisPatternManager.instance()` look at the network first.
 
     >>> import torch
+    >>> from intarsia.engines import OnnxRuntime
     >>> from intarsia.network import Network, Tensor, functional as F, net_guard
     >>> net = Network()
     >>> with net_guard(net):
     ...     F.relu(F.identity(F.neg(Tensor("x", torch.float32, (3,))))).mark_output("y")
-    >>> print(apply(net, engine="onnxruntime"))
+    >>> print(apply(net, engine=OnnxRuntime()))
     identity: identity -> nothing
     """
     if patterns is False:
         return RewriteLog()
     AnalysisPatternManager.instance().analyze(net)
     if patterns is None:
-        return _measured(net, engine, build, limit, strict, Benefits(cache, device))
-    return _run(net, _named(engine, patterns), limit, strict)
-
-
-def _named(engine: str, patterns: Patterns) -> list[Entry]:
+        return _apply_paying(net, engine, measure, limit, strict, Benefits(cache, device))
     if patterns is True or patterns == "all":
-        shipped = [fusion for fusion in FUSIONS.values() if engine in fusion.engines]
-        return [*_entries(shipped), *RewritePatternManager.instance().entries()]
-    chosen = as_list(patterns)  # type: ignore[arg-type]
-    found = entries(chosen)
-    for name in chosen:
-        if isinstance(name, str) and name in FUSIONS and engine not in FUSIONS[name].engines:
-            raise RewriteError(
-                f"{engine} does not know the layers that pattern {name!r} makes, or gains nothing"
-            )
-    return found
+        return _apply_all(net, engine, limit, strict)
+    chosen = as_list(patterns)
+    entries = entries_of(chosen)
+    for pattern in chosen:
+        _check_suits(pattern, [engine])
+    return _manager(entries).rewrite(net, limit=limit, strict=strict)
 
 
-def _entries(fusions: Iterable[Fusion]) -> list[Entry]:
-    return [Entry(fusion.name, fusion.pattern, fusion.benefit) for fusion in fusions]
+def _apply_all(net: Network, engine: NetworkBuilder, limit: int | None, strict: bool) -> RewriteLog:
+    """Apply every shipped pattern whose layers the engine takes, and the user's."""
+    suitable = [fusion for fusion in FUSIONS.values() if fusion.suits(engine)]
+    refused = {f.name: reason for f in suitable if (reason := f.refusal(engine)) is not None}
+    shipped = _shipped_entries(fusion for fusion in suitable if fusion.name not in refused)
+    skipped = {
+        name: f"{engine.name} refuses the layers that it makes: {reason}"
+        for name, reason in refused.items()
+        if _has_match(FUSIONS[name], net)
+    }
+    manager = _manager([*shipped, *RewritePatternManager.instance().entries()])
+    log = manager.rewrite(net, limit=limit, strict=strict)
+    log.skipped |= skipped
+    return log
 
 
-def _run(net: Network, chosen: Iterable[Entry], limit: int | None, strict: bool) -> RewriteLog:
-    return _manager(chosen).rewrite(net, limit=limit, strict=strict)
-
-
-def _manager(chosen: Iterable[Entry]) -> RewritePatternManager:
-    manager = RewritePatternManager()
-    for entry in chosen:
-        manager.add(entry.label, entry.pattern, entry.benefit)
-    return manager
-
-
-def _measured(
-    net: Network, engine: str, build: Build | None, limit: int | None, strict: bool, known: Benefits
+def _apply_paying(
+    net: Network, engine: NetworkBuilder, measure: bool, limit: int | None, strict: bool, benefits: Benefits
 ) -> RewriteLog:
     """Apply what pays; a pattern is only measured once something in a network asks for it."""
-    usable = [fusion for fusion in FUSIONS.values() if engine in fusion.engines]
-    chosen = _entries(fusion for fusion in usable if fusion.free) + RewritePatternManager.instance().entries()
-    undecided = [fusion for fusion in usable if not fusion.free]
+    suitable = [fusion for fusion in FUSIONS.values() if fusion.suits(engine)]
+    entries = _shipped_entries(fusion for fusion in suitable if fusion.free)
+    entries += RewritePatternManager.instance().entries()
+    undecided = [fusion for fusion in suitable if not fusion.free]
     log = RewriteLog()
     while True:
         left = None if limit is None else limit - len(log)
-        log.add(_run(net, chosen, left, strict))
+        log.add(_manager(entries).rewrite(net, limit=left, strict=strict))
         if log.exhausted:
             return log
-        wanted = [f for f in undecided if next(_manager(_entries([f])).each_match(net), None) is not None]
+        wanted = [fusion for fusion in undecided if _has_match(fusion, net)]
         if not wanted:
             return log
         for fusion in wanted:
             undecided.remove(fusion)
-            if fusion.finite_only:
-                log.skipped[fusion.name] = "it answers otherwise for NaN and infinities; name it to have it"
-                continue
-            try:
-                ratio = known.ratio(engine, fusion, build)
-            except EngineError as error:
-                log.skipped[fusion.name] = f"{engine} does not build what it makes: {error}"
-                continue
-            if ratio is None:
-                log.skipped[fusion.name] = f"it was not measured with {engine} on this machine"
-            elif ratio > PAYS:
-                log.skipped[fusion.name] = f"it takes {ratio:.2f} of the time without it, with {engine}"
+            reason = _reason_to_skip(fusion, engine, measure, benefits)
+            if reason is None:
+                entries += _shipped_entries([fusion])
             else:
-                chosen += _entries([fusion])
+                log.skipped[fusion.name] = reason
+
+
+def _reason_to_skip(fusion: Fusion, engine: NetworkBuilder, measure: bool, benefits: Benefits) -> str | None:
+    """Why a pattern is not applied to networks for an engine; None where it pays."""
+    if fusion.finite_only:
+        return "it answers otherwise for NaN and infinities; name it to have it"
+    try:
+        ratio = benefits.measured(engine, fusion) if measure else benefits.get(engine, fusion.name)
+    except Exception as error:  # an engine of another package may raise anything
+        return f"{engine.family} does not build what it makes: {error}"
+    if ratio is None:
+        return f"it was not measured with {engine.family} on this machine"
+    if ratio > PAYS:
+        return f"it takes {ratio:.2f} of the time without it, with {engine.family}"
+    return None
+
+
+def patterns_by_engine(patterns: Patterns, engines: Sequence[NetworkBuilder]) -> dict[str, Patterns]:
+    """What each engine, by name, is to be given of the patterns chosen for all of them.
+
+    A shipped pattern makes layers that some engines do not know; it is left out for those, and an error
+    where none of the engines knows them.
+    """
+    if patterns is None or isinstance(patterns, bool) or patterns == "all":
+        return dict.fromkeys((engine.name for engine in engines), patterns)
+    chosen = as_list(patterns)
+    entries_of(chosen)
+    for pattern in chosen:
+        _check_suits(pattern, engines)
+    return {engine.name: [one for one in chosen if _suits(one, engine)] for engine in engines}
+
+
+def as_list(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
+    """The patterns; RewriteError for what are none."""
+    if isinstance(patterns, type) or not isinstance(patterns, Pattern | Iterable):
+        raise RewriteError(f"rewrite={patterns!r}; give patterns, their names, True, False or None")
+    return (
+        [patterns] if isinstance(patterns, str | PatternRewriter | RewritePatternManager) else list(patterns)
+    )
+
+
+def entries_of(chosen: Sequence[Pattern]) -> list[Entry]:
+    """The patterns under their labels. A name is a shipped pattern's or a label of the shared manager's."""
+    entries: dict[str, Entry] = {}
+    for pattern in chosen:
+        for entry in _entries_of(pattern):
+            if entry.label in entries:
+                raise RewriteError(f"two patterns are chosen under the label {entry.label!r}")
+            entries[entry.label] = entry
+    return list(entries.values())
+
+
+def _entries_of(pattern: Pattern) -> list[Entry]:
+    if isinstance(pattern, RewritePatternManager):
+        return pattern.entries()
+    if isinstance(pattern, PatternRewriter):
+        return [Entry(pattern.name, pattern, 0)]
+    if not isinstance(pattern, str):
+        raise RewriteError(f"rewrite= takes names, patterns and managers, not {pattern!r}")
+    if pattern in FUSIONS:
+        return _shipped_entries([FUSIONS[pattern]])
+    registered = {entry.label: entry for entry in RewritePatternManager.instance().entries()}
+    if pattern in registered:
+        return [registered[pattern]]
+    names = [*FUSIONS, *registered]
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(names))}"
+    )
+    raise RewriteError(f"no pattern is called {pattern!r}; {hint}")
+
+
+def _suits(pattern: Pattern, engine: NetworkBuilder) -> bool:
+    """Whether an engine is given a pattern; the user's own are given to all."""
+    if not isinstance(pattern, str) or pattern not in FUSIONS:
+        return True
+    return FUSIONS[pattern].suits(engine) and FUSIONS[pattern].refusal(engine) is None
+
+
+def _check_suits(pattern: Pattern, engines: Sequence[NetworkBuilder]) -> None:
+    if engines and not any(_suits(pattern, engine) for engine in engines):
+        names = ", ".join(dict.fromkeys(engine.family for engine in engines))
+        raise RewriteError(
+            f"{names} does not know the layers that pattern {pattern!r} makes, or gains nothing"
+        )
+
+
+def _shipped_entries(fusions: Iterable[Fusion]) -> list[Entry]:
+    return [Entry(fusion.name, fusion.pattern, fusion.benefit) for fusion in fusions]
+
+
+def _manager(entries: Iterable[Entry]) -> RewritePatternManager:
+    manager = RewritePatternManager()
+    for entry in entries:
+        manager.add(entry.label, entry.pattern, entry.benefit)
+    return manager
+
+
+def _has_match(fusion: Fusion, net: Network) -> bool:
+    return next(_manager(_shipped_entries([fusion])).each_match(net), None) is not None

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from intarsia.cache.directory import cache_directory
-from intarsia.cache.machine import machine_key, package_version
+from intarsia.cache.machine import machine_key
 from intarsia.cache.store import JsonStore
 from intarsia.network import Network
 from intarsia.rewrite.check import Build, random_inputs
-from intarsia.rewrite.fusions import Fusion
+from intarsia.rewrite.fusions import Fusion, NetworkBuilder
 from intarsia.rewrite.manager import RewritePatternManager
 
 PAYS = 0.97  # time with over time without, below which a pattern is applied
@@ -25,19 +25,20 @@ def cache_file() -> Path:
     return cache_directory() / "rewrite.json"
 
 
-def engine_key(engine: str, device: str = "cpu") -> str:
+def engine_key(engine: NetworkBuilder, device: str = "cpu") -> str:
     """An engine on a machine: another version, processor, GPU or number of threads is measured anew."""
     where = machine_key() if device == "cpu" else f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    return f"{engine} {package_version(engine)}, {where}"
+    return f"{engine.family}, {engine.version()}, {where}"
 
 
 class Benefits:
     """Time with a pattern over time without, by engine and pattern, on one kind of device.
 
     >>> import tempfile, pathlib
-    >>> known = Benefits(pathlib.Path(tempfile.mkdtemp()) / "rewrite.json")
-    >>> known.remember("onnxruntime", "attention", 0.8)
-    >>> known.get("onnxruntime", "attention")
+    >>> from intarsia.engines import OnnxRuntime
+    >>> benefits = Benefits(pathlib.Path(tempfile.mkdtemp()) / "rewrite.json")
+    >>> benefits.remember(OnnxRuntime(), "attention", 0.8)
+    >>> benefits.get(OnnxRuntime(), "attention")
     0.8
     """
 
@@ -45,23 +46,23 @@ class Benefits:
         self.store = JsonStore(cache_file() if path is None else path)
         self.device = device
 
-    def get(self, engine: str, name: str) -> float | None:
+    def get(self, engine: NetworkBuilder, name: str) -> float | None:
         """What was measured, if it was."""
         of_engine = self.store.read().get(engine_key(engine, self.device))
-        found = of_engine.get(name) if isinstance(of_engine, dict) else None
-        return found if isinstance(found, float) and found > 0 else None
+        ratio = of_engine.get(name) if isinstance(of_engine, dict) else None
+        return ratio if isinstance(ratio, float) and ratio > 0 else None
 
-    def remember(self, engine: str, name: str, ratio: float) -> None:
+    def remember(self, engine: NetworkBuilder, name: str, ratio: float) -> None:
         """Keep a measurement, beside what other programs keep."""
         self.store.update({engine_key(engine, self.device): {name: round(float(ratio), 4)}})
 
-    def ratio(self, engine: str, fusion: Fusion, build: Build | None) -> float | None:
-        """What was measured; if it was not and `build` is given, it is measured now."""
-        found = self.get(engine, fusion.name)
-        if found is None and build is not None:
-            found = measure(fusion, build, device=self.device)
-            self.remember(engine, fusion.name, found)
-        return found
+    def measured(self, engine: NetworkBuilder, fusion: Fusion) -> float:
+        """What was measured, or else is measured now."""
+        ratio = self.get(engine, fusion.name)
+        if ratio is None:
+            ratio = measure(fusion, engine.build, device=self.device)
+            self.remember(engine, fusion.name, ratio)
+        return ratio
 
 
 def measure(

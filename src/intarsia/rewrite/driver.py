@@ -13,9 +13,9 @@ from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, net_guard
 from intarsia.network.verify import verify_links
 from intarsia.rewrite.index import Entry, PatternIndex, bits, changed_layers
-from intarsia.rewrite.log import RewriteLog
+from intarsia.rewrite.log import Broken, RewriteLog
 from intarsia.rewrite.pattern import Refusal
-from intarsia.rewrite.transaction import attempt
+from intarsia.rewrite.transaction import attempt, last_line
 
 _LOOP = 64  # replacements of replacements that are looked at to find a loop
 
@@ -159,7 +159,7 @@ class Driver:
         except RewriteError as error:
             if self._strict:
                 raise
-            self._log.broken.append(str(error))
+            self._log.broken.append(Broken(label, str(error)))
             self._banned.add((label, node))
             return False
         if isinstance(change, Refusal):
@@ -180,11 +180,12 @@ class Driver:
     def _fail_to_ask(self, entry: Entry, node: ir.Node, error: Exception) -> None:
         """A pattern failed where it was only asked whether it matches."""
         where = f"layer {node.name} ({node.op_type})"
-        message = f"pattern {entry.pattern.name!r} could not be asked about {where}: {error}"
+        message = f"pattern {entry.pattern.name!r} could not be asked about {where}: {last_line(error)}"
         if self._strict:
             raise RewriteError(message) from error
-        if message not in self._log.broken:
-            self._log.broken.append(message)
+        failure = Broken(entry.label, message)
+        if failure not in self._log.broken:
+            self._log.broken.append(failure)
 
     def _no_end(self) -> None:
         recent = Counter(one.pattern for one in self._log.fired[-200:])

@@ -43,6 +43,17 @@ class Fired:
         return f"{self.pattern}: {replaced} -> {made}{where}"
 
 
+@dataclass(frozen=True)
+class Broken:
+    """A rewrite that was not made because its pattern raised an exception, or broke the network."""
+
+    pattern: str
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
 @dataclass
 class RewriteLog:
     """Every rewrite of a run in order, and what was taken back.
@@ -51,7 +62,7 @@ class RewriteLog:
     """
 
     fired: list[Fired] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     exhausted: bool = False
 
@@ -79,6 +90,16 @@ class RewriteLog:
     def counts(self) -> dict[str, int]:
         """How often each pattern fired."""
         return dict(Counter(entry.pattern for entry in self.fired))
+
+    def failures(self) -> list[str]:
+        """One sentence for each pattern that failed: where it first did, why, and at how many more layers."""
+        failures = list(dict.fromkeys(self.broken))  # patterns are applied several times over
+        counts = Counter(failure.pattern for failure in failures)
+        first = {failure.pattern: failure for failure in reversed(failures)}
+        return [
+            str(first[name]) + (f" (and at {count - 1} more layers)" if count > 1 else "")
+            for name, count in counts.items()
+        ]
 
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.fired]

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from intarsia.errors import NetworkError, RewriteError
+from intarsia.errors import IntarsiaError, NetworkError, RewriteError
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network.attributes import from_attr, rounded_attribute
 from intarsia.network.bodies import owner_in
@@ -60,7 +60,7 @@ def attempt(
         return change
     except Exception as error:
         where = f"pattern {pattern.name!r} at layer {node.name} ({node.op_type})"
-        raise RewriteError(f"{where} was taken back: {error}") from error
+        raise RewriteError(f"{where} was taken back: {last_line(error)}") from error
     finally:
         net.journal, net.anchor = None, anchor
         if not done:
@@ -68,6 +68,11 @@ def attempt(
         if outer is not None:
             net.journal = outer
             outer += edits if done else ()
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an error's traceback; an error of ours is told by its message alone."""
+    return str(error) if isinstance(error, IntarsiaError) else f"{type(error).__name__}: {error}"
 
 
 def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refusal:

@@ -17,13 +17,11 @@ from intarsia.archive.values import Json, from_json, to_json
 from intarsia.build.faithful import Example, judged_example, whole_fault
 from intarsia.build.judge import Call, Judge
 from intarsia.compare import relative_error
-from intarsia.engines import SHORT
+from intarsia.engines import short_engines
 from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
-
-_SHORT_NAMES = frozenset(kind.name for kind in SHORT)
 
 
 def pack_example(
@@ -63,7 +61,7 @@ def fault_of(module: nn.Module, program: Compiled, call: Call, error: float) -> 
         raise ArchiveError(
             f"it fails on the call that it was tuned with: {type(raised).__name__}: {raised}"
         ) from raised
-    is_short = any(name in _SHORT_NAMES for name in program.plan.engines)
+    is_short = any(name in short_engines() for name in program.plan.engines)
     return whole_fault(judge, lowered, program, [example], 0.0, 2 * error if is_short else None)
 
 

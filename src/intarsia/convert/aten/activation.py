@@ -31,11 +31,6 @@ def relu(ctx: ConversionContext, self: Tensor) -> Tensor:
     return narrowed(ctx, F.relu(*promoted(ctx, self)))
 
 
-@converter(aten.relu6.default)
-def relu6(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return hardtanh(ctx, self, 0, 6)
-
-
 @converter(aten.hardtanh.default)
 def hardtanh(ctx: ConversionContext, self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Tensor:
     (x,) = promoted(ctx, self)
@@ -197,28 +192,23 @@ def _along(ctx: ConversionContext, x: Tensor, dim: int, layer: Any) -> Tensor:
     return F.cast(layer(wide(x), dim), ctx.dtype)
 
 
-@converter(aten.softmax.int, aten.special_softmax.default)
-def softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    x = F.cast(self, dtype) if dtype is not None else self
-    return _along(ctx, x, dim, F.softmax)
-
-
-@converter(aten._softmax.default)
-def _softmax(ctx: ConversionContext, self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    x = F.cast(self, ctx.dtype) if half_to_float else self
-    return _along(ctx, x, dim, F.softmax)
+# The dtype asked for is the dtype of the result, which the context knows.
+@converter(aten.softmax.int, aten.special_softmax.default, aten._softmax.default)
+def softmax(
+    ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None, half_to_float: bool = False
+) -> Tensor:
+    return _along(ctx, F.cast(self, ctx.dtype), dim, F.softmax)
 
 
 @converter(aten._safe_softmax.default)
-def _safe_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+def safe_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """Softmax that makes zeros, not NaN, of a row of nothing but minus infinity."""
-    x = F.cast(self, dtype) if dtype is not None else self
 
     def safe(x: Tensor, axis: int) -> Tensor:
         hidden = holds_everywhere(F.equal(x, -torch.inf), [axis], True)
         return F.where(hidden, 0.0, F.softmax(x, axis))
 
-    return _along(ctx, x, dim, safe)
+    return _along(ctx, F.cast(self, ctx.dtype), dim, safe)
 
 
 def _log_softmax_layer(x: Tensor, axis: int) -> Tensor:
@@ -229,16 +219,12 @@ def _log_softmax_layer(x: Tensor, axis: int) -> Tensor:
     return F.sub(shifted, F.log(F.reduce_sum(F.exp(shifted), [axis], keepdims=True)))
 
 
-@converter(aten.log_softmax.int, aten.special_log_softmax.default)
-def log_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    x = F.cast(self, dtype) if dtype is not None else self
-    return _along(ctx, wide(x, halves=True), dim, _log_softmax_layer)  # kernels for halves lose too much
-
-
-@converter(aten._log_softmax.default)
-def _log_softmax(ctx: ConversionContext, self: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    x = F.cast(self, ctx.dtype) if half_to_float else self
-    return _along(ctx, wide(x, halves=True), dim, _log_softmax_layer)
+@converter(aten.log_softmax.int, aten.special_log_softmax.default, aten._log_softmax.default)
+def log_softmax(
+    ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None, half_to_float: bool = False
+) -> Tensor:
+    x = wide(F.cast(self, ctx.dtype), halves=True)  # kernels for halves lose too much
+    return _along(ctx, x, dim, _log_softmax_layer)
 
 
 @converter(aten.logsumexp.default, aten.special_logsumexp.default)

@@ -179,49 +179,27 @@ def scaled_dot_product_attention(
     return attend(ctx, query, key, value, attn_mask, is_causal, scale)
 
 
-@converter(aten._scaled_dot_product_flash_attention.default)
-def flash(
+@converter(
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+def fused_attention(
     ctx: ConversionContext,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_bias: Tensor | None = None,
+    compute_log_sumexp: bool = False,
     is_causal: bool = False,
     return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    return _alone(ctx, attend(ctx, query, key, value, None, is_causal, scale))
-
-
-@converter(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_for_cpu(
-    ctx: ConversionContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    is_causal: bool = False,
     *,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
-    return _alone(ctx, attend(ctx, query, key, value, attn_mask, is_causal, scale))
-
-
-@converter(
-    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default
-)
-def efficient(
-    ctx: ConversionContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    return _alone(ctx, attend(ctx, query, key, value, attn_bias, is_causal, scale))
+    mask = attn_bias if attn_mask is None else attn_mask
+    return _alone(ctx, attend(ctx, query, key, value, mask, is_causal, scale))
 
 
 @converter(aten._scaled_dot_product_attention_math.default)

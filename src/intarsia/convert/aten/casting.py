@@ -26,23 +26,17 @@ def converted(ctx: ConversionContext, x: Tensor) -> Tensor:
 
 
 # The dtype asked for is the dtype of the result, which the context knows.
-@converter(aten.to.dtype, aten.to.dtype_layout, aten.to.device)
-def to_dtype(ctx: ConversionContext, self: Tensor, dtype: Any = None, copy: bool = False) -> Tensor:
-    return converted(ctx, self)
-
-
-@converter(aten.to.other)
-def to_other(ctx: ConversionContext, self: Tensor, other: Tensor, copy: bool = False) -> Tensor:
-    return converted(ctx, self)
-
-
-@converter(aten.type_as.default)
-def type_as(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
-    return converted(ctx, self)
-
-
-@converter(aten._to_copy.default)
-def to_copy(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+@converter(
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten.type_as.default,
+    aten._to_copy.default,
+)
+def to(
+    ctx: ConversionContext, self: Tensor, dtype: Any = None, other: Tensor | None = None, copy: bool = False
+) -> Tensor:
     return converted(ctx, self)
 
 

@@ -121,31 +121,11 @@ def isinf(ctx: ConversionContext, self: Tensor) -> Tensor:
     return F.isinf(F.cast(self, native(self.dtype)))
 
 
-@converter(aten.isposinf.default)
-def isposinf(ctx: ConversionContext, self: Tensor) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return F.logical_not(always(self))
-    return F.equal(F.cast(self, native(self.dtype)), math.inf)
-
-
-@converter(aten.isneginf.default)
-def isneginf(ctx: ConversionContext, self: Tensor) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return F.logical_not(always(self))
-    return F.equal(F.cast(self, native(self.dtype)), -math.inf)
-
-
 @converter(aten.isfinite.default)
 def isfinite(ctx: ConversionContext, self: Tensor) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
         return always(self)
     return finite(F.cast(self, native(self.dtype)))
-
-
-@converter(aten.isreal.default)
-def isreal(ctx: ConversionContext, self: Tensor) -> Tensor:
-    x = F.cast(self, native(self.dtype))
-    return F.logical_or(always(x), _different(x, x))
 
 
 def finite(x: Tensor) -> Tensor:
@@ -265,10 +245,20 @@ def _places(b: Tensor, width: int, beyond: int) -> Tensor:
 # Choices between values: clamp, where, masked_fill.
 
 
-@converter(aten.clamp.default, aten.clip.default)
+@converter(
+    aten.clamp.default,
+    aten.clip.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.clamp.Tensor,
+    aten.clip.Tensor,
+    aten.clamp_min.Tensor,
+    aten.clamp_max.Tensor,
+)
 def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None) -> Tensor:
     if isinstance(min, Tensor) or isinstance(max, Tensor):
-        return clamp_tensor(ctx, self, min, max)
+        x = self if min is None else larger(ctx, *promoted(ctx, self, min))
+        return x if max is None else smaller(ctx, *promoted(ctx, x, max))
     for bound in (min, max):
         if isinstance(bound, float) and math.isnan(bound):
             raise ConversionError("a bound that is NaN is not handled")
@@ -282,34 +272,6 @@ def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None
 
 def _bound(ctx: ConversionContext, value: Any, x: Tensor) -> Tensor | None:
     return None if value is None else number(ctx, value, x.dtype)
-
-
-@converter(aten.clamp_min.default)
-def clamp_min(ctx: ConversionContext, self: Tensor, min: Any) -> Tensor:
-    return clamp(ctx, self, min, None)
-
-
-@converter(aten.clamp_max.default)
-def clamp_max(ctx: ConversionContext, self: Tensor, max: Any) -> Tensor:
-    return clamp(ctx, self, None, max)
-
-
-@converter(aten.clamp.Tensor, aten.clip.Tensor)
-def clamp_tensor(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    x = self
-    if min is not None:
-        x = larger(ctx, *promoted(ctx, x, min))
-    return x if max is None else smaller(ctx, *promoted(ctx, x, max))
-
-
-@converter(aten.clamp_min.Tensor)
-def clamp_min_tensor(ctx: ConversionContext, self: Tensor, min: Tensor) -> Tensor:
-    return clamp_tensor(ctx, self, min, None)
-
-
-@converter(aten.clamp_max.Tensor)
-def clamp_max_tensor(ctx: ConversionContext, self: Tensor, max: Tensor) -> Tensor:
-    return clamp_tensor(ctx, self, None, max)
 
 
 @converter(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)

@@ -119,16 +119,17 @@ def _product(values: list[int]) -> int:
     return total
 
 
-def _transposed(
+@converter(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+def conv_transpose(
     ctx: ConversionContext,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    output_padding: Any,
-    groups: int,
-    dilation: Any,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
 ) -> Tensor:
     if is_empty(input, weight):
         return _of_nothing(ctx, bias)
@@ -215,73 +216,38 @@ def _stretch(x: Tensor, axis: int, stride: int) -> Tensor:
     return F.slice(flat, 0, (size - 1) * stride + 1, axis=axis)
 
 
-@converter(aten.convolution.default)
+@converter(
+    aten.convolution.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+)
 def convolution(
     ctx: ConversionContext,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Tensor:
-    if transposed:
-        return _transposed(ctx, input, weight, bias, stride, padding, output_padding, groups, dilation)
-    pads = _per_axis(padding, weight.ndim - 2, "padding") * 2
-    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
-
-
-@converter(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-def conv(
-    ctx: ConversionContext,
-    input: Tensor,
-    weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    pads = _per_axis(padding, weight.ndim - 2, "padding") * 2
-    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
-
-
-@converter(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
-def conv_by_name(
-    ctx: ConversionContext,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: str = "valid",
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Tensor:
-    rank = weight.ndim - 2
-    spans = [d * (static(weight, 2 + i) - 1) for i, d in enumerate(_per_axis(dilation, rank, "dilation"))]
-    if padding == "valid":
-        spans = [0] * rank
-    # torch puts the odd element at the end
-    pads = [span // 2 for span in spans] + [span - span // 2 for span in spans]
-    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
-
-
-@converter(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
-def conv_transpose(
-    ctx: ConversionContext,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
+    transposed: bool = False,
     output_padding: Any = 0,
     groups: int = 1,
-    dilation: Any = 1,
 ) -> Tensor:
-    return _transposed(ctx, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if transposed:
+        return conv_transpose(ctx, input, weight, bias, stride, padding, output_padding, groups, dilation)
+    rank = weight.ndim - 2
+    if padding == "same":
+        steps = _per_axis(dilation, rank, "dilation")
+        spans = [step * (static(weight, 2 + i) - 1) for i, step in enumerate(steps)]
+        # torch puts the odd element at the end
+        pads = [span // 2 for span in spans] + [span - span // 2 for span in spans]
+    else:
+        pads = _per_axis(0 if padding == "valid" else padding, rank, "padding") * 2
+    return _conv(ctx, input, weight, bias, stride, pads, dilation, groups)
 
 
 # Windows of a tensor laid side by side, and added up again: unfold, im2col, col2im.

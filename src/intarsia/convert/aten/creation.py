@@ -47,35 +47,37 @@ def filled_like(x: Tensor, value: Any, dtype: ir.DataType) -> Tensor:
 
 
 # dtype is named because it may be given; what it comes to is the context's.
-@converter(aten.full.default)
-def full(ctx: ConversionContext, size: Sizes, fill_value: Any, *, dtype: Any = None) -> Tensor:
-    return filled(size, fill_value, ctx.dtype)
-
-
-@converter(aten.zeros.default)
-def zeros(ctx: ConversionContext, size: Sizes, *, dtype: Any = None) -> Tensor:
-    return filled(size, 0, ctx.dtype)
-
-
-@converter(aten.ones.default)
-def ones(ctx: ConversionContext, size: Sizes, *, dtype: Any = None) -> Tensor:
-    return filled(size, 1, ctx.dtype)
-
-
-@converter(aten.new_full.default)
-def new_full(
-    ctx: ConversionContext, self: Tensor, size: Sizes, fill_value: Any, *, dtype: Any = None
+@converter(aten.full.default, aten.new_full.default)
+def full(
+    ctx: ConversionContext, size: Sizes, fill_value: Any, self: Tensor | None = None, *, dtype: Any = None
 ) -> Tensor:
     return filled(size, fill_value, ctx.dtype)
 
 
-@converter(aten.new_zeros.default)
-def new_zeros(ctx: ConversionContext, self: Tensor, size: Sizes, *, dtype: Any = None) -> Tensor:
+# What an empty tensor holds is anybody's choice; ours is zero, the same at every call.
+@converter(
+    aten.zeros.default,
+    aten.new_zeros.default,
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_permuted.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+def zeros(
+    ctx: ConversionContext,
+    size: Sizes,
+    self: Tensor | None = None,
+    stride: Sizes = (),
+    physical_layout: Any = (),
+    *,
+    dtype: Any = None,
+) -> Tensor:
     return filled(size, 0, ctx.dtype)
 
 
-@converter(aten.new_ones.default)
-def new_ones(ctx: ConversionContext, self: Tensor, size: Sizes, *, dtype: Any = None) -> Tensor:
+@converter(aten.ones.default, aten.new_ones.default)
+def ones(ctx: ConversionContext, size: Sizes, self: Tensor | None = None, *, dtype: Any = None) -> Tensor:
     return filled(size, 1, ctx.dtype)
 
 
@@ -84,7 +86,7 @@ def full_like(ctx: ConversionContext, self: Tensor, fill_value: Any, *, dtype: A
     return filled_like(self, fill_value, ctx.dtype)
 
 
-@converter(aten.zeros_like.default)
+@converter(aten.zeros_like.default, aten.empty_like.default, aten.zero.default)
 def zeros_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
     return filled_like(self, 0, ctx.dtype)
 
@@ -94,47 +96,9 @@ def ones_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Ten
     return filled_like(self, 1, ctx.dtype)
 
 
-@converter(aten.zero.default)
-def zero(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return filled_like(self, 0, ctx.dtype)
-
-
 @converter(aten.fill.Scalar, aten.fill.Tensor)
 def fill(ctx: ConversionContext, self: Tensor, value: Any) -> Tensor:
     return filled_like(self, value, ctx.dtype)
-
-
-# What an empty tensor holds is anybody's choice; ours is zero, the same at every call.
-@converter(aten.empty.memory_format)
-def empty(ctx: ConversionContext, size: Sizes, *, dtype: Any = None) -> Tensor:
-    return filled(size, 0, ctx.dtype)
-
-
-@converter(aten.empty_strided.default)
-def empty_strided(ctx: ConversionContext, size: Sizes, stride: Sizes, *, dtype: Any = None) -> Tensor:
-    return filled(size, 0, ctx.dtype)
-
-
-@converter(aten.empty_permuted.default)
-def empty_permuted(ctx: ConversionContext, size: Sizes, physical_layout: Any, *, dtype: Any = None) -> Tensor:
-    return filled(size, 0, ctx.dtype)
-
-
-@converter(aten.empty_like.default)
-def empty_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return filled_like(self, 0, ctx.dtype)
-
-
-@converter(aten.new_empty.default)
-def new_empty(ctx: ConversionContext, self: Tensor, size: Sizes, *, dtype: Any = None) -> Tensor:
-    return filled(size, 0, ctx.dtype)
-
-
-@converter(aten.new_empty_strided.default)
-def new_empty_strided(
-    ctx: ConversionContext, self: Tensor, size: Sizes, stride: Sizes, *, dtype: Any = None
-) -> Tensor:
-    return filled(size, 0, ctx.dtype)
 
 
 @converter(aten.scalar_tensor.default)
@@ -147,18 +111,8 @@ def scalar_tensor(ctx: ConversionContext, s: Any, *, dtype: Any = None) -> Tenso
 INT64 = ir.DataType.INT64
 
 
-@converter(aten.arange.default)
-def arange(ctx: ConversionContext, end: Any, *, dtype: Any = None) -> Tensor:
-    return arange_step(ctx, 0, end)
-
-
-@converter(aten.arange.start)
-def arange_start(ctx: ConversionContext, start: Any, end: Any, *, dtype: Any = None) -> Tensor:
-    return arange_step(ctx, start, end)
-
-
-@converter(aten.arange.start_step)
-def arange_step(ctx: ConversionContext, start: Any, end: Any, step: Any = 1, *, dtype: Any = None) -> Tensor:
+@converter(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def arange(ctx: ConversionContext, end: Any, start: Any = 0, step: Any = 1, *, dtype: Any = None) -> Tensor:
     if not any(isinstance(bound, Tensor) for bound in (start, end, step)):
         return literal(torch.arange(start, end, step, dtype=ctx.torch_dtype))
     # A whole number written as a float makes the same steps.
@@ -203,13 +157,9 @@ def _refuse_dynamic(**values: Any) -> None:
             raise ConversionError(f"{name} known only at run time is not handled")
 
 
-@converter(aten.eye.default)
-def eye(ctx: ConversionContext, n: Any, *, dtype: Any = None) -> Tensor:
-    return eye_m(ctx, n, n)
-
-
-@converter(aten.eye.m)
-def eye_m(ctx: ConversionContext, n: Any, m: Any, *, dtype: Any = None) -> Tensor:
+@converter(aten.eye.default, aten.eye.m)
+def eye(ctx: ConversionContext, n: Any, m: Any = None, *, dtype: Any = None) -> Tensor:
+    m = n if m is None else m
     if not isinstance(n, Tensor) and not isinstance(m, Tensor):
         return literal(torch.eye(n, m, dtype=ctx.torch_dtype))
     rows, columns = F.arange(0, n, 1, INT64), F.arange(0, m, 1, INT64)

@@ -168,19 +168,8 @@ def index(ctx: ConversionContext, self: Tensor, indices: Sequence[Tensor | None]
     return to_result(asked, F.gather(flattened(asked), flat_index(asked), 0))
 
 
-@converter(aten.index_put.default)
+@converter(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(
-    ctx: ConversionContext,
-    self: Tensor,
-    indices: Sequence[Tensor | None],
-    values: Tensor,
-    accumulate: bool = False,
-) -> Tensor:
-    return _put(self, indices, values, accumulate)
-
-
-@converter(aten._unsafe_index_put.default)
-def unsafe_index_put(
     ctx: ConversionContext,
     self: Tensor,
     indices: Sequence[Tensor | None],

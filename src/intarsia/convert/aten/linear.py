@@ -102,17 +102,6 @@ def dot(ctx: ConversionContext, self: Tensor, tensor: Tensor) -> Tensor:
     return F.cast(product(self, tensor), ctx.dtype)
 
 
-@converter(aten.vdot.default)
-def vdot(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
-    return F.cast(product(self, other), ctx.dtype)
-
-
-@converter(aten.outer.default, aten.ger.default)
-def outer(ctx: ConversionContext, self: Tensor, vec2: Tensor) -> Tensor:
-    a, b = ctx.promote(self, vec2)
-    return F.cast(F.mul(F.unsqueeze(wide(a), [1]), F.unsqueeze(wide(b), [0])), ctx.dtype)
-
-
 @converter(aten.addmm.default)
 def addmm(
     ctx: ConversionContext, self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
@@ -177,14 +166,6 @@ def bilinear(
     made = F.mul(F.matmul(rows, wide(weight)), F.unsqueeze(wide(input2), [-2, -3]))
     summed = summed_up(made, [made.ndim - 2, made.ndim - 1])
     return F.cast(summed if bias is None else F.add(summed, wide(bias)), ctx.dtype)
-
-
-@converter(aten.trace.default)
-def trace(ctx: ConversionContext, self: Tensor) -> Tensor:
-    x = F.cast(self, ctx.dtype)
-    on_diagonal = F.op("EyeLike", wide(x))
-    kept = F.where(F.cast(on_diagonal, torch.bool), wide(x), 0)
-    return F.cast(summed_up(kept, [0, 1]), ctx.dtype)
 
 
 @converter(aten.linalg_cross.default)

@@ -170,46 +170,27 @@ def _with_statistics(ctx: ConversionContext, made: tuple[Tensor, Any, Any]) -> t
     return (*result, *[None] * (len(ctx.value) - 3))
 
 
-@converter(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+@converter(
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_no_training.default,
+    aten._batch_norm_no_update.default,
+)
 def native_batch_norm(
     ctx: ConversionContext,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
     momentum: float,
     eps: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    training: bool = False,
 ) -> tuple[Any, ...]:
+    if len(ctx.value) > 3 and used(ctx.node, 3):
+        raise ConversionError("the reserve of batch norm, made for training, is not handled")
     return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, training, eps))
-
-
-@converter(aten._native_batch_norm_legit.no_stats)
-def native_batch_norm_no_stats(
-    ctx: ConversionContext,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    return _with_statistics(ctx, _batch(ctx, input, weight, bias, None, None, True, eps))
-
-
-@converter(aten._native_batch_norm_legit_no_training.default)
-def native_batch_norm_no_training(
-    ctx: ConversionContext,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, False, eps))
 
 
 def _grouped(input: Tensor, groups: int) -> Tensor:
@@ -319,22 +300,6 @@ def instance_norm(
         scale, shift = (_along_channels(value, x.ndim) for value in (scale, shift))
         return _by_statistics(x, list(range(2, x.ndim)), eps, scale, shift)
     return F.cast(F.instance_norm(x, scale, shift, eps), input.dtype)
-
-
-@converter(aten._batch_norm_no_update.default)
-def batch_norm_no_update(
-    ctx: ConversionContext,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    if used(ctx.node, 3):
-        raise ConversionError("the reserve of batch norm, made for training, is not handled")
-    return _with_statistics(ctx, _batch(ctx, input, weight, bias, running_mean, running_var, False, eps))
 
 
 @converter(aten._native_batch_norm_legit_functional.default)

@@ -216,49 +216,16 @@ def _count(x: Tensor, dim: int) -> Any:
     return size if isinstance(size, int) else F.size(x, dim)
 
 
-@converter(aten.sort.default)
+@converter(aten.sort.default, aten.sort.stable)
 def sort(
-    ctx: ConversionContext, self: Tensor, dim: int = -1, descending: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _ordered(ctx, self, _count(self, dim), dim, descending)
-
-
-@converter(aten.sort.stable)
-def sort_stable(
-    ctx: ConversionContext, self: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False
+    ctx: ConversionContext,
+    self: Tensor,
+    dim: int = -1,
+    descending: bool = False,
+    *,
+    stable: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
     return _ordered(ctx, self, _count(self, dim), dim, descending, bool(stable))
-
-
-def _argsort(ctx: ConversionContext, self: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
-    if self.ndim == 0:
-        return F.constant(0, ir.DataType.INT64)
-    axis = dim % self.ndim
-    count = _count(self, dim)
-    if stable:
-        return in_order(self, best(self, count, axis, descending), axis)[1]
-    return without_ties(self, count, axis, descending)[1]
-
-
-@converter(aten.argsort.default)
-def argsort(ctx: ConversionContext, self: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
-    return _argsort(ctx, self, dim, descending, False)
-
-
-@converter(aten.argsort.stable)
-def argsort_stable(
-    ctx: ConversionContext, self: Tensor, *, stable: bool, dim: int = -1, descending: bool = False
-) -> Tensor:
-    return _argsort(ctx, self, dim, descending, stable)
-
-
-@converter(aten.msort.default)
-def msort(ctx: ConversionContext, self: Tensor) -> Tensor:
-    if is_empty(self):
-        return filled(ctx)
-    return self if self.ndim == 0 else best(self, _count(self, 0), 0, False)[0]
 
 
 def _kth(ctx: ConversionContext, self: Tensor, k: int, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
@@ -339,26 +306,11 @@ def nanmedian(ctx: ConversionContext, self: Tensor) -> Tensor:
 _COMPARED = {D.BFLOAT16: D.FLOAT, D.BOOL: D.INT32}
 
 
-@converter(aten.searchsorted.Tensor)
+@converter(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
 def searchsorted(
     ctx: ConversionContext,
     sorted_sequence: Tensor,
-    self: Tensor,
-    *,
-    out_int32: bool = False,
-    right: bool = False,
-    side: str | None = None,
-    sorter: Tensor | None = None,
-) -> Tensor:
-    line = sorted_sequence if sorter is None else _sorted(sorted_sequence, sorter)
-    return _rank_of(ctx, line, self, right or side == "right")
-
-
-@converter(aten.searchsorted.Scalar)
-def searchsorted_scalar(
-    ctx: ConversionContext,
-    sorted_sequence: Tensor,
-    self: float,
+    self: Any,
     *,
     out_int32: bool = False,
     right: bool = False,
@@ -411,44 +363,20 @@ def _rank_of(ctx: ConversionContext, line: Tensor, values: Any, right: bool) -> 
     return F.cast(count if unsorted is None else left_where(count, unsorted), ctx.dtype)
 
 
-@converter(aten.isin.Tensor_Tensor)
+@converter(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
 def isin(
     ctx: ConversionContext,
-    elements: Tensor,
-    test_elements: Tensor,
+    elements: Tensor | None = None,
+    test_elements: Tensor | None = None,
+    element: Any = None,
+    test_element: Any = None,
     *,
     assume_unique: bool = False,
     invert: bool = False,
 ) -> Tensor:
-    return _isin(ctx, elements, test_elements, invert)
-
-
-@converter(aten.isin.Tensor_Scalar)
-def isin_scalar(
-    ctx: ConversionContext,
-    elements: Tensor,
-    test_element: float,
-    *,
-    assume_unique: bool = False,
-    invert: bool = False,
-) -> Tensor:
-    return _isin(ctx, elements, test_element, invert)
-
-
-@converter(aten.isin.Scalar_Tensor)
-def isin_of_scalar(
-    ctx: ConversionContext,
-    element: float,
-    test_elements: Tensor,
-    *,
-    assume_unique: bool = False,
-    invert: bool = False,
-) -> Tensor:
-    return _isin(ctx, element, test_elements, invert)
-
-
-def _isin(ctx: ConversionContext, elements: Any, among: Any, invert: bool) -> Tensor:
-    a, b = ctx.common(elements, among)
+    sought = element if elements is None else elements
+    among = test_element if test_elements is None else test_elements
+    a, b = ctx.common(sought, among)
     a, b = (F.cast(t, _COMPARED.get(t.dtype, t.dtype)) for t in (a, b))
     same = F.cast(F.equal(F.unsqueeze(a, [a.ndim]), F.reshape(b, [-1])), D.INT32)
     found = F.greater(F.reduce_sum(same, [a.ndim], keepdims=False), 0)

@@ -210,48 +210,59 @@ def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
     return values, F.squeeze(F.gather_elements(table, chosen, -1), [-1])
 
 
-def _register_max(rank: int) -> None:
-    def max_pool(
-        ctx: ConversionContext,
-        self: Tensor,
-        kernel_size: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-    ) -> Tensor:
-        return _max_pool(ctx, self, rank, kernel_size, stride, padding, dilation, ceil_mode, False)[0]
-
-    def max_pool_with_indices(
-        ctx: ConversionContext,
-        self: Tensor,
-        kernel_size: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        wanted = used(ctx.node, 1)
-        made = _max_pool(ctx, self, rank, kernel_size, stride, padding, dilation, ceil_mode, wanted)
-        return made if wanted else (made[0], None)
-
-    converter(getattr(aten, f"max_pool{rank}d").default)(max_pool)
-    converter(getattr(aten, f"max_pool{rank}d_with_indices").default)(max_pool_with_indices)
+def _rank(ctx: ConversionContext) -> int:
+    """How many dimensions the operator pools over, by its name."""
+    return int(next(letter for letter in ctx.operator if letter.isdigit()))
 
 
-def _average(
+def _of_all_ranks(name: str) -> list[Any]:
+    return [getattr(aten, name.format(rank)).default for rank in (1, 2, 3)]
+
+
+@converter(*_of_all_ranks("max_pool{}d"))
+def max_pool(
     ctx: ConversionContext,
     self: Tensor,
-    rank: int,
     kernel_size: Any,
-    stride: Any,
-    padding: Any,
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor: int | None,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Tensor:
+    return _max_pool(ctx, self, _rank(ctx), kernel_size, stride, padding, dilation, ceil_mode, False)[0]
+
+
+@converter(*_of_all_ranks("max_pool{}d_with_indices"))
+def max_pool_with_indices(
+    ctx: ConversionContext,
+    self: Tensor,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    read = used(ctx.node, 1)
+    values, indices = _max_pool(
+        ctx, self, _rank(ctx), kernel_size, stride, padding, dilation, ceil_mode, read
+    )
+    return values, indices if read else None
+
+
+@converter(*_of_all_ranks("avg_pool{}d"))
+def avg_pool(
+    ctx: ConversionContext,
+    self: Tensor,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
 ) -> Tensor:
     if is_empty(self):
         return filled(ctx)
+    rank, divisor = _rank(ctx), divisor_override
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
     padded = per_axis(padding, rank, "padding")
@@ -296,40 +307,15 @@ def _average(
     return F.cast(_unbatched(made, self, rank), self.dtype)
 
 
-@converter(aten.avg_pool1d.default)
-def avg_pool1d(
-    ctx: ConversionContext,
-    self: Tensor,
-    kernel_size: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-) -> Tensor:
-    return _average(ctx, self, 1, kernel_size, stride, padding, ceil_mode, count_include_pad, None)
-
-
-def _register_average(rank: int) -> None:
-    def avg_pool(
-        ctx: ConversionContext,
-        self: Tensor,
-        kernel_size: Any,
-        stride: Any = (),
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Tensor:
-        return _average(
-            ctx, self, rank, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-        )
-
-    converter(getattr(aten, f"avg_pool{rank}d").default)(avg_pool)
-
-
-def _adaptive_average(ctx: ConversionContext, self: Tensor, rank: int, output_size: Any) -> Tensor:
+@converter(
+    *_of_all_ranks("adaptive_avg_pool{}d"),
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default,
+)
+def adaptive_avg_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> Tensor:
     if is_empty(self):
         return filled(ctx, math.nan)
+    rank = _rank(ctx)
     out = per_axis(output_size, rank, "output_size")
     x = wide(_batched(self, rank))
     if out == [1] * rank:
@@ -351,36 +337,29 @@ def _adaptive_average(ctx: ConversionContext, self: Tensor, rank: int, output_si
     return F.cast(_unbatched(x, self, rank), self.dtype)
 
 
-def _register_adaptive(rank: int) -> None:
-    def adaptive_avg_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> Tensor:
-        return _adaptive_average(ctx, self, rank, output_size)
-
-    def adaptive_max_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
-        if is_empty(self):
-            return filled(ctx, output=0), filled(ctx, output=1)
-        out, sizes = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
-        places = [adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
-        values, found = _largest_of(unfold(wide(self), places), flat_places(places, sizes))
-        return F.cast(values, self.dtype), found
-
-    keys = [getattr(aten, f"adaptive_avg_pool{rank}d").default]
-    if rank > 1:
-        keys.append(getattr(aten, f"_adaptive_avg_pool{rank}d").default)
-    converter(*keys)(adaptive_avg_pool)
-    converter(getattr(aten, f"adaptive_max_pool{rank}d").default)(adaptive_max_pool)
+@converter(*_of_all_ranks("adaptive_max_pool{}d"))
+def adaptive_max_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
+    if is_empty(self):
+        return filled(ctx, output=0), filled(ctx, output=1)
+    rank = _rank(ctx)
+    out, sizes = per_axis(output_size, rank, "output_size"), spatial_sizes(self, rank)
+    places = [adaptive(size, n)[0] for size, n in zip(sizes, out, strict=True)]
+    values, indices = _largest_of(unfold(wide(self), places), flat_places(places, sizes))
+    return F.cast(values, self.dtype), indices
 
 
-for _rank in (1, 2, 3):
-    _register_max(_rank)
-    _register_adaptive(_rank)
-for _rank in (2, 3):
-    _register_average(_rank)
-
-
-def _unpool(ctx: ConversionContext, self: Tensor, indices: Tensor, rank: int, output_size: Any) -> Tensor:
+@converter(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def max_unpool(
+    ctx: ConversionContext,
+    self: Tensor,
+    indices: Tensor,
+    output_size: Any,
+    stride: Any = (),
+    padding: Any = (),
+) -> Tensor:
     if is_empty(self):
         return filled(ctx)
-    out = whole(output_size, "output_size")
+    rank, out = _rank(ctx), whole(output_size, "output_size")
     lead = [static(self, i) for i in range(self.ndim - rank)]
     x = wide(self)
     blank = F.full([*lead, math.prod(out)], 0, x.dtype)
@@ -388,15 +367,3 @@ def _unpool(ctx: ConversionContext, self: Tensor, indices: Tensor, rank: int, ou
     places = from_the_front(F.reshape(indices, rows), math.prod(out))
     made = F.scatter_elements(blank, places, F.reshape(x, rows), axis=-1)
     return F.cast(F.reshape(made, [*lead, *out]), self.dtype)
-
-
-@converter(aten.max_unpool2d.default)
-def max_unpool2d(ctx: ConversionContext, self: Tensor, indices: Tensor, output_size: Any) -> Tensor:
-    return _unpool(ctx, self, indices, 2, output_size)
-
-
-@converter(aten.max_unpool3d.default)
-def max_unpool3d(
-    ctx: ConversionContext, self: Tensor, indices: Tensor, output_size: Any, stride: Any, padding: Any
-) -> Tensor:
-    return _unpool(ctx, self, indices, 3, output_size)

@@ -17,6 +17,12 @@ from intarsia.network import functional as F
 
 aten = torch.ops.aten
 # How ONNX orders the gates, in torch's numbers: torch has i f g o and r z n, ONNX i o f c and z r h.
+_KINDS = {
+    "lstm": ("LSTM", None),
+    "gru": ("GRU", None),
+    "rnn_tanh": ("RNN", "Tanh"),
+    "rnn_relu": ("RNN", "Relu"),
+}
 _GATES = {"LSTM": [0, 3, 1, 2], "GRU": [1, 0, 2], "RNN": [0]}
 
 
@@ -42,11 +48,22 @@ def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
     return F.concat(list(parts), axis)
 
 
-def _run(
+def _merged(made: Tensor, directions: int, hidden: int) -> Tensor:
+    """(time, directions, batch, hidden) as (time, batch, directions * hidden)."""
+    if directions == 1:
+        return F.squeeze(made, [1])
+    turned = F.transpose(made, (0, 2, 1, 3))
+    lead: list[Any] = [
+        size if isinstance(size, int) else F.size(turned, i) for i, size in enumerate(turned.shape[:2])
+    ]
+    return F.reshape(turned, [*lead, directions * hidden])
+
+
+@converter(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+def recurrent(
     ctx: ConversionContext,
-    kind: str,
     input: Tensor,
-    states: Sequence[Tensor],
+    hx: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
     has_biases: bool,
     num_layers: int,
@@ -54,9 +71,13 @@ def _run(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
-    **attributes: Any,
 ) -> tuple[Tensor, ...]:
     """The outputs of the last layer, then the final states of all layers."""
+    kind, activation = _KINDS[ctx.operator]
+    attributes: dict[str, Any] = {"linear_before_reset": 1} if kind == "GRU" else {}
+    if activation is not None:
+        attributes["activations"] = [activation] * (2 if bidirectional else 1)
+    states = [hx] if isinstance(hx, Tensor) else hx
     directions, each = 2 if bidirectional else 1, 4 if has_biases else 2
     if train and dropout:
         raise ConversionError(f"dropout={dropout} in training is not handled")
@@ -72,7 +93,7 @@ def _run(
     for layer in range(num_layers):
         first = layer * directions
         groups = [params[(first + d) * each : (first + d + 1) * each] for d in range(directions)]
-        weight, recurrent = (_joined([_reordered(group[i], gates) for group in groups]) for i in (0, 1))
+        weight, recurrence = (_joined([_reordered(group[i], gates) for group in groups]) for i in (0, 1))
         bias = None
         if has_biases:
             bias = _joined([_joined([_reordered(g[2], gates), _reordered(g[3], gates)], 1) for g in groups])
@@ -81,7 +102,7 @@ def _run(
             kind,
             x,
             weight,
-            recurrent,
+            recurrence,
             bias,
             None,
             *start,
@@ -95,72 +116,3 @@ def _run(
         x = _merged(made[0], directions, hidden)
     output = F.transpose(x, (1, 0, 2)) if batch_first else x
     return tuple(F.cast(t, ctx.dtype) for t in (output, *(_joined(collected) for collected in final)))
-
-
-def _merged(made: Tensor, directions: int, hidden: int) -> Tensor:
-    """(time, directions, batch, hidden) as (time, batch, directions * hidden)."""
-    if directions == 1:
-        return F.squeeze(made, [1])
-    turned = F.transpose(made, (0, 2, 1, 3))
-    lead: list[Any] = [
-        size if isinstance(size, int) else F.size(turned, i) for i, size in enumerate(turned.shape[:2])
-    ]
-    return F.reshape(turned, [*lead, directions * hidden])
-
-
-@converter(aten.lstm.input)
-def lstm(
-    ctx: ConversionContext,
-    input: Tensor,
-    hx: Sequence[Tensor],
-    params: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
-    return _run(
-        ctx, "LSTM", input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-    )
-
-
-def _register(target: Any, kind: str, activation: str | None) -> None:
-    def recurrent(
-        ctx: ConversionContext,
-        input: Tensor,
-        hx: Tensor,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[Tensor, ...]:
-        if activation is None:
-            extra: dict[str, Any] = {"linear_before_reset": 1}
-        else:
-            extra = {"activations": [activation] * (2 if bidirectional else 1)}
-        return _run(
-            ctx,
-            kind,
-            input,
-            [hx],
-            params,
-            has_biases,
-            num_layers,
-            dropout,
-            train,
-            bidirectional,
-            batch_first,
-            **extra,
-        )
-
-    converter(target)(recurrent)
-
-
-_register(aten.gru.input, "GRU", None)
-_register(aten.rnn_tanh.input, "RNN", "Tanh")
-_register(aten.rnn_relu.input, "RNN", "Relu")

@@ -72,14 +72,9 @@ def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:
     return wide(F.cast(x, ctx.dtype), halves=True)
 
 
-@converter(aten.sum.default)
-def sum_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, self), None, False, _sum(ctx, self), 0)
-
-
-@converter(aten.sum.dim_IntList)
-def sum_dim(
-    ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
+@converter(aten.sum.default, aten.sum.dim_IntList)
+def sum_of(
+    ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     return reduced(ctx, _accumulated(ctx, self), dim, keepdim, _sum(ctx, self), 0)
 
@@ -94,26 +89,16 @@ def nansum(
     return reduced(ctx, x, dim, keepdim, _sum(ctx, self), 0)
 
 
-@converter(aten.mean.default)
-def mean_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, self), None, False, F.reduce_mean, math.nan)
-
-
-@converter(aten.mean.dim)
-def mean_dim(
-    ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = False, *, dtype: Any = None
+@converter(aten.mean.default, aten.mean.dim)
+def mean(
+    ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     return reduced(ctx, _accumulated(ctx, self), dim, keepdim, F.reduce_mean, math.nan)
 
 
-@converter(aten.prod.default)
-def prod_all(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
-    return reduced(ctx, _accumulated(ctx, self), None, False, _product(ctx), 1)
-
-
-@converter(aten.prod.dim_int)
-def prod_dim(
-    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None
+@converter(aten.prod.default, aten.prod.dim_int)
+def prod(
+    ctx: ConversionContext, self: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     return reduced(ctx, _accumulated(ctx, self), dim, keepdim, _product(ctx), 1)
 
@@ -150,24 +135,14 @@ def _comparable(x: Tensor) -> Tensor:
     return _flags(x) if x.dtype == ir.DataType.BOOL else wide(x)
 
 
-@converter(aten.amax.default)
+@converter(aten.amax.default, aten.max.default)
 def amax(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     return reduced(ctx, _comparable(self), list(dim), keepdim, largest, 0)
 
 
-@converter(aten.amin.default)
+@converter(aten.amin.default, aten.min.default)
 def amin(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     return reduced(ctx, _comparable(self), list(dim), keepdim, smallest, 0)
-
-
-@converter(aten.max.default)
-def max_all(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return reduced(ctx, _comparable(self), None, False, largest, 0)
-
-
-@converter(aten.min.default)
-def min_all(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return reduced(ctx, _comparable(self), None, False, smallest, 0)
 
 
 @converter(aten.aminmax.default)
@@ -195,23 +170,13 @@ def _truth(ctx: ConversionContext, x: Tensor, dim: Any, keepdim: bool, every: bo
     return F.cast(F.cast(made, ir.DataType.BOOL), ctx.dtype)
 
 
-@converter(aten.any.default)
-def any_all(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return _truth(ctx, self, None, False, False)
-
-
-@converter(aten.any.dim, aten.any.dims)
-def any_dim(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+@converter(aten.any.default, aten.any.dim, aten.any.dims)
+def any_of(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _truth(ctx, self, dim, keepdim, False)
 
 
-@converter(aten.all.default)
-def all_all(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return _truth(ctx, self, None, False, True)
-
-
-@converter(aten.all.dim, aten.all.dims)
-def all_dim(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+@converter(aten.all.default, aten.all.dim, aten.all.dims)
+def all_of(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _truth(ctx, self, dim, keepdim, True)
 
 
@@ -235,11 +200,10 @@ def _variance(
     for axis in axes:
         size = self.shape[axis]
         count = count * (size if isinstance(size, int) else F.cast(F.size(self, axis), x.dtype))
-    taken = 1 if correction is None else correction
     if isinstance(count, Tensor):
-        freedom: Any = F.maximum(F.sub(count, float(taken)), 0.0)
+        freedom: Any = F.maximum(F.sub(count, float(correction)), 0.0)
     else:
-        freedom = float(max(count - taken, 0))
+        freedom = float(max(count - correction, 0))
     variance = F.div(summed, freedom)
     return variance, mean if keepdim or not axes else F.squeeze(mean, axes)
 
@@ -262,27 +226,20 @@ def _spread(
 def _register_spread(name: str, root: bool, mean: bool) -> None:
     packet = getattr(aten, name)
 
-    def over_all(ctx: ConversionContext, self: Tensor, unbiased: bool = True) -> Any:
-        return _spread(ctx, self, None, int(unbiased), False, root=root, mean=mean)
-
-    def over_dim(
-        ctx: ConversionContext, self: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False
-    ) -> Any:
-        return _spread(ctx, self, dim, int(unbiased), keepdim, root=root, mean=mean)
-
-    def corrected(
+    def spread(
         ctx: ConversionContext,
         self: Tensor,
         dim: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
         *,
         correction: Any = None,
-        keepdim: bool = False,
     ) -> Any:
-        return _spread(ctx, self, dim, correction, keepdim, root=root, mean=mean)
+        taken = int(unbiased) if correction is None else correction
+        return _spread(ctx, self, dim, taken, keepdim, root=root, mean=mean)
 
-    for function, overload in ((over_all, "default"), (over_dim, "dim"), (corrected, "correction")):
-        function.__name__ = function.__qualname__ = f"{name}_{overload}"
-        converter(getattr(packet, overload))(function)
+    spread.__name__ = spread.__qualname__ = name
+    converter(packet.default, packet.dim, packet.correction)(spread)
 
 
 for _name, _root, _mean in (
@@ -329,24 +286,17 @@ def linalg_vector_norm(
     return _vector_norm(ctx, self, ord, dim, keepdim)
 
 
-@converter(aten.norm.Scalar)
-def norm_all(ctx: ConversionContext, self: Tensor, p: Any = 2) -> Tensor:
-    return _vector_norm(ctx, self, p, None, False)
-
-
-@converter(aten.norm.ScalarOpt_dtype)
-def norm_all_dtype(ctx: ConversionContext, self: Tensor, p: Any, *, dtype: Any) -> Tensor:
-    return _vector_norm(ctx, self, p, None, False)
-
-
-@converter(aten.norm.ScalarOpt_dim)
-def norm_dim(ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim: bool = False) -> Tensor:
-    return _vector_norm(ctx, self, p, dim, keepdim)
-
-
-@converter(aten.norm.ScalarOpt_dim_dtype)
-def norm_dim_dtype(
-    ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim: bool, *, dtype: Any
+@converter(
+    aten.norm.Scalar, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype
+)
+def norm(
+    ctx: ConversionContext,
+    self: Tensor,
+    p: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
 ) -> Tensor:
     return _vector_norm(ctx, self, p, dim, keepdim)
 
@@ -443,27 +393,18 @@ def cummin(ctx: ConversionContext, self: Tensor, dim: int) -> tuple[Tensor, Tens
 # torch's primitive reductions, which some decompositions end in.
 
 
-def _axes(dims: Any, x: Tensor) -> list[int] | None:
-    if dims is None:
-        return None
-    if not dims:
-        raise ConversionError("dims=() is not handled")
-    return [dim % x.ndim for dim in dims]
-
-
-def _wide(x: Tensor, dtype: ir.DataType) -> Tensor:
-    # Halves are summed in float32 and rounded once, as torch does.
-    halves = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    return F.cast(x, ir.DataType.FLOAT if dtype in halves else dtype)
-
-
 @converter(prims.sum.default)
 def prims_sum(ctx: ConversionContext, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
-    made = F.reduce_sum(_wide(inp, ctx.dtype), _axes(dims, inp), keepdims=False)
-    return F.cast(made, ctx.dtype)
+    return sum_of(ctx, inp, _dims_of_prims(dims))
 
 
 @converter(prims.prod.default)
 def prims_prod(ctx: ConversionContext, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
-    made = F.reduce_prod(_wide(inp, ctx.dtype), _axes(dims, inp), keepdims=False)
-    return F.cast(made, ctx.dtype)
+    return reduced(ctx, _accumulated(ctx, inp), _dims_of_prims(dims), False, _product(ctx), 1)
+
+
+def _dims_of_prims(dims: Any) -> Any:
+    # No dimensions mean none here, and all of them in ATen.
+    if dims is not None and not dims:
+        raise ConversionError("dims=() is not handled")
+    return dims

@@ -289,110 +289,69 @@ def _factor(size: Any, goal: Any, scale: float | None) -> float | None:
     return float(repeated) if repeated * size == goal and scale in (None, repeated) else None
 
 
-def _listed(scale_factors: Any, rank: int) -> list[float | None]:
-    return [None] * rank if scale_factors is None else [float(scale) for scale in scale_factors]
+def _listed(rank: int, factors: Any, each: Sequence[float | None]) -> list[float | None]:
+    """The scales of all axes: listed in one argument, or given one by one, the last ones being used."""
+    if factors is not None:
+        return [float(scale) for scale in factors]
+    return list(each[len(each) - rank :])
 
 
-def _register_nearest(name: str, rank: int, exact: bool) -> None:
-    packet = getattr(aten, name)
-
-    def vec(ctx: ConversionContext, input: Tensor, output_size: Any, scale_factors: Any) -> Tensor:
-        return nearest(ctx, input, exact, output_size, _listed(scale_factors, rank))
-
-    converter(packet.vec)(vec)
-    if rank == 1:
-
-        def one(
-            ctx: ConversionContext, self: Tensor, output_size: Any, scales: float | None = None
-        ) -> Tensor:
-            return nearest(ctx, self, exact, output_size, [scales])
-
-        converter(packet.default)(one)
-    elif rank == 2:
-
-        def two(
-            ctx: ConversionContext,
-            self: Tensor,
-            output_size: Any,
-            scales_h: float | None = None,
-            scales_w: float | None = None,
-        ) -> Tensor:
-            return nearest(ctx, self, exact, output_size, [scales_h, scales_w])
-
-        converter(packet.default)(two)
-    else:
-
-        def three(
-            ctx: ConversionContext,
-            self: Tensor,
-            output_size: Any,
-            scales_d: float | None = None,
-            scales_h: float | None = None,
-            scales_w: float | None = None,
-        ) -> Tensor:
-            return nearest(ctx, self, exact, output_size, [scales_d, scales_h, scales_w])
-
-        converter(packet.default)(three)
+def _overloads(*names: str) -> list[Any]:
+    return [overload for name in names for overload in (getattr(aten, name).vec, getattr(aten, name).default)]
 
 
-for _rank in (1, 2, 3):
-    _register_nearest(f"upsample_nearest{_rank}d", _rank, False)
-    _register_nearest(f"_upsample_nearest_exact{_rank}d", _rank, True)
-
-
-@converter(aten.upsample_linear1d.default)
-def upsample_linear1d(
-    ctx: ConversionContext, self: Tensor, output_size: Any, align_corners: bool, scales: float | None = None
-) -> Tensor:
-    return smooth(ctx, self, "linear", output_size, align_corners, [scales])
-
-
-def _register_smooth(name: str, mode: str) -> None:
-    def two(
-        ctx: ConversionContext,
-        self: Tensor,
-        output_size: Any,
-        align_corners: bool,
-        scales_h: float | None = None,
-        scales_w: float | None = None,
-    ) -> Tensor:
-        return smooth(ctx, self, mode, output_size, align_corners, [scales_h, scales_w])
-
-    converter(getattr(aten, name).default)(two)
-
-
-@converter(aten.upsample_trilinear3d.default)
-def upsample_trilinear3d(
+@converter(
+    *_overloads(*(f"upsample_nearest{rank}d" for rank in (1, 2, 3))),
+    *_overloads(*(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3))),
+)
+def upsample_nearest(
     ctx: ConversionContext,
-    self: Tensor,
     output_size: Any,
-    align_corners: bool,
+    self: Tensor | None = None,
+    input: Tensor | None = None,
+    scale_factors: Any = None,
+    scales: float | None = None,
     scales_d: float | None = None,
     scales_h: float | None = None,
     scales_w: float | None = None,
 ) -> Tensor:
-    return smooth(ctx, self, "linear", output_size, align_corners, [scales_d, scales_h, scales_w])
+    x = input if self is None else self
+    assert x is not None
+    rank = x.ndim - 2
+    each = [scales] if rank == 1 else [scales_d, scales_h, scales_w]
+    exact = ctx.operator.startswith("_upsample_nearest_exact")
+    return nearest(ctx, x, exact, output_size, _listed(rank, scale_factors, each))
 
 
-def _register_vec(name: str, mode: str) -> None:
-    def vec(
-        ctx: ConversionContext, input: Tensor, output_size: Any, align_corners: bool, scale_factors: Any
-    ) -> Tensor:
-        return smooth(ctx, input, mode, output_size, align_corners, _listed(scale_factors, input.ndim - 2))
+_SMOOTH = {
+    "upsample_linear1d": "linear",
+    "upsample_bilinear2d": "linear",
+    "upsample_trilinear3d": "linear",
+    "upsample_bicubic2d": "cubic",
+    "_upsample_bilinear2d_aa": "linear_aa",
+    "_upsample_bicubic2d_aa": "cubic_aa",
+}
 
-    converter(getattr(aten, name).vec)(vec)
 
-
-for _name, _mode in (
-    ("upsample_bilinear2d", "linear"),
-    ("upsample_bicubic2d", "cubic"),
-    ("_upsample_bilinear2d_aa", "linear_aa"),
-    ("_upsample_bicubic2d_aa", "cubic_aa"),
-):
-    _register_smooth(_name, _mode)
-    _register_vec(_name, _mode)
-_register_vec("upsample_linear1d", "linear")
-_register_vec("upsample_trilinear3d", "linear")
+@converter(*_overloads(*_SMOOTH))
+def upsample_smooth(
+    ctx: ConversionContext,
+    output_size: Any,
+    align_corners: bool,
+    self: Tensor | None = None,
+    input: Tensor | None = None,
+    scale_factors: Any = None,
+    scales: float | None = None,
+    scales_d: float | None = None,
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+) -> Tensor:
+    x = input if self is None else self
+    assert x is not None
+    rank = x.ndim - 2
+    each = [scales] if rank == 1 else [scales_d, scales_h, scales_w]
+    mode = _SMOOTH[ctx.operator]
+    return smooth(ctx, x, mode, output_size, align_corners, _listed(rank, scale_factors, each))
 
 
 _GRID_MODES = ("linear", "nearest", "cubic")

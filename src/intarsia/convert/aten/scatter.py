@@ -27,48 +27,35 @@ _NEUTRAL = {"sum": 0, "mean": 0, "prod": 1}
 _LAYER = {"sum": "add", "mean": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 
-@converter(aten.scatter.src)
-def scatter_src(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
-    return _written(ctx, self, dim, index, src)
+_OLD_NAMES = {"add": "sum", "multiply": "prod"}
 
 
-@converter(aten.scatter.value)
-def scatter_value(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
-    return _written(ctx, self, dim, index, F.constant(value, self.dtype))
-
-
-@converter(aten.scatter.reduce)
-def scatter_reduce_old(
-    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor, *, reduce: str
+@converter(
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_reduce.two,
+)
+def scatter(
+    ctx: ConversionContext,
+    self: Tensor,
+    dim: int,
+    index: Tensor,
+    src: Tensor | None = None,
+    value: float = 0,
+    *,
+    reduce: str | None = None,
+    include_self: bool = True,
 ) -> Tensor:
-    return _written(ctx, self, dim, index, src, {"add": "sum", "multiply": "prod"}[reduce])
-
-
-@converter(aten.scatter.value_reduce)
-def scatter_value_reduce(
-    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float, *, reduce: str
-) -> Tensor:
-    value_ = F.constant(value, self.dtype)
-    return _written(ctx, self, dim, index, value_, {"add": "sum", "multiply": "prod"}[reduce])
+    source = F.constant(value, self.dtype) if src is None else src
+    name = None if reduce is None else _OLD_NAMES.get(reduce, reduce)
+    return _written(ctx, self, dim, index, source, name, include_self)
 
 
 @converter(aten.scatter_add.default)
 def scatter_add(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return _written(ctx, self, dim, index, src, "sum")
-
-
-@converter(aten.scatter_reduce.two)
-def scatter_reduce(
-    ctx: ConversionContext,
-    self: Tensor,
-    dim: int,
-    index: Tensor,
-    src: Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> Tensor:
-    return _written(ctx, self, dim, index, src, reduce, include_self)
 
 
 def _written(
@@ -179,14 +166,9 @@ def index_reduce(
     return _rows(self, dim, index, source, reduce, include_self)
 
 
-@converter(aten.index_fill.int_Scalar)
-def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
-    return _filled(self, dim, index, F.constant(value, self.dtype))
-
-
-@converter(aten.index_fill.int_Tensor)
-def index_fill_tensor(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
-    return _filled(self, dim, index, F.cast(value, self.dtype))
+@converter(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return _filled(self, dim, index, ctx.tensor(value, self.dtype))
 
 
 def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
@@ -241,7 +223,7 @@ _REDUCE = ("sum", "mean", "amax")
 Bags = Sequence[Tensor | None]
 
 
-@converter(aten.embedding_bag.default)
+@converter(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
 def embedding_bag(
     ctx: ConversionContext,
     weight: Tensor,
@@ -252,22 +234,7 @@ def embedding_bag(
     sparse: bool = False,
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
-) -> Bags:
-    return _bags(ctx, weight, indices, offsets, mode, per_sample_weights, include_last_offset, None)
-
-
-@converter(aten.embedding_bag.padding_idx)
-def embedding_bag_padded(
-    ctx: ConversionContext,
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool,
-    mode: int,
-    sparse: bool,
-    per_sample_weights: Tensor | None,
-    include_last_offset: bool,
-    padding_idx: int | None,
+    padding_idx: int | None = None,
 ) -> Bags:
     if padding_idx is not None and padding_idx < 0:
         rows = weight.shape[0]

@@ -146,9 +146,14 @@ def _pieces(ctx: ConversionContext, x: Tensor, length: Size, axis: int) -> list[
     return [F.slice(x, a, b, axis=axis) for a, b in zip(bounds, [*bounds[1:], END], strict=True)]
 
 
-@converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor)
-def split(ctx: ConversionContext, self: Tensor, split_size: Size, dim: int = 0) -> list[Tensor]:
-    return _pieces(ctx, self, split_size, wrap(dim, self.ndim))
+@converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, aten.split.sizes)
+def split(
+    ctx: ConversionContext, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0
+) -> list[Tensor]:
+    axis = wrap(dim, self.ndim)
+    if isinstance(split_size, int | Tensor):
+        return _pieces(ctx, self, split_size, axis)
+    return cut(self, split_size, axis)
 
 
 @converter(aten.chunk.default, aten.unsafe_chunk.default)
@@ -166,13 +171,6 @@ def split_with_sizes(
     ctx: ConversionContext, self: Tensor, split_sizes: Sequence[Size], dim: int = 0
 ) -> list[Tensor]:
     return cut(self, split_sizes, wrap(dim, self.ndim))
-
-
-@converter(aten.split.sizes)
-def split_sizes(
-    ctx: ConversionContext, self: Tensor, split_size: Sequence[Size], dim: int = 0
-) -> list[Tensor]:
-    return cut(self, split_size, wrap(dim, self.ndim))
 
 
 @converter(aten.unbind.int, aten.unbind_copy.int)
@@ -240,19 +238,12 @@ def _stacked_axis(name: str, rank: int) -> int:
 
 @converter(aten.hsplit.int, aten.vsplit.int, aten.dsplit.int)
 def hvd_split(ctx: ConversionContext, self: Tensor, sections: int) -> list[Tensor]:
-    return _even(self, sections, _stacked_axis(_packet(ctx), self.ndim))
+    return _even(self, sections, _stacked_axis(ctx.operator, self.ndim))
 
 
 @converter(aten.hsplit.array, aten.vsplit.array, aten.dsplit.array)
 def hvd_split_at(ctx: ConversionContext, self: Tensor, indices: Sequence[Size]) -> list[Tensor]:
-    return _at(self, indices, _stacked_axis(_packet(ctx), self.ndim))
-
-
-def _packet(ctx: ConversionContext) -> str:
-    target = None if ctx.node is None else ctx.node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        raise ConversionError(f"{ctx.name} is not a call of an operator")
-    return str(target.overloadpacket.__name__)
+    return _at(self, indices, _stacked_axis(ctx.operator, self.ndim))
 
 
 # Several tensors made one: cat, stack, meshgrid.
@@ -262,17 +253,8 @@ def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else F.concat(list(tensors), axis)
 
 
-@converter(aten.cat.default)
+@converter(aten.cat.default, aten.concat.default, aten.concatenate.default)
 def cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return _cat(ctx, tensors, dim)
-
-
-@converter(aten.concat.default, aten.concatenate.default)
-def concat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return _cat(ctx, tensors, dim)
-
-
-def _cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int) -> Tensor:
     promoted = ctx.promote(*tensors)
     rank = max(x.ndim for x in promoted)
     # torch lets an empty vector join tensors of any rank, and ignores it.
@@ -286,84 +268,35 @@ def stack(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Te
     return joined([F.unsqueeze(x, [axis]) for x in ctx.promote(*tensors)], axis)
 
 
-@converter(aten.hstack.default)
-def hstack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
-    raised = [x if x.ndim else F.unsqueeze(x, [0]) for x in ctx.promote(*tensors)]
-    return joined(raised, 0 if raised[0].ndim == 1 else 1)
-
-
-@converter(aten.vstack.default, aten.row_stack.default)
-def vstack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
-    return joined([_raised(x, {0: [0, 1], 1: [0]}) for x in ctx.promote(*tensors)], 0)
-
-
-@converter(aten.dstack.default)
-def dstack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
-    return joined([_raised(x, {0: [0, 1, 2], 1: [0, 2], 2: [2]}) for x in ctx.promote(*tensors)], 2)
-
-
-@converter(aten.column_stack.default)
-def column_stack(ctx: ConversionContext, tensors: Sequence[Tensor]) -> Tensor:
-    return joined([_raised(x, {0: [0, 1], 1: [1]}) for x in ctx.promote(*tensors)], 1)
-
-
-def _raised(x: Tensor, new: dict[int, list[int]]) -> Tensor:
-    return F.unsqueeze(x, new[x.ndim]) if x.ndim in new else x
-
-
-@converter(aten.meshgrid.default)
-def meshgrid(ctx: ConversionContext, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return _grids(ctx, tensors)
-
-
-@converter(aten.meshgrid.indexing)
-def meshgrid_indexing(ctx: ConversionContext, tensors: Sequence[Tensor], *, indexing: str) -> list[Tensor]:
+@converter(aten.meshgrid.default, aten.meshgrid.indexing)
+def meshgrid(ctx: ConversionContext, tensors: Sequence[Tensor], *, indexing: str = "ij") -> list[Tensor]:
     if indexing not in ("ij", "xy"):
         raise ConversionError(f"indexing={indexing!r} is not handled")
-    if indexing == "ij" or len(tensors) < 2:
-        return _grids(ctx, tensors)
     # "xy" is "ij" over the first two swapped, both before and after.
-    turned = [tensors[1], tensors[0], *tensors[2:]]
-    shape = shape_of(ctx.value[0])
-    rank = len(turned)
-    lines = [F.reshape(x, [-1 if i == place else 1 for i in range(rank)]) for place, x in enumerate(turned)]
-    grids = broadcast(lines, shape)
-    return [grids[1], grids[0], *grids[2:]]
-
-
-def _grids(ctx: ConversionContext, tensors: Sequence[Tensor]) -> list[Tensor]:
-    rank = len(tensors)
-    lines = [F.reshape(x, [-1 if i == place else 1 for i in range(rank)]) for place, x in enumerate(tensors)]
-    return broadcast(lines, shape_of(ctx.value[0]))
+    swapped = indexing == "xy" and len(tensors) > 1
+    inputs = [tensors[1], tensors[0], *tensors[2:]] if swapped else tensors
+    rank = len(inputs)
+    lines = [F.reshape(x, [-1 if i == place else 1 for i in range(rank)]) for place, x in enumerate(inputs)]
+    grids = broadcast(lines, shape_of(ctx.value[0]))
+    return [grids[1], grids[0], *grids[2:]] if swapped else grids
 
 
 # Borders put around a tensor, or cut off where the padding is negative.
 
 Sides = list[tuple[Size, Size]]
+_MODES = ("constant", "reflect", "replicate", "circular")  # in the order of torch's numbers
 _LAYER_MODE = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}
 
 
-@converter(aten.constant_pad_nd.default)
-def constant_pad_nd(ctx: ConversionContext, self: Tensor, pad: Sequence[Size], value: float = 0) -> Tensor:
-    return padded(self, pad, "constant", value)
-
-
-@converter(aten.pad.default)
+@converter(aten.constant_pad_nd.default, aten.pad.default, aten._pad_enum.default)
 def pad(
     ctx: ConversionContext,
     self: Tensor,
     pad: Sequence[Size],
-    mode: str = "constant",
+    mode: str | int = "constant",
     value: float | None = None,
 ) -> Tensor:
-    return padded(self, pad, mode, 0 if value is None else value)
-
-
-@converter(aten._pad_enum.default)
-def pad_enum(
-    ctx: ConversionContext, self: Tensor, pad: Sequence[Size], mode: int, value: float | None = None
-) -> Tensor:
-    name = ("constant", "reflect", "replicate", "circular")[mode]
+    name = _MODES[mode] if isinstance(mode, int) else mode
     return padded(self, pad, name, 0 if value is None else value)
 
 
@@ -468,16 +401,6 @@ def linalg_diagonal(
     ctx: ConversionContext, A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
 ) -> Tensor:
     return taken(A, offset, dim1, dim2)
-
-
-@converter(aten.diag.default)
-def diag(ctx: ConversionContext, self: Tensor, diagonal: int = 0) -> Tensor:
-    return taken(self, diagonal, 0, 1) if self.ndim == 2 else embedded(self, diagonal)
-
-
-@converter(aten.diagflat.default)
-def diagflat(ctx: ConversionContext, self: Tensor, offset: int = 0) -> Tensor:
-    return embedded(F.reshape(self, [-1]), offset)
 
 
 @converter(aten.diag_embed.default)

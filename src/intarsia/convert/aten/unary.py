@@ -79,7 +79,6 @@ def sinc(x: Tensor) -> Tensor:
 
 # Several layers each, so halves are computed in float32.
 FORMULAS: dict[Any, Formula] = {
-    aten.deg2rad.default: lambda x: F.mul(x, math.pi / 180),
     aten.exp2.default: lambda x: F.pow(F.constant(2.0, x.dtype), x),
     aten.special_exp2.default: lambda x: F.pow(F.constant(2.0, x.dtype), x),
     aten.expm1.default: expm1,
@@ -88,7 +87,6 @@ FORMULAS: dict[Any, Formula] = {
     aten.log1p.default: log1p,
     aten.special_log1p.default: log1p,
     aten.log2.default: lambda x: F.mul(F.log(x), 1 / math.log(2)),
-    aten.rad2deg.default: lambda x: F.mul(x, 180 / math.pi),
     aten.rsqrt.default: lambda x: F.reciprocal(F.sqrt(x)),
     aten.sinc.default: sinc,
     aten.special_sinc.default: sinc,

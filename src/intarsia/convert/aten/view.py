@@ -24,7 +24,6 @@ from intarsia.convert.aten.sizes import (
     wrap,
 )
 from intarsia.convert.context import ConversionContext
-from intarsia.convert.interpreter import shape_of
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Shape, Tensor
@@ -34,8 +33,14 @@ from intarsia.network.infer.shapes import product
 aten = torch.ops.aten
 
 
-@converter(aten.view.default, aten._unsafe_view.default, aten._reshape_copy.default, aten.view_copy.default)
-def view(ctx: ConversionContext, self: Tensor, size: Sequence[Size]) -> Tensor:
+@converter(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_copy.default,
+    aten.view_copy.default,
+    aten._reshape_alias.default,
+)
+def view(ctx: ConversionContext, self: Tensor, size: Sequence[Size], stride: Sequence[Size] = ()) -> Tensor:
     return reshape(self, size, result_shape(ctx))
 
 
@@ -47,13 +52,6 @@ def reshape_default(ctx: ConversionContext, self: Tensor, shape: Sequence[Size])
 @converter(aten.view_as.default, aten.reshape_as.default)
 def view_as(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
     return reshape(self, sizes(other), result_shape(ctx))
-
-
-@converter(aten._reshape_alias.default)
-def reshape_alias(
-    ctx: ConversionContext, self: Tensor, size: Sequence[Size], stride: Sequence[Size]
-) -> Tensor:
-    return reshape(self, size, result_shape(ctx))
 
 
 @converter(aten.flatten.using_ints)
@@ -85,28 +83,22 @@ def unsqueeze(ctx: ConversionContext, self: Tensor, dim: int) -> Tensor:
     return F.unsqueeze(self, [wrap(dim, self.ndim + 1)])
 
 
-@converter(aten.squeeze.default, aten.squeeze_copy.default)
-def squeeze(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return _squeezed(ctx, self, range(self.ndim))
-
-
-@converter(aten.squeeze.dim, aten.squeeze_copy.dim)
-def squeeze_dim(ctx: ConversionContext, self: Tensor, dim: int) -> Tensor:
-    return _squeezed(ctx, self, [dim])
-
-
-@converter(aten.squeeze.dims, aten.squeeze_copy.dims)
-def squeeze_dims(ctx: ConversionContext, self: Tensor, dim: Sequence[int]) -> Tensor:
-    return _squeezed(ctx, self, dim)
-
-
-def _squeezed(ctx: ConversionContext, x: Tensor, dims: Sequence[int]) -> Tensor:
+@converter(
+    aten.squeeze.default,
+    aten.squeeze_copy.default,
+    aten.squeeze.dim,
+    aten.squeeze_copy.dim,
+    aten.squeeze.dims,
+    aten.squeeze_copy.dims,
+)
+def squeeze(ctx: ConversionContext, self: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     # A size torch does not know to be 1 stays; torch's own rank of the result says whether that is so.
-    axes = sorted({wrap(dim, x.ndim) for dim in dims} if x.ndim else set())
-    gone = [axis for axis in axes if x.shape[axis] == 1]
-    if x.ndim - len(gone) != len(result_shape(ctx)):
-        raise ConversionError(f"squeezing a tensor of shape {x.shape} depends on a size not known yet")
-    return F.squeeze(x, gone) if gone else x
+    dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    axes = sorted({wrap(dim, self.ndim) for dim in dims} if self.ndim else set())
+    gone = [axis for axis in axes if self.shape[axis] == 1]
+    if self.ndim - len(gone) != len(result_shape(ctx)):
+        raise ConversionError(f"squeezing a tensor of shape {self.shape} depends on a size not known yet")
+    return F.squeeze(self, gone) if gone else self
 
 
 @converter(aten.atleast_1d.default)
@@ -172,17 +164,12 @@ def matrix_transpose(ctx: ConversionContext, self: Tensor) -> Tensor:
     return swapped(self, self.ndim - 2, self.ndim - 1)
 
 
-@converter(aten.movedim.intlist, aten.moveaxis.intlist)
+@converter(aten.movedim.intlist, aten.moveaxis.intlist, aten.movedim.int, aten.moveaxis.int)
 def movedim(
-    ctx: ConversionContext, self: Tensor, source: Sequence[int], destination: Sequence[int]
+    ctx: ConversionContext, self: Tensor, source: int | Sequence[int], destination: int | Sequence[int]
 ) -> Tensor:
-    rank = self.ndim
-    return moved(self, [wrap(i, rank) for i in source], [wrap(i, rank) for i in destination])
-
-
-@converter(aten.movedim.int, aten.moveaxis.int)
-def movedim_int(ctx: ConversionContext, self: Tensor, source: int, destination: int) -> Tensor:
-    return moved(self, [wrap(source, self.ndim)], [wrap(destination, self.ndim)])
+    before, after = ([dims] if isinstance(dims, int) else dims for dims in (source, destination))
+    return moved(self, [wrap(i, self.ndim) for i in before], [wrap(i, self.ndim) for i in after])
 
 
 # Elements in another order: flip, roll, rot90, pixel and channel shuffles.
@@ -197,24 +184,6 @@ def flipped(x: Tensor, axes: Sequence[int]) -> Tensor:
 @converter(aten.flip.default)
 def flip(ctx: ConversionContext, self: Tensor, dims: Sequence[int]) -> Tensor:
     return flipped(self, [wrap(dim, self.ndim) for dim in dims] if self.ndim else [])
-
-
-@converter(aten.fliplr.default)
-def fliplr(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return flipped(self, [1])
-
-
-@converter(aten.flipud.default)
-def flipud(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return flipped(self, [0])
-
-
-@converter(aten.rot90.default)
-def rot90(ctx: ConversionContext, self: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    a, b = (wrap(dim, self.ndim) for dim in dims)
-    turned = {0: lambda: self, 1: lambda: swapped(flipped(self, [b]), a, b)}
-    turned |= {2: lambda: flipped(self, [a, b]), 3: lambda: swapped(flipped(self, [a]), a, b)}
-    return turned[k % 4]()
 
 
 @converter(aten.roll.default)
@@ -264,14 +233,6 @@ def pixel_unshuffle(ctx: ConversionContext, self: Tensor, downscale_factor: int)
     return reshape(F.transpose(split, order), [*batch, channels * (r * r), low, thin], result_shape(ctx))
 
 
-@converter(aten.channel_shuffle.default, aten.native_channel_shuffle.default)
-def channel_shuffle(ctx: ConversionContext, self: Tensor, groups: Size) -> Tensor:
-    assert isinstance(groups, int)
-    batch, channels, *rest = sizes(self)
-    split = reshape(self, [batch, groups, floor_divide(channels, groups), *rest])
-    return reshape(swapped(split, 1, 2), [batch, channels, *rest], result_shape(ctx))
-
-
 # Elements repeated: expand, broadcast, repeat, tile, repeat_interleave.
 
 
@@ -293,24 +254,14 @@ def expanded(x: Tensor, wanted: Sequence[Size], shape: Shape) -> Tensor:
     return kernels.expand(x, target)
 
 
-@converter(aten.expand.default, aten.expand_copy.default)
+@converter(aten.expand.default, aten.expand_copy.default, aten.broadcast_to.default)
 def expand(ctx: ConversionContext, self: Tensor, size: Sequence[Size], *, implicit: bool = False) -> Tensor:
-    return expanded(self, size, result_shape(ctx))
-
-
-@converter(aten.broadcast_to.default)
-def broadcast_to(ctx: ConversionContext, self: Tensor, size: Sequence[Size]) -> Tensor:
     return expanded(self, size, result_shape(ctx))
 
 
 @converter(aten.expand_as.default)
 def expand_as(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
     return expanded(self, sizes(other), result_shape(ctx))
-
-
-@converter(aten.broadcast_tensors.default)
-def broadcast_tensors(ctx: ConversionContext, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return broadcast(tensors, shape_of(ctx.value[0]))
 
 
 def broadcast(tensors: Sequence[Tensor], shape: Shape) -> list[Tensor]:

@@ -6,14 +6,21 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from intarsia.engines.base import GraphEngine, Program
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, has_only_one_row_products, own_copy
+from intarsia.cache.machine import has_bfloat16_tiles
+from intarsia.engines.base import Engine, GraphEngine, Program, Workload
+from intarsia.engines.graph_rewrites import (
+    REWRITES,
+    apply_rewrites,
+    has_only_bfloat16_products,
+    has_only_one_row_products,
+    own_copy,
+)
 from intarsia.engines.inductor.compiler import compile_graph, package_graph, read_package, unknown_option
 from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
 from intarsia.engines.inductor.program import InductorProgram
@@ -64,8 +71,37 @@ class Inductor(GraphEngine):
                 return f"there is no rewrite {name!r}; known are {', '.join(REWRITES)}"
         return unknown_option(self.options)
 
+    @classmethod
+    def is_default(cls, device: str) -> bool:
+        # A GPU's time goes into launching kernels and moving memory, which is what Inductor saves. On a CPU
+        # it gains less than it takes to build.
+        return device == "cuda"
+
     def runs_on(self, device: str) -> bool:
         return device in ("cpu", "cuda")
+
+    def variants(self, workload: Workload) -> list[tuple[str, Engine]]:
+        """On a GPU, without the rewrites that apply there: without all, and if time allows without each."""
+        if self.rewrites is not None or not workload.on_gpu:
+            return []
+        counts = apply_rewrites(own_copy(workload.module), GPU_REWRITES)
+        applied = [name for name, count in counts.items() if count]
+        if not applied:
+            return []
+        variants: list[tuple[str, Engine]] = [("no rewrites", replace(self, rewrites=()))]
+        for name in applied if workload.thorough else ():
+            others = tuple(other for other in GPU_REWRITES if other != name)
+            variants.append((f"without {name}", replace(self, rewrites=others)))
+        return variants
+
+    def is_known_to_pay(self, workload: Workload) -> bool:
+        """In bfloat16 on a CPU, for single rows or on a processor with tiles of it.
+
+        Other engines round between their float32 kernels.
+        """
+        if workload.on_gpu or not has_only_bfloat16_products(workload.module):
+            return False
+        return has_only_one_row_products(workload.module) or has_bfloat16_tiles()
 
     def refusal(self, node: fx.Node) -> str | None:
         if is_control_flow(node):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.base import (
+    Engine,
+    GrowingFile,
+    NetworkEngine,
+    Packed,
+    Program,
+    WeightFile,
+    Workload,
+)
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.onnxruntime.cuda import CudaSession
 from intarsia.engines.onnxruntime.providers import missing_provider, providers
@@ -79,6 +87,30 @@ class OnnxRuntime(NetworkEngine):
         except ImportError:
             return "onnxruntime is not installed; pip install 'intarsia[onnxruntime]'"
         return missing_provider(self.device, self.tensorrt, ort.get_available_providers())
+
+    def for_objective(self, objective: str) -> Engine:
+        # Threads that spin stand in the way of other calls.
+        if objective == "throughput" and self.spinning is None:
+            return replace(self, spinning=False)
+        return self
+
+    def variants(self, workload: Workload) -> list[tuple[str, Engine]]:
+        if self.device != "cpu":
+            return []
+        threads = thread_count(None)
+        variants: list[tuple[str, Engine]] = []
+        if workload.objective == "latency":
+            # It pays where other programs want the cores, too, which is not the common case.
+            if self.spinning is None and workload.thorough:
+                variants.append(("not spinning", replace(self, spinning=False)))
+            if self.threads is None and threads > 2:
+                variants.append((f"{threads // 2} threads", replace(self, threads=threads // 2)))
+        elif self.threads is None and threads > 1:
+            variants.append(("1 thread a call", replace(self, threads=1)))
+        return variants
+
+    def patterns(self) -> Collection[str]:
+        return ("onnx", "com.microsoft")
 
     def probe(self, net: Network) -> str | None:
         from intarsia.engines.onnxruntime.model import is_static, plain

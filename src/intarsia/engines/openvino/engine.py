@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.base import (
+    Engine,
+    GrowingFile,
+    NetworkEngine,
+    Packed,
+    Program,
+    WeightFile,
+    Workload,
+)
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.openvino.core import core, last_line
 from intarsia.engines.openvino.packing import export, imported
@@ -54,6 +62,19 @@ class OpenVINO(NetworkEngine):
         except ImportError:
             return "openvino is not installed; pip install 'intarsia[openvino]'"
         return None
+
+    def variants(self, workload: Workload) -> list[tuple[str, Engine]]:
+        threads = thread_count(None)
+        if workload.objective == "throughput" and not self.options:
+            streams = {"PERFORMANCE_HINT": "THROUGHPUT", "NUM_STREAMS": str(threads)}
+            return [(f"{threads} streams", replace(self, options=streams))]
+        if workload.objective == "latency" and self.threads is None and threads > 2:
+            return [(f"{threads // 2} threads", replace(self, threads=threads // 2))]
+        return []
+
+    def patterns(self) -> Collection[str]:
+        # It multiplies by MLAS or by oneDNN, whichever a product's surroundings ask for.
+        return ("onnx", "onednn")
 
     def probe(self, net: Network) -> str | None:
         return self.probe_all([net])[0]

@@ -13,6 +13,7 @@ from intarsia.rewrite.fusions import (
     rotary,
 )
 from intarsia.rewrite.fusions.fusion import Fusion as Fusion
+from intarsia.rewrite.fusions.fusion import NetworkBuilder as NetworkBuilder
 
 _FAMILIES = (cleanup, layout, attention, rotary, norm, activation, convolution, linear)
 

@@ -99,11 +99,10 @@ def _bias_gelu_written(rng: np.random.Generator, large: bool) -> None:
     F.gelu(x + weight(rng, width)).mark_output("y")
 
 
-ORT = ("onnxruntime",)
 FUSIONS = (
     Fusion("gelu_exact", gelu_exact, _erf_written, 60),
     Fusion("gelu_tanh", gelu_tanh, _tanh_written, 60),
-    Fusion("quick_gelu", quick_gelu, _quick_written, 60, engines=ORT),
-    Fusion("silu", silu, _silu_written, 55, engines=ORT),
-    Fusion("bias_gelu", bias_gelu, _bias_gelu_written, 40, engines=ORT),
+    Fusion("quick_gelu", quick_gelu, _quick_written, 60, group=MICROSOFT),
+    Fusion("silu", silu, _silu_written, 55, group=MICROSOFT),
+    Fusion("bias_gelu", bias_gelu, _bias_gelu_written, 40, group=MICROSOFT),
 )

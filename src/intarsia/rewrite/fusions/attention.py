@@ -321,12 +321,11 @@ def _bias_written(rng: np.random.Generator, large: bool) -> None:
     made[0].mark_output("y")
 
 
-ORT = ("onnxruntime",)
 FUSIONS = (
     # The engines' attention gives 0, not NaN, where every score of a row is -inf, and adds a causal mask to
     # scores that the fragments replace: NaN in a later key is not hidden.
     Fusion("attention", attention, _written, 75, finite_only=True),
     Fusion("grouped_heads", grouped_heads, _grouped_written, 72),
-    Fusion("multi_head_attention", multi_head_attention, _rows_written, 28, engines=ORT),
-    Fusion("attention_bias", attention_bias, _bias_written, 27, engines=ORT),
+    Fusion("multi_head_attention", multi_head_attention, _rows_written, 28, group=MICROSOFT),
+    Fusion("attention_bias", attention_bias, _bias_written, 27, group=MICROSOFT),
 )

@@ -92,5 +92,5 @@ def _relu_written(rng: np.random.Generator, large: bool) -> None:
 
 FUSIONS = (
     Fusion("conv_batch_norm", conv_batch_norm, _batch_norm_written, 65, free=True),
-    Fusion("conv_relu", conv_relu, _relu_written, 20, engines=("onnxruntime",)),
+    Fusion("conv_relu", conv_relu, _relu_written, 20, group=MICROSOFT),
 )

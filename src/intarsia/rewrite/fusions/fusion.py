@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
+from intarsia.rewrite.manager import RewritePatternManager
 from intarsia.rewrite.pattern import PatternRewriter
 
-ENGINES = ("onnxruntime", "openvino")
 Array = np.ndarray[Any, Any]
 Make = Callable[[np.random.Generator, bool], None]
+_refusals: dict[tuple[str, str, str], str | None] = {}  # by engine, its version and the pattern
+
+
+class NetworkBuilder(Protocol):
+    """What rewriting asks of the engine that a network is for; every `NetworkEngine` answers it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def family(self) -> str: ...
+    def key(self) -> str: ...
+    def version(self) -> str: ...
+    def patterns(self) -> Collection[str]: ...
+    def probe(self, net: Network, /) -> str | None: ...
+    def build(self, net: Network, /) -> Callable[..., tuple[torch.Tensor, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -24,9 +40,9 @@ class Fusion:
 
     `make(rng, large)` writes, into the network under guard, layers that the pattern matches: small for
     proofs, large for measuring. A `free` pattern only takes layers away and is always applied; any
-    other is applied where it was measured to pay. `engines` know the layers it makes, and may gain. A
-    `finite_only` pattern answers as before for finite numbers, not for NaN and infinities: it is applied
-    only where it is named, or all patterns are asked for.
+    other is applied where it was measured to pay. Only engines that declare its `group` (see
+    `NetworkEngine.patterns`) are given it. A `finite_only` pattern answers as before for finite numbers, not
+    for NaN and infinities: it is applied only where it is named, or all patterns are asked for.
     """
 
     name: str
@@ -34,7 +50,7 @@ class Fusion:
     make: Make
     benefit: float
     free: bool = False
-    engines: tuple[str, ...] = ENGINES
+    group: str = "onnx"
     finite_only: bool = False
 
     def sample(self, rng: np.random.Generator, large: bool = False) -> Network:
@@ -43,6 +59,29 @@ class Fusion:
         with net_guard(net):
             self.make(rng, large)
         return net
+
+    def suits(self, engine: NetworkBuilder) -> bool:
+        """Whether the engine declares the group of this pattern."""
+        return self.group in engine.patterns()
+
+    def refusal(self, engine: NetworkBuilder) -> str | None:
+        """Why an engine refuses the layers that this pattern makes; None if it takes them."""
+        if self.free:
+            return None
+        key = (engine.key(), engine.version(), self.name)
+        if key not in _refusals:
+            _refusals[key] = self._probe(engine)
+        return _refusals[key]
+
+    def _probe(self, engine: NetworkBuilder) -> str | None:
+        manager = RewritePatternManager()
+        manager.add(self.name, self.pattern)
+        net = self.sample(np.random.default_rng(0))
+        manager.rewrite(net)
+        try:
+            return engine.probe(net)
+        except Exception as error:  # of an engine of another package
+            return f"{type(error).__name__}: {error}"
 
 
 def given(name: str, *shape: int | str) -> Tensor:

@@ -123,8 +123,8 @@ _ROWS, _WEIGHTS = 64, 512 * 512  # smaller products run as fast by MLAS, or fast
 def onednn_product(net: Network, x: Tensor, w: Tensor, b: Tensor | None, gemm: Layer) -> object:
     """A large product is followed by an activation that changes nothing.
 
-    OpenVINO multiplies by MLAS where nothing follows a product, and by oneDNN where something does; which of
-    the two is faster depends on the processor.
+    Engines of the group "onednn" multiply by MLAS where nothing follows a product, and by oneDNN where
+    something does; which of the two is faster depends on the processor.
     """
     # Another activation may stand behind a reshape; where one follows anyway, this one costs little.
     if any(layer.kind == "LeakyRelu" for layer in gemm.get_outputs(0)[0].get_users()):
@@ -150,5 +150,5 @@ FUSIONS = (
     Fusion("linear_bias", linear_bias, _with_bias, 30),
     Fusion("scale_into_weight", scale_into_weight, _scaled, 35),
     Fusion("merged_projections", merged_projections, _projections, 25),
-    Fusion("onednn_product", onednn_product, _followed_by_nothing, 1, engines=("openvino",)),
+    Fusion("onednn_product", onednn_product, _followed_by_nothing, 1, group="onednn"),
 )

@@ -255,5 +255,5 @@ FUSIONS = (
     Fusion("layer_norm_plain", layer_norm_plain, _plain_written, 62),
     Fusion("rms_norm", rms_norm, _rms_written, 60),
     Fusion("group_norm", group_norm, _group_norm_written, 45),
-    Fusion("residual_norm", residual_norm, _residual_written, 30, engines=("onnxruntime",)),
+    Fusion("residual_norm", residual_norm, _residual_written, 30, group=MICROSOFT),
 )
