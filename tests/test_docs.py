@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.openvino]
 
 
 def _blocks(page: Path) -> list[tuple[str, str | None]]:
-    """The code of each block and what it prints; doctests have tests of their own beside what they describe."""
+    """The code of each block and what it prints. Doctests have tests of their own, beside what they show."""
     blocks = [(match[1], match[2]) for match in BLOCK.finditer(page.read_text())]
     return [block for block in blocks if not block[0].startswith(">>>")]
 
