@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from intarsia.graph_tail import Tail
 from intarsia.slices import SLICE, slices_of
-from intarsia.tail import Tail
 
 _POOL = 1 << 20  # random numbers that are drawn once and read from random places: drawing costs most of a run
 _LONGEST = 4096  # sums of more terms are taken to be added up in blocks

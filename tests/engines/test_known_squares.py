@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intarsia
+from intarsia.engines.guards.cached_squares import (
+    is_known_to_hold,
+    known_squares,
+    squares_of,
+    tell_zeros,
+    write,
+)
 from intarsia.engines.guards.kinds import ValueGuard
-from intarsia.engines.guards.known import is_known_to_hold, known_squares, squares_of, tell_zeros, write
 
 WRITES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4), st.floats(-1e3, 1e3)), max_size=8)
 

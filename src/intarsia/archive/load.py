@@ -16,9 +16,9 @@ from torch import fx, nn
 
 from intarsia.archive.captured import captured_from_json
 from intarsia.archive.container import Reader
-from intarsia.archive.door import check_from_json, ranges_from_json
 from intarsia.archive.engines import engines_from_json, packed_for
 from intarsia.archive.graphs import ReadGraph, graph_from_json
+from intarsia.archive.input_checks import check_from_json, ranges_from_json
 from intarsia.archive.results import layouts_from_json, views_from_json
 from intarsia.archive.save import FORMAT, VERSION
 from intarsia.archive.structure import signature_from_json, spec_from_json

@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from intarsia.archive.captured import CAPTURED, captured_module, captured_to_json
 from intarsia.archive.container import Writer, write_atomically
-from intarsia.archive.door import check_to_json, ranges_to_json
 from intarsia.archive.engines import engine_to_json, packed_for
 from intarsia.archive.graphs import graph_to_json
+from intarsia.archive.input_checks import check_to_json, ranges_to_json
 from intarsia.archive.results import results_to_json
 from intarsia.archive.structure import signature_to_json, spec_to_json
 from intarsia.archive.tensors import WEIGHTS, TensorTable

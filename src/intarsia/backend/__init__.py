@@ -1,5 +1,5 @@
 """The just-in-time door: `torch.compile(model, backend="intarsia")`, and what became of each graph."""
 
-from intarsia.backend.door import intarsia_backend as intarsia_backend
+from intarsia.backend.dynamo_backend import intarsia_backend as intarsia_backend
 from intarsia.backend.reports import GraphReport as GraphReport
 from intarsia.backend.reports import reports as reports

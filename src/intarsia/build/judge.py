@@ -16,10 +16,10 @@ from intarsia.capture.example import copied_call
 from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import undisturbed
 from intarsia.compare import disagreement
+from intarsia.graph_tail import Tail, answer_and_tail
 from intarsia.lower import Lowered, Role
 from intarsia.lower.lowered import example_inputs
 from intarsia.rounding import Rounding
-from intarsia.tail import Tail, answer_and_tail
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
 from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.errors import IntarsiaError
+from intarsia.graph_tail import Tail
 from intarsia.network import Network
 from intarsia.rounding import Rounding
-from intarsia.tail import Tail
 
 Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
 

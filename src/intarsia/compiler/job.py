@@ -57,7 +57,7 @@ from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
 from intarsia.choose.precision import Precision, refuse_short_engines
-from intarsia.choose.worth import is_measuring, may_favour_slow_engines, too_small_to_measure
+from intarsia.choose.when_to_measure import is_measuring, may_favour_slow_engines, too_small_to_measure
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before

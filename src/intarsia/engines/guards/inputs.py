@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from intarsia.engines.guards.cached_squares import REACH, squares_of
 from intarsia.engines.guards.kinds import AnyGuard, ValueGuard
-from intarsia.engines.guards.known import REACH, squares_of
 
 Array = np.ndarray[Any, Any]
 

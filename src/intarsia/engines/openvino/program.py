@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from intarsia.engines.base import GuardedProgram
+from intarsia.engines.guards.cached_squares import is_known_to_hold
 from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.inputs import input_check, told_of
 from intarsia.engines.guards.kinds import LONGEST_INPUT
-from intarsia.engines.guards.known import is_known_to_hold
 from intarsia.engines.ports import Ports
 
 # Bytes of a result that are copied sooner than memory of its own is bound: a token's keys and values, say.

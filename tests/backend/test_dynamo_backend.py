@@ -350,7 +350,7 @@ def test_fullgraph() -> None:
 @torch.no_grad()
 def test_reports_tell_what_each_graph_became() -> None:
     compiled(Net().eval(), dynamic=False)(torch.randn(3, 8))
-    assert "test_door.py" in only().where and only().reason is None
+    assert "test_dynamo_backend.py" in only().where and only().reason is None
     text = str(only())
     assert "nodes on engines" in text and "compiled 1x" in text
     assert reports(clear=True) and not reports()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from intarsia.compare import disagreement
+from intarsia.graph_tail import answer_and_tail
 from intarsia.rounding import Rounding
-from intarsia.tail import answer_and_tail
 
 
 class Deep(nn.Module):
