@@ -19,6 +19,7 @@ import functools
 import inspect
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -50,7 +51,7 @@ from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
 from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import check_call, further_calls, resolve_call
-from intarsia.capture.protect import undisturbed
+from intarsia.capture.protect import initialized, undisturbed
 from intarsia.capture.random_state import kept_random_state
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
@@ -61,9 +62,17 @@ from intarsia.choose.when_to_measure import is_measuring, may_favour_slow_engine
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before
+from intarsia.compiler.unexpected import internal_error, is_for_user, model_as_it_is
 from intarsia.convert import registry
 from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
-from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError
+from intarsia.errors import (
+    CaptureError,
+    InputError,
+    IntarsiaError,
+    InternalError,
+    LoweringError,
+    PartitionError,
+)
 from intarsia.graph.devices import uses_gpu
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model
@@ -160,17 +169,52 @@ def compile_with(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Compiled | PartlyCompiled:
-    """`compile` with options that are checked already."""
+    """`compile` with options that are checked already. What fails unexpectedly leaves the model as it is."""
+    try:
+        return _compile(options, model, args, kwargs or {}, dynamic_shapes)
+    except InternalError as error:
+        if options.is_strict:
+            raise (error.__cause__ or error) from None
+        warnings.warn(f"the model runs as it is, in PyTorch: {error}", stacklevel=3)
+        return model_as_it_is(model, str(error))
+
+
+def compile_whole(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Compiled:
+    """The same for a caller that runs the model itself where this raises an IntarsiaError, and says so."""
+    compiled = _compile(replace(options, fallback="error"), model, args, kwargs or {}, dynamic_shapes)
+    assert isinstance(compiled, Compiled)
+    return compiled
+
+
+def _compile(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+) -> Compiled | PartlyCompiled:
+    """Every compile goes through here; an exception that is none of this package's is an InternalError."""
     began = time.perf_counter()
     check_call(args, kwargs)
-    with COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
-        job = prepare(options, model, args, kwargs or {}, dynamic_shapes, began)
-        try:
-            return job.run()
-        except (CaptureError, LoweringError) as error:
-            if job.must_be_whole(error):
-                raise
-            return job.in_parts(str(error).splitlines()[0])
+    try:
+        with COMPILING, kept_random_state(), device_of(model, args, kwargs):
+            job = prepare(options, model, args, kwargs, dynamic_shapes, began)
+            try:
+                return job.run()
+            except (CaptureError, LoweringError) as error:
+                if job.must_be_whole(error):
+                    raise
+                return job.in_parts(str(error).splitlines()[0])
+    except Exception as error:
+        if is_for_user(error):
+            raise
+        raise internal_error(error) from error
 
 
 def prepare(
@@ -204,6 +248,7 @@ def prepare(
         notes += [f"{name} is not tried: {reason}" for name, reason in missing.items()]
     elif placement.measured is not None:
         refuse_short_engines(usable)
+    notes += initialized(model, (args, kwargs))
     request = Request((args, kwargs), dynamic_shapes, tuple(notes), began)
     return CompileJob(model, request, tuple(usable), options, placement)
 
@@ -509,7 +554,7 @@ class CompileJob:
 
     def must_be_whole(self, error: IntarsiaError) -> bool:
         """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
-        if self.options.fallback == "error" or self.options.limits.require_full_compilation:
+        if self.options.is_strict:
             return True
         if not isinstance(self.model, nn.Module):
             return True
@@ -544,4 +589,12 @@ class CompileJob:
             accuracy=replace(accuracy, examples=()),
         )
         request = Request(call, dynamic_shapes)
-        return replace(self, model=module, request=request, options=options, part_graphs=graphs).run()
+        job = replace(self, model=module, request=request, options=options, part_graphs=graphs)
+        try:
+            return job.run()
+        except Exception as error:
+            if is_for_user(error):
+                raise
+            unexpected = internal_error(error)
+            warnings.warn(f"{path} runs as it is, in PyTorch: {unexpected}", stacklevel=8)
+            raise unexpected from error
