@@ -10,45 +10,29 @@ HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><b>&amp;"
 def two_engines() -> Drawing:
     """An input and three nodes on two engines; every text of the model is hostile."""
     reasons = {"openvino": HOSTILE}
+    layers = DrawnLayers(HOSTILE, "one layer")
     nodes = (
         DrawnNode("x", "input", shape="float32[2]"),
         DrawnNode(HOSTILE, "aten.relu.default", "encoder.layer.0", HOSTILE, HOSTILE, "openvino", 0, (0,)),
-        DrawnNode(
-            "i0",
-            "aten.i0.default",
-            "encoder.layer.1",
-            "model.py:7",
-            "",
-            "pytorch",
-            1,
-            (1,),
-            {"openvino": HOSTILE},
-        ),
+        DrawnNode("i0", "aten.i0.default", "encoder.layer.1", "model.py:7", "", "pytorch", 1, (1,), reasons),
         DrawnNode("tanh", "aten.tanh.default", HOSTILE, "model.py:8", "", "openvino", 2, (2,)),
     )
     segments = (
-        DrawnSegment(
-            "openvino", 1, HOSTILE, ("x",), (HOSTILE,), 0, 2048, layers=DrawnLayers(HOSTILE, "one layer")
-        ),
+        DrawnSegment("openvino", 1, HOSTILE, ("x",), (HOSTILE,), 0, 2048, layers=layers),
         DrawnSegment("pytorch", 1, "aten.i0.default", seconds=0.002),
         DrawnSegment("openvino", 1, "aten.tanh.default"),
     )
     inner = Drawing("inner", (DrawnNode("body", "op", engine="pytorch", segment=0),), segments[1:2])
-    trials = (DrawnTrial("mix", 0.003, 0.0001, 3, True), DrawnTrial("pytorch", 0.004, 0.0, 1, False))
     return Drawing(
-        f"Plan {HOSTILE}",
-        nodes,
-        segments,
-        {"openvino": 0.001, "pytorch": 0.002},
-        trials,
-        "measured in 2 s",
-        (f"if {HOSTILE} took it",),
-        (HOSTILE,),
-        {
-            "cond.true": Drawing(
-                "inner", (DrawnNode("body", "op", engine="pytorch", segment=0),), segments[1:2]
-            )
-        },
+        heading=f"Plan {HOSTILE}",
+        nodes=nodes,
+        segments=segments,
+        engine_seconds={"openvino": 0.001, "pytorch": 0.002},
+        trials=(DrawnTrial("mix", 0.003, 0.0001, 3, True), DrawnTrial("pytorch", 0.004, 0.0, 1, False)),
+        measured_how="measured in 2 s",
+        advice=(f"if {HOSTILE} took it",),
+        notes=(HOSTILE,),
+        bodies={"cond.true": inner},
     )
 
 
@@ -67,7 +51,6 @@ def large(layers: int = 500) -> Drawing:
 def flat(count: int = 5000) -> Drawing:
     """A chain without modules."""
     nodes = [DrawnNode("x", "input")]
-    nodes += [
-        DrawnNode(f"node{n}", "op", engine="pytorch", segment=0, inputs=(n - 1,)) for n in range(1, count)
-    ]
+    for number in range(1, count):
+        nodes.append(DrawnNode(f"node{number}", "op", engine="pytorch", segment=0, inputs=(number - 1,)))
     return Drawing("flat", tuple(nodes), (DrawnSegment("pytorch", count - 1, "op"),))

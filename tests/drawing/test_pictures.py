@@ -13,6 +13,8 @@ from torch import nn
 
 import intarsia
 from intarsia.drawing import model_explorer, page, svg
+from intarsia.network import functional as F
+from intarsia.rewrite import rule
 
 
 class Net(nn.Module):
@@ -26,6 +28,11 @@ class Net(nn.Module):
 
 
 X = torch.rand(4, 64)
+
+
+@rule(lambda op, x: op.Relu(x))
+def leaky(net, x):
+    return F.leaky_relu(x, 0.0)
 
 
 def _content(html: str) -> dict[str, object]:
@@ -62,12 +69,13 @@ def test_model_explorer_has_modules_as_layers() -> None:
 
 def test_a_compiled_plan_draws_layers_before_and_after_rewriting() -> None:
     pytest.importorskip("onnxruntime")
-    fast = intarsia.compile(Net(), (X,), engines="onnxruntime", min_block_size=1, rewrite=["linear_bias"])
+    fast = intarsia.compile(Net(), (X,), engines="onnxruntime", min_block_size=1, rewrite=[leaky])
     drawing = fast.plan.drawing()
     assert drawing.heading.startswith("Plan by dependency: 3 segments")
     assert [segment.engine for segment in drawing.segments] == ["onnxruntime", "pytorch", "onnxruntime"]
     layers = drawing.segments[2].layers
-    assert layers is not None and "MatMul" in layers.converted and "Gemm" in layers.rewritten
+    assert layers is not None and " Relu(" in layers.converted and " LeakyRelu(" in layers.rewritten
+    assert len(layers.rewrites) == 1 and layers.rewrites[0].startswith("leaky: relu")
     assert drawing.segments[1].layers is None
     assert any("3 segments would become 1" in line for line in drawing.advice)
     names = [node.name for node in drawing.nodes]
@@ -85,7 +93,7 @@ def test_a_measured_plan_draws_what_was_measured() -> None:
     pytest.importorskip("onnxruntime")
     fast = intarsia.compile(nn.Linear(64, 64), (X,), partition=intarsia.Measured(budget_s=2, candidates=()))
     drawing = fast.plan.drawing()
-    assert {trial.name for trial in drawing.trials} >= {"onnxruntime", "eager"}
+    assert "eager" in {trial.name for trial in drawing.trials} and len(drawing.trials) > 1
     assert [trial.name for trial in drawing.trials if trial.chosen] == [fast.plan.findings.chosen]
     assert sum(drawing.engine_seconds.values()) > 0
 
