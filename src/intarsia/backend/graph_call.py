@@ -16,7 +16,7 @@ from intarsia.backend.frozen import Autocast, example_of, freeze, without_autoca
 from intarsia.backend.options import without_name
 from intarsia.backend.program import Program, Stamp, program_of, stamp
 from intarsia.backend.reports import GraphReport, joined, update
-from intarsia.compiler import compile_whole
+from intarsia.compiler.job import compile_whole
 from intarsia.errors import (
     CaptureError,
     InputError,
