@@ -86,17 +86,19 @@ class Findings:
         return asdict(self)
 
     @staticmethod
-    def from_dict(kept: Mapping[str, Any]) -> Findings:
-        """The findings that `as_dict` told, also after a way through JSON; ValueError for damaged ones."""
-        told = dict(kept)
-        trials = [{**t, "seconds": tuple(t["seconds"]), "blocks": tuple(t["blocks"])} for t in told["trials"]]
-        told["trials"] = tuple(Trial(**trial) for trial in trials)
-        told["blocks"] = tuple(BlockCost(**block) for block in told["blocks"])
-        told["left_out"] = tuple(told["left_out"])
-        found = Findings(**told)
-        if strange := [n for n in found.numbers if not isinstance(n, int | float) or not n >= 0]:
+    def from_dict(table: Mapping[str, Any]) -> Findings:
+        """The findings of `as_dict`, also after a way through JSON; ValueError for damaged ones."""
+        fields = dict(table)
+        fields["trials"] = tuple(
+            Trial(**{**trial, "seconds": tuple(trial["seconds"]), "blocks": tuple(trial["blocks"])})
+            for trial in fields["trials"]
+        )
+        fields["blocks"] = tuple(BlockCost(**block) for block in fields["blocks"])
+        fields["left_out"] = tuple(fields["left_out"])
+        findings = Findings(**fields)
+        if strange := [n for n in findings.numbers if not isinstance(n, int | float) or not n >= 0]:
             raise ValueError(f"{strange[0]!r} is nothing that is measured")
-        return found
+        return findings
 
     @property
     def numbers(self) -> list[float]:

@@ -46,8 +46,8 @@ def plan_table(segments: Segments, strategy: str) -> Table:
         reasons = Counter(
             f"{engine}: {reason}" for why in segment.reasons.values() for engine, reason in why.items()
         )
-        told = "\n".join(reason for reason, _ in reasons.most_common(_OPS_SHOWN))
-        table.add_row(str(number), segment.engine, str(len(segment)), ops_text(segment.nodes), told)
+        text = "\n".join(reason for reason, _ in reasons.most_common(_OPS_SHOWN))
+        table.add_row(str(number), segment.engine, str(len(segment)), ops_text(segment.nodes), text)
     return table
 
 
