@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from intarsia.serve.rows.call import Call, Mixes, Numbers, Placement, Rows
+from intarsia.graph.rows.call import Call, Mixes, Numbers, Placement, Rows, Unknown
 
 
 def embedding(call: Call) -> Placement:
@@ -36,7 +36,7 @@ def index(call: Call) -> Placement:
     value, found = call.arg("self"), call.of("self")
     indices, placed = call.arg("indices"), call.of("indices")
     if any(item is not None and item.dtype in (torch.bool, torch.uint8) for item in indices):
-        raise Mixes(f"{call.name} picks by a mask")
+        raise Unknown(f"{call.name} picks by a mask")
     indices = [*indices, *[None] * (value.dim() - len(indices))]
     placed = [*placed, *[None] * (value.dim() - len(placed))]
     where = [axis for axis, item in enumerate(indices) if item is not None]

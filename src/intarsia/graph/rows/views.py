@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from intarsia.serve.rows.call import Call, Mixes, Numbers, Placement, Rows, Size
+from intarsia.graph.rows.call import Call, Mixes, Numbers, Placement, Rows, Size, Unknown
 
 _TO_THE_END = 2**31  # a slice that ends here or beyond takes all rows, however many there are
 
@@ -20,7 +20,7 @@ def _moved(call: Call, found: Placement, axis: int) -> Placement:
 
 def _axis(found: Placement, call: Call) -> int:
     if not isinstance(found, Rows | Numbers):
-        raise Mixes(f"{call.name} takes rows into an argument that is not understood")
+        raise Unknown(f"{call.name} takes rows into an argument that is not understood")
     return found.axis
 
 
@@ -30,7 +30,7 @@ def reshape(call: Call) -> Placement:
     if found is None:
         raise Mixes(f"{call.name} shapes a constant by the size of the batch")
     if value.numel() == 0:
-        raise Mixes(f"{call.name} of no elements is not understood")
+        raise Unknown(f"{call.name} of no elements is not understood")
     axis = _axis(found, call)
     before = math.prod(value.shape[:axis]) * getattr(found, "outer", 1)
     passed = 1
@@ -42,7 +42,7 @@ def reshape(call: Call) -> Placement:
                 raise Mixes(f"{call.name} folds the numbers of rows with another axis")
             return Numbers(new) if isinstance(found, Numbers) else moved
         passed *= length
-    raise Mixes(f"{call.name} tears the batch apart")
+    raise Unknown(f"{call.name} tears the batch apart")
 
 
 def transpose(call: Call) -> Placement:
@@ -51,7 +51,7 @@ def transpose(call: Call) -> Placement:
     if call.name == "aten::t" and rank < 2:
         return found  # type: ignore[no-any-return]
     if call.name == "aten::numpy_T" and rank != 2:
-        raise Mixes(f"{call.name} of {rank} axes is not understood")
+        raise Unknown(f"{call.name} of {rank} axes is not understood")
     axis = _axis(found, call)
     return _moved(call, found, pair[1 - pair.index(axis)] if axis in pair else axis)
 
@@ -72,7 +72,7 @@ def squeeze(call: Call) -> Placement:
     found, value = call.of("self"), call.arg("self")
     axis, dims = _axis(found, call), call.arg("dim", None)
     if dims is None:
-        raise Mixes(f"{call.name} takes out every axis of length 1, the batch's too if it has one row")
+        raise Unknown(f"{call.name} takes out every axis of length 1, the batch's too if it has one row")
     gone = {d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)}
     if axis in gone:
         raise Mixes(f"{call.name} takes out the batch where it has one row")

@@ -14,6 +14,14 @@ class Mixes(Exception):
     """Rows are not computed apart here, or are not known to be; the message is a clause."""
 
 
+class Unknown(Mixes):
+    """No rule says whether rows are computed apart."""
+
+
+class Reduced(Mixes):
+    """One value is made of all rows. That mixes them only where it meets rows again: a loss does not."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """An axis holds the batch, alone or folded with others: its places are `outer` x rows x `length`."""
@@ -41,7 +49,14 @@ class Size:
     times: int | None
 
 
-Placement = Rows | Numbers | Size | None
+@dataclass(frozen=True)
+class Summary:
+    """A value made of all rows, without an axis for them; `made_by` says by which node."""
+
+    made_by: str
+
+
+Placement = Rows | Numbers | Size | Summary | None
 """Where the batch is in a value; None in one that is the same whatever the batch."""
 
 
@@ -55,8 +70,10 @@ class Call:
         result: Any,
         values: Mapping[fx.Node, Any],
         placed: Mapping[fx.Node, Any],
+        trains: bool = False,
     ) -> None:
         self.node, self.size, self.result = node, size, result
+        self.trains = trains  # random numbers and batch norm's own statistics are a training step's business
         self._values, self._placed = values, placed
         schema = getattr(node.target, "_schema", None)
         self.name = str(node.target) if schema is None else str(schema.name)
@@ -108,20 +125,20 @@ class Call:
         """The batch may be in these arguments and in no other."""
         for name in self._given:
             if name not in names and self.of(name) is not None and _holds(self.of(name), Rows):
-                raise Mixes(f"{self.name} takes its {name} from the rows")
+                raise Unknown(f"{self.name} takes its {name} from the rows")
 
     def rows(self, name: str) -> Rows:
         """Where the batch is in an argument that must have it."""
         found = self.of(name)
         if not isinstance(found, Rows):
-            raise Mixes(f"{self.name} takes rows into an argument other than {name}")
+            raise Unknown(f"{self.name} takes rows into an argument other than {name}")
         return found
 
     def at(self, axis: int, result: torch.Tensor | None = None) -> Rows:
         """The batch is at this axis of the result, folded with the same outer axis as in the arguments."""
         outer = {where.outer for _, where in self.operands() if isinstance(where, Rows)} or {1}
         if len(outer) > 1:
-            raise Mixes(f"{self.name} takes batches that are folded in different ways")
+            raise Unknown(f"{self.name} takes batches that are folded in different ways")
         return self.folded(axis, outer.pop(), result)
 
     def folded(self, axis: int, outer: int, result: torch.Tensor | None = None) -> Rows:
@@ -129,7 +146,7 @@ class Call:
         places = (self.result if result is None else result).shape[axis]
         length, rest = divmod(places, self.size * outer)
         if rest or not length:
-            raise Mixes(f"{self.name} makes {places} places of {self.size} rows")
+            raise Unknown(f"{self.name} makes {places} places of {self.size} rows")
         return Rows(axis, length, outer)
 
     def everywhere(self, axis: int) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from intarsia.serve.rows import picks, products, views
-from intarsia.serve.rows.call import Call, Mixes, Numbers, Placement, Rows, Size
+from intarsia.graph.rows import picks, products, views
+from intarsia.graph.rows.call import Call, Mixes, Numbers, Placement, Reduced, Rows, Size, Unknown
 
 Rule = Callable[[Call], Any]
 
@@ -22,7 +22,7 @@ def placement(call: Call) -> Any:
     if target in _ARITHMETIC:
         return _number(call)
     if not isinstance(target, torch._ops.OpOverload):
-        raise Mixes(f"{getattr(target, '__name__', target)} is not known to keep rows apart")
+        raise Unknown(f"{getattr(target, '__name__', target)} is not known to keep rows apart")
     if call.name == "aten::sym_size":
         found = call.of("self")
         if not isinstance(found, Rows | Numbers) or call.arg("dim") % call.arg("self").dim() != found.axis:
@@ -30,26 +30,30 @@ def placement(call: Call) -> Any:
         return Size(found.length * found.outer if isinstance(found, Rows) else 1)
     if call.name in _CHECKS:
         return None
-    if torch.Tag.nondeterministic_seeded in call.tags and call.name not in _RULES:
+    if torch.Tag.nondeterministic_seeded in call.tags and _plain(call.name) not in _RULES and not call.trains:
         raise Mixes(f"{call.name} makes random numbers")
     return _tensor(call)
+
+
+def _plain(name: str) -> str:
+    """The name of an operator without the underscore of one that works in place."""
+    return name if name in _RULES or name.endswith("__") else name.removesuffix("_")
 
 
 def _tensor(call: Call) -> Any:
     touched = any(where is not None for _, where in call.operands())
     if not touched and not call.sizes():
         return None
-    if call.sizes() and (call.name not in _SIZED or call.inexact()):
+    name = _plain(call.name)
+    rule = _RULES.get(name) or (_RANDOM.get(name) if call.trains else None)
+    if torch.Tag.pointwise in call.tags and rule is not _same:
+        rule = products.pointwise  # `max.other`, say, is not the `max` that reduces
+    if call.sizes() and ((name not in _SIZED and rule is not views.creation) or call.inexact()):
         raise Mixes(f"{call.name} computes with the size of the batch")
-    if call.numbers() and call.name not in _NUMBERED:
+    if rule is not None and call.numbers() and name not in _NUMBERED:
         raise Mixes(f"{call.name} computes with the numbers of rows")
-    rule = _RULES.get(call.name)
-    if (
-        torch.Tag.pointwise in call.tags and rule is not _same
-    ):  # `max.other`, say, is not the `max` that reduces
-        rule = products.pointwise
     if rule is None:
-        raise Mixes(f"{call.name} is not known to keep rows apart")
+        raise Unknown(f"{call.name} is not known to keep rows apart")
     return rule(call)
 
 
@@ -92,7 +96,7 @@ def _reduce(call: Call) -> Any:
     call.only("self")
     axis, dims = call.rows("self").axis, _dims(call)
     if axis in dims:
-        raise Mixes(f"{call.name} reduces the batch")
+        raise Reduced(f"{call.name} reduces the batch")
     return call.everywhere(axis if call.arg("keepdim", False) else axis - sum(dim < axis for dim in dims))
 
 
@@ -106,7 +110,8 @@ def _norm(call: Call) -> Placement:
 
 def _batch_norm(call: Call) -> Any:
     call.only("input")
-    if call.rows("input").axis != 0 or call.arg("training") or call.arg("running_mean") is None:
+    own = call.arg("training") or call.arg("running_mean") is None
+    if call.rows("input").axis != 0 or (own and not call.trains):
         raise Mixes(f"{call.name} normalises by the batch's own mean")
     if isinstance(call.result, tuple):  # with what training would keep, which is empty
         return (call.at(0, call.result[0]), *(None for _ in call.result[1:]))
@@ -170,6 +175,23 @@ def _same(call: Call) -> Placement:
     return found if isinstance(found, Numbers) else call.at(call.rows("self").axis)
 
 
+def _loss(call: Call) -> Placement:
+    """A loss: one number of all rows, unless it is asked for one of each element."""
+    if call.arg("reduction") != _NO_REDUCTION:
+        raise Reduced(f"{call.name} reduces the batch")
+    if call.name not in _ELEMENTWISE:
+        raise Unknown(f"{call.name} is not known to keep rows apart")
+    return products.pointwise(call)
+
+
+def _diff(call: Call) -> Placement:
+    call.only("self", "prepend", "append")
+    axis = call.rows("self").axis
+    if axis == call.arg("dim") % call.arg("self").dim():
+        raise Mixes(f"{call.name} runs along the batch")
+    return call.at(axis)
+
+
 def _one_hot(call: Call) -> Placement:
     if call.arg("num_classes") < 0:
         raise Mixes(f"{call.name} counts classes over all rows")
@@ -198,7 +220,9 @@ _PLURAL = {"aten::flip", "aten::roll"}
 _SPATIAL = {"aten::pixel_shuffle", "aten::pixel_unshuffle", "aten::channel_shuffle"}
 _SHAPED = "view reshape _unsafe_view flatten unflatten"
 _SAME = "_to_copy clone contiguous to alias detach lift_fresh"
-_MADE = "full zeros ones new_full new_zeros new_ones"
+_MADE = "full zeros ones empty new_full new_zeros new_ones new_empty"
+_ELEMENTWISE = {f"aten::{name}" for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")}
+_NO_REDUCTION = 0  # how aten writes reduction="none"
 _RULES: dict[str, Rule] = _table(
     {
         _SHAPED: views.reshape,
@@ -209,7 +233,7 @@ _RULES: dict[str, Rule] = _table(
         "expand": views.expand,
         "repeat": views.repeat,
         _MADE: views.creation,
-        "full_like zeros_like ones_like": views.like,
+        "full_like zeros_like ones_like empty_like": views.like,
         "arange": views.arange,
         "slice narrow split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk": views.cut,
         "select unbind": views.select,
@@ -245,9 +269,19 @@ _RULES: dict[str, Rule] = _table(
         "grid_sampler grid_sampler_2d grid_sampler_3d": _grid,
         "repeat_interleave": _repeat_interleave,
         "one_hot": _one_hot,
+        "diff": _diff,
         _SAME: _same,
         "masked_fill where expand_as __and__ __or__ __xor__": products.pointwise,
-        "hardswish floor_divide log_sigmoid relu6": products.pointwise,
+        "hardswish floor_divide log_sigmoid relu6 copy fill zero": products.pointwise,
+        "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss kl_div"
+        " binary_cross_entropy binary_cross_entropy_with_logits": _loss,
+    }
+)
+_RANDOM = _table(  # each row draws its own numbers
+    {
+        "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout bernoulli rrelu uniform"
+        " normal rand_like randn_like randint_like": products.pointwise,
+        "rand randn randint": views.creation,
     }
 )
 _VIEWED = f"{_SHAPED} expand slice"

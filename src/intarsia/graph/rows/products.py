@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from intarsia.serve.rows.call import Call, Mixes, Placement, Rows
+from intarsia.graph.rows.call import Call, Mixes, Placement, Rows, Unknown
 
 
 def aligned(call: Call, operands: list[tuple[torch.Tensor, Placement]], rank: int) -> int:
@@ -76,11 +76,13 @@ def convolution(call: Call) -> Placement:
 def attention(call: Call) -> Placement:
     operands = [(call.arg(name), call.of(name)) for name in ("query", "key", "value", "attn_mask")]
     operands = [(value, where) for value, where in operands if value is not None]
-    if call.arg("dropout_p", 0.0):
+    if call.arg("dropout_p", 0.0) and not call.trains:
         raise Mixes(f"{call.name} drops out at random")
     rank = call.result.dim()
     for value, where in operands[:3]:
-        if not isinstance(where, Rows) or where.axis >= value.dim() - 2:
+        if not isinstance(where, Rows):
+            raise Unknown(f"{call.name} attends from rows to what is no row")
+        if where.axis >= value.dim() - 2:
             raise Mixes(f"{call.name} attends from row to row")
     axis = aligned(call, operands, rank)
     return call.at(axis)
@@ -89,7 +91,7 @@ def attention(call: Call) -> Placement:
 def einsum(call: Call) -> Placement:
     equation = call.arg("equation").replace(" ", "")
     if "." in equation or "->" not in equation:
-        raise Mixes(f"{call.name} of {equation} is not understood")
+        raise Unknown(f"{call.name} of {equation} is not understood")
     terms, made = equation.split("->")
     found = list(zip(terms.split(","), call.of("tensors"), strict=True))
     letters = {term[where.axis] for term, where in found if isinstance(where, Rows)}
