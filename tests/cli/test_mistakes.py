@@ -46,7 +46,7 @@ MISTAKES = {
     "a size without a number": (["run", "saved.intarsia", "--size", "batch"], "NAME=NUMBER"),
     "a candidate that is not there": (["check", MAKE, "--against", "no.onnx"], "there is no file no.onnx"),
     "a candidate that is damaged": (["check", MAKE, "--against", "model.onnx"], "cannot load model.onnx"),
-    "a candidate that takes no model": (["check", MAKE, "--against", MAKE], "make raised TypeError: make() takes"),
+    "a candidate that takes no model": (["check", MAKE, "--against", MAKE], "raised TypeError: make() takes"),
     "a model that fails on its example": (["check", "models.py:wrong_shape", "--against", "models.py:same"],
         "fails on its example inputs"),
     "balancing by what is unknown": (["split", MAKE, "--by", "speed"], "neither time nor memory"),
