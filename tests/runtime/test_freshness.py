@@ -112,8 +112,7 @@ def test_a_write_that_torch_does_not_count_is_noticed_within_eight_calls(
         fast(X)
     write(model[place].weight)
     with pytest.raises(StaleWeightsError, match=rf"^{place}\.weight of the model changed"):
-        for _ in range(TURNS):
-            fast(X)
+        _ = [fast(X) for _ in range(TURNS)]
 
 
 @torch.no_grad()
@@ -165,10 +164,10 @@ def _forward(model: nn.Sequential) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (_replace_first, "the model holds other modules inside than when compiled"),
-        (_append, "the model holds other modules inside than when compiled"),
-        (_hook, "2 has a hook inside that it had not when compiled"),
-        (_own_hook, "the model has a hook inside that it had not when compiled"),
+        (_replace_first, "the model itself holds other modules than when compiled"),
+        (_append, "the model itself holds other modules than when compiled"),
+        (_hook, "2 has a hook that it had not when compiled"),
+        (_own_hook, "the model itself has a hook that it had not when compiled"),
         (_attribute, "1.inplace is another than when compiled"),
         (_forward, "1.forward is another than when compiled"),
     ],

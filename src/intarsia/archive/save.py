@@ -59,7 +59,9 @@ def _prepared(compiled: nn.Module, native: bool = False) -> tuple[dict[str, Json
         raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is no compiled module")
     if not compiled.stands_for_model:
         raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
-    compiled.weights.check(thorough=True)  # those written to since would lie beside what was folded from the old ones
+    compiled.weights.check(
+        thorough=True
+    )  # those written to since would lie beside what was folded from the old ones
     saver = _Saver(compiled.plan.strategy, native)
     manifest = saver.manifest(compiled)
     if native and not saver.packages:

@@ -37,6 +37,8 @@ TURNS = 8
 _LEAST = 8  # weights and modules looked at together, at least
 _WORDS = 64  # of four bytes, read of a weight: 0.3 us
 
+_ROOT = "the model itself"
+
 # transformers hooks a model's layers when it first runs; they do something where hidden states are asked for.
 _IDLE_HOOKS = "transformers.utils.output_capturing"
 
@@ -46,9 +48,9 @@ class Kind(Enum):
 
     WRITTEN = "was written to"
     REPLACED = "was replaced"
-    MODULES = "holds other modules inside than when compiled"
-    HOOK = "has a hook inside that it had not when compiled"
-    MODE = "has a module inside in another mode (training) than when compiled"
+    MODULES = "holds other modules than when compiled"
+    HOOK = "has a hook that it had not when compiled"
+    MODE = "is in another mode (training) than when compiled"
     SETTING = "is another than when compiled"
 
     @property
@@ -279,9 +281,13 @@ class _Share:
                 return Change(Kind.REPLACED, tuple(names))
         for path, table, children in self._children:
             if tuple(table.values()) != children:
-                return Change(Kind.MODULES, (path or "the model",))
-        if [module.training for _, module in self._modules] != self._modes:
-            return Change(Kind.MODE, ())
+                return Change(Kind.MODULES, (path or _ROOT,))
+        modes = [module.training for _, module in self._modules]
+        if modes != self._modes:
+            pairs = zip(self._modules, modes, self._modes, strict=True)
+            return Change(
+                Kind.MODE, tuple(path or _ROOT for (path, _), now, before in pairs if now != before)
+            )
         if [*map(len, self._hook_tables)] != self._hook_counts and (change := self._hook_change()):
             return change
         name = self._settings.changed()
@@ -290,7 +296,7 @@ class _Share:
     def _hook_change(self) -> Change | None:
         for (path, table), before in zip(self._hooks, self._user_hooks, strict=True):
             if _user_hooks(table) != before:
-                return Change(Kind.HOOK, (path or "the model",))
+                return Change(Kind.HOOK, (path or _ROOT,))
         self._hook_counts = [*map(len, self._hook_tables)]
         return None
 

@@ -100,7 +100,7 @@ class PlacedForward(Replacement):
         change = self._freshness.contents_change() or self._freshness.structure_change(thorough=True)
         if change is not None:
             error = StaleWeightsError if change.kind.is_final else InputError
-            raise error(f"of {self.path}, {change}")
+            raise error(str(change))
 
 
 def own_forward(module: nn.Module, before: Any) -> Any:
