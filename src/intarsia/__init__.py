@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from intarsia.refitting import set_maker
+from intarsia.refitting import set_maker as _set_maker
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ def _make_refittable(loaded: Any, captured: Any) -> None:
     make_refittable(loaded, captured)
 
 
-set_maker(_make_refittable)
+_set_maker(_make_refittable)
 
 if not TYPE_CHECKING:
 

@@ -120,6 +120,11 @@ class CompileOptions:
             find_strategy(self.partition)  # type: ignore[arg-type]
 
     @property
+    def is_strict(self) -> bool:
+        """Whether a model that cannot be compiled as a whole is an error."""
+        return self.fallback == "error" or self.limits.require_full_compilation
+
+    @property
     def placement(self) -> Placement:
         """The strategy or measurement that these options ask for.
 

@@ -25,7 +25,7 @@ from intarsia.network.edit.journal import (
 )
 from intarsia.network.edit.remove import is_dead, remove_dead
 from intarsia.network.edit.undo import undo
-from intarsia.network.infer.registry import Made, has_rule, infer
+from intarsia.network.infer import Types, has_rule, infer
 from intarsia.network.types import Shape
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
@@ -195,7 +195,7 @@ def _infer_below(net: Network, readers: list[ir.Node]) -> None:
                 wait(use.node)
 
 
-def _inferred(node: ir.Node) -> Made:
+def _inferred(node: ir.Node) -> Types:
     """What a layer makes of what it reads now."""
     if not has_rule(node.domain, node.op_type):
         raise NetworkError(f"no shape rule for {node.op_type}, which reads a tensor whose shape changed")

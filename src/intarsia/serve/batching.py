@@ -10,8 +10,8 @@ import torch
 
 from intarsia.compare import disagreement
 from intarsia.errors import IntarsiaError
+from intarsia.graph.rows import mixing
 from intarsia.serve.interface import Interface
-from intarsia.serve.rows import mixing
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Dim, Tensor, dtypes
+from intarsia.network import Dim, Tensor, dtypes, shapes
 from intarsia.network import functional as F
-from intarsia.network.infer import shapes
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
-from intarsia.network.infer.shapes import broadcast as broadcast_shape
+from intarsia.network.shapes import broadcast as broadcast_shape
 
 aten = torch.ops.aten
 

@@ -25,10 +25,9 @@ from intarsia.convert.aten.reduce import largest
 from intarsia.convert.aten.sizes import arange, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
-from intarsia.network import Tensor
+from intarsia.network import Tensor, shapes
 from intarsia.network import functional as F
 from intarsia.network.attributes import is_rounded
-from intarsia.network.infer import shapes
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
-from intarsia.network.infer.registry import infer
+from intarsia.network.infer import infer
 from intarsia.network.network import Network, Tensor, default_net
 from intarsia.network.types import Shape
 
