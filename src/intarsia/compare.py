@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from intarsia.plain_tensors import is_traceable_subclass, plain_tensors
 from intarsia.slices import slices_of
 
 ROUNDINGS = 4  # an element may always be off by so many of its own roundings
@@ -57,6 +58,10 @@ def disagreement(
 def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int) -> str | None:
     if not isinstance(answer, torch.Tensor):
         return f"is a {type(answer).__name__}; PyTorch makes a tensor"
+    if truth.is_nested or is_traceable_subclass(truth):  # sizes of jagged tensors equal only themselves
+        if type(answer) is not type(truth):
+            return f"is a {type(answer).__name__}; PyTorch makes a {type(truth).__name__}"
+        return disagreement(plain_tensors(answer), plain_tensors(truth))
     if answer.dtype != truth.dtype or answer.shape != truth.shape:
         return f"is {answer.dtype} {tuple(answer.shape)}; PyTorch makes {truth.dtype} {tuple(truth.shape)}"
     if answer.device != truth.device:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import nn
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -19,19 +28,36 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta):
         return [tensor]
+    return [part for _, part in named_parts("", tensor)]
+
+
+def named_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same with names: `name` for a plain tensor, `name.qdata` and the like for the parts of another.
+
+    >>> [name for name, _ in named_parts("mask", torch.eye(2).to_sparse())]
+    ['mask.indices', 'mask.values']
+    """
     if is_traceable_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        return [part for name in names for part in plain_tensors(getattr(tensor, name))]
-    if tensor.layout is torch.strided:
-        return [] if is_opaque(tensor) else [tensor]
-    if tensor.layout is torch.sparse_coo:
-        whole = tensor.detach().coalesce()  # shares the memory of one that is coalesced already
-        return [whole.indices(), whole.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+        attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for attribute in attributes:
+            yield from named_parts(f"{name}.{attribute}", getattr(tensor, attribute))
+    elif tensor.layout is torch.strided and tensor.is_nested:
+        for place, part in enumerate(tensor.unbind()):
+            yield f"{name}.{place}", part
+    elif tensor.layout is torch.strided:
+        if not is_opaque(tensor):
+            yield name, tensor
+    elif tensor.layout in _PARTS:
+        whole = tensor.detach()
+        if tensor.layout is torch.sparse_coo:
+            whole = whole.coalesce()  # which shares the memory of one that is coalesced already
+        for part in _PARTS[tensor.layout]:
+            yield f"{name}.{part}", getattr(whole, part)()
+
+
+def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict with every tensor taken apart."""
+    return {part: plain for name, tensor in state.items() for part, plain in named_parts(name, tensor)}
 
 
 def is_traceable_subclass(tensor: torch.Tensor) -> bool:
@@ -45,9 +71,9 @@ def is_opaque(tensor: torch.Tensor) -> bool:
     >>> is_opaque(torch.ones(2)), is_opaque(torch.nn.Parameter(torch.ones(2)))
     (False, False)
     """
-    if is_traceable_subclass(tensor) or tensor.layout is not torch.strided:
+    if is_traceable_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    if tensor.is_nested or tensor.is_meta:
+    if tensor.is_meta:
         return True
     try:
         tensor.untyped_storage().data_ptr()

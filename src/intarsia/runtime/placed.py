@@ -79,6 +79,9 @@ class PlacedForward(Replacement):
 
     def put(self) -> None:
         """Put it in the module's place."""
+        for program in self.programs:
+            if isinstance(program, Compiled):
+                program.weights.is_watched_elsewhere = True
         self.module.__dict__["forward"] = self
 
     def take_out(self) -> None:
