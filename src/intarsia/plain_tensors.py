@@ -51,8 +51,8 @@ def named_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Te
         whole = tensor.detach()
         if tensor.layout is torch.sparse_coo:
             whole = whole.coalesce()  # which shares the memory of one that is coalesced already
-        for part in _PARTS[tensor.layout]:
-            yield f"{name}.{part}", getattr(whole, part)()
+        for method in _PARTS[tensor.layout]:
+            yield f"{name}.{method}", getattr(whole, method)()
 
 
 def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Models whose weights are no plain tensors: quantized by torchao, sparse, jagged, of a class nobody knows."""
+"""Models whose weights are no plain tensors: quantized by torchao, sparse, jagged, of an unknown class."""
 
 from __future__ import annotations
 
