@@ -32,6 +32,7 @@ from torch.export import ExportedProgram
 from intarsia import archive as archive  # compiled modules are pickled through it
 from intarsia.build.builder import Builder
 from intarsia.build.cases import Cases
+from intarsia.build.details import plan_details
 from intarsia.build.faithful import (
     Example,
     LoweredModel,
@@ -392,10 +393,15 @@ class CompileJob:
         cache.store(compiled, time.perf_counter() - self.request.began)
 
     def finish(self, graph: LoweredModel, compiled: Compiled) -> Compiled:
-        """Let the module take other weights.
+        """Let the module take other weights, and its plan be drawn in detail.
 
         What does so lives as long as the module, so it must not hold the model.
         """
+        options, strategy = self.options, self.placement.strategy
+        details = partial(
+            plan_details, graph.lowered.module, self.engines, strategy, options.limits, options.rewrite
+        )
+        compiled.plan = replace(compiled.plan, details=details)
         without_model = replace(self, model=None, request=Request(((), {})), part_graphs=None)
         compiled.refit_by(Refit(without_model, graph.examples))
         return compiled
