@@ -121,11 +121,11 @@ def compile(
     alone, other options and the model as it is are measured on this machine, and the best is taken (see
     `docs/choosing.md`). It is the default where neither engines nor their order are named, unless
     the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
-    Arithmetic is the model's own (`precision="fp32"`). With `tolerance=0.02` engines may use bf16, fp16,
-    int8, or weights of 8 or 4 bits ("int8-weights", "int4-weights"; or only what `precision` names) where
-    that is measured to be faster and the largest error of each result, on the example and on further
-    `examples` of positional arguments, stays within that share of its largest value; blocks with the largest
-    errors are kept exact, and the plan tells the error.
+    Results agree with the model's within rounding. With `tolerance=0.02` the error of each result may be up
+    to that share of its largest value, in each row of a batch, on the example and on further `examples` of
+    positional arguments. Then engines may also use bf16, fp16, int8, or weights of 8 or 4 bits
+    ("int8-weights", "int4-weights"; or only what `precision` names, nothing with "fp32") where that is
+    measured to be faster; blocks with the largest errors are kept exact, and the plan tells the error.
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
     `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
     `backend_support_map`), given by name or together as `options`.
@@ -190,7 +190,7 @@ def prepare(
             f"cuda_graphs={options.cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
         )
     usable, notes = resolve_engines(options.engines, device)
-    placement, arithmetic = options.placement, options.accuracy.arithmetic
+    placement, arithmetic = options.placement, options.arithmetic
     is_open = options.engines is None and options.limits.backend_priority is None
     by_default = is_open and options.partition is None and not arithmetic
     if by_default and device in ("cpu", "cuda") and len(usable) > 1 and is_measuring():
@@ -401,15 +401,13 @@ class CompileJob:
     def mismatch(self, judge: Judge, graph: LoweredModel, compiled: Compiled) -> str | None:
         """How the module as a whole differs from the model; None where it answers alike.
 
-        What rounding may do is that of the coarsest engine in use; a tolerance counts only where an engine
-        of shorter arithmetic is in use.
+        What rounding may do is that of the coarsest engine in use.
         """
         plans = (compiled.plan, *compiled.body_plans.values())
         names = {name for plan in plans for name in plan.engines}
         used = [engine for engine in self.engines if engine.name in names]
         coarsest = max((engine.coarsest for engine in used), default=0.0)
-        is_exact = all(engine.is_exact for engine in used)
-        tolerance = None if is_exact else self.options.accuracy.tolerance
+        tolerance = self.options.accuracy.tolerance
         return whole_fault(judge, graph.lowered, compiled, graph.examples, coarsest, tolerance)
 
     def store(self, cache: CacheEntry, graph: LoweredModel, compiled: Compiled) -> None:
