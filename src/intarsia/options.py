@@ -63,7 +63,6 @@ class Accuracy:
         further_calls(self.examples, {})
 
 
-
 @dataclass(frozen=True)
 class Placement:
     """Who decides which engine runs what: a measurement on this machine, or else a strategy.
@@ -123,7 +122,9 @@ class CompileOptions:
         A measurement shows which pay. Where a strategy decides, a tolerance is a bound and no more.
         """
         accuracy = self.accuracy
-        if accuracy.precision is None and not (self.partition is None or isinstance(self.partition, Measured)):
+        if accuracy.precision is None and not (
+            self.partition is None or isinstance(self.partition, Measured)
+        ):
             return ()
         return allowed_arithmetic(accuracy.precision, accuracy.tolerance, verify=accuracy.verify)
 

@@ -259,9 +259,7 @@ def test_errors_of_other_weights_are_not_remembered(
     count = len(log)
     again = _compile(model, **asked)
     assert len(log) == count and again.plan.findings.remembered
-    assert again.plan.findings.trial("onnxruntime-int8").error == pytest.approx(
-        _error(again, model), rel=0.5
-    )
+    assert again.plan.findings.trial("onnxruntime-int8").error == pytest.approx(_error(again, model), rel=0.5)
 
 
 def test_engines_that_are_named_and_not_tried_are_told(model: nn.Module) -> None:
