@@ -35,9 +35,7 @@ def branches(model: nn.Module, x: torch.Tensor) -> Any:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "a product with a weight": lambda model, x: x @ model.weight,
-    "types that the graph names": lambda model, x: (x.to(torch.float32) + torch.ones(8)).sum(
-        0, dtype=torch.float32
-    ),
+    "types that the graph names": lambda model, x: x.to(torch.float32).cumsum(0, dtype=torch.float32),
     "a fill in a named type": lambda model, x: torch.full((6, 8), 0.1, dtype=torch.float32) * x,
     "bits": lambda model, x: (x.view(torch.int32) & -2).view(torch.float32) * 1.1,
     "random numbers": lambda model, x: torch.nn.functional.dropout(x, 0.5, training=True) / 3,

@@ -111,16 +111,16 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int)
     alike, size = _Alike(truth), truth.double().abs()
     floor = size.mul(_share(limits))
     place = _worst(answer, truth, floor, alike, limits)
-    for further in FURTHER_RUNS if rounding is not None and place is not None else ():
-        change = rounding.change(index, further)  # type: ignore[union-attr]
-        if change is None:
+    if place is None:
+        return None
+    for further in FURTHER_RUNS:
+        change = None if rounding is None else rounding.change(index, further)
+        if rounding is None or change is None:
             break
         allowed = change.mul_(MULTIPLE).add_(floor)
         place = _worst(answer, truth, allowed, alike, limits)
         if place is None or (not further and _no_worse((answer, truth), allowed, alike, rounding, index)):
             return None
-    if place is None:
-        return None
     where = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), truth.shape))
     made, meant = float(answer[where]), float(truth[where])
     return f"is off by {abs(made - meant):.3g} at {where}: {made:.6g} where PyTorch makes {meant:.6g}"

@@ -121,10 +121,8 @@ class CompileOptions:
 
         A measurement shows which pay. Where a strategy decides, a tolerance is a bound and no more.
         """
-        accuracy = self.accuracy
-        if accuracy.precision is None and not (
-            self.partition is None or isinstance(self.partition, Measured)
-        ):
+        accuracy, is_measured = self.accuracy, isinstance(self.partition, Measured | None)
+        if accuracy.precision is None and not is_measured:
             return ()
         return allowed_arithmetic(accuracy.precision, accuracy.tolerance, verify=accuracy.verify)
 

@@ -98,16 +98,20 @@ def _change(other: Any, precise: Any) -> torch.Tensor | None:
     """How far each element is off, where both are finite; of integers and booleans, which differ."""
     if not isinstance(other, torch.Tensor) or not isinstance(precise, torch.Tensor):
         return None
+    other, precise = _real(other), _real(precise)
     if other.shape != precise.shape or other.layout is not torch.strided:
         return None  # as many as the values say
-    if other.is_complex():
-        other, precise = torch.view_as_real(other.resolve_conj()), torch.view_as_real(precise.resolve_conj())
     if not other.is_floating_point():
-        return (other != precise).double()
-    change = torch.empty(other.shape, dtype=torch.double, device=other.device)
+        differs: torch.Tensor = other != precise
+        return differs.double()
+    change: torch.Tensor = torch.empty(other.shape, dtype=torch.double, device=other.device)
     for part, a, b in slices_of(change, other, precise):
         part.copy_(torch.nan_to_num_((a.double() - b).abs_(), nan=0.0, posinf=0.0))
     return change
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class _Precise(fx.Interpreter):
@@ -118,7 +122,7 @@ class _Precise(fx.Interpreter):
     """
 
     def __init__(self, module: nn.Module, generator: torch.Generator | None, coarsest: float) -> None:
-        super().__init__(module)  # type: ignore[arg-type]
+        super().__init__(module)
         self._generator, self._coarsest = generator, coarsest
 
     def run_node(self, n: fx.Node) -> Any:
@@ -146,7 +150,7 @@ class _Precise(fx.Interpreter):
     def _called(self, n: fx.Node, argument: Callable[[Any], Any]) -> Any:
         args = fx.node.map_aggregate(n.args, argument)
         kwargs = fx.node.map_aggregate(n.kwargs, argument)
-        return n.target(*args, **kwargs)  # type: ignore[operator, misc]
+        return n.target(*args, **kwargs)  # type: ignore[operator]
 
     def _wide(self, argument: Any) -> Any:
         if isinstance(argument, torch.dtype):

@@ -221,7 +221,7 @@ def suspects(graph: fx.Graph, plan: Plan, fault: str) -> Iterator[tuple[dict[fx.
 
 
 def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) -> float:
-    """The largest relative error of a compiled graph's results against the model's, over examples and rows."""
+    """The largest relative error of a compiled graph's results against the model's, over all examples."""
     worst = 0.0
     for example in examples:
         if example.truth is not None:
