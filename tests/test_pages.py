@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # The blocks of docs/pipeline.md run in several processes; tests/pipeline runs them.
 PAGES = [
     ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "pipeline"),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.stem != "pipeline"),
 ]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", re.S)
 

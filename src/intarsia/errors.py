@@ -7,6 +7,14 @@ class IntarsiaError(Exception):
     """The root of every error this package raises on purpose."""
 
 
+class InternalError(IntarsiaError):
+    """Something failed inside Intarsia or torch that should not; the message says what, when and where."""
+
+
+class DifferenceWarning(UserWarning):
+    """A compiled module can answer otherwise than the model; the message says when, and how to avoid it."""
+
+
 class CaptureError(IntarsiaError):
     """The model could not be turned into a graph."""
 

@@ -127,6 +127,11 @@ class CompileOptions:
         return allowed_arithmetic(accuracy.precision, accuracy.tolerance, verify=accuracy.verify)
 
     @property
+    def is_strict(self) -> bool:
+        """Whether a model that cannot be compiled as a whole is an error."""
+        return self.fallback == "error" or self.limits.require_full_compilation
+
+    @property
     def placement(self) -> Placement:
         """The strategy or measurement that these options ask for.
 

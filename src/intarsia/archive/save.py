@@ -110,8 +110,8 @@ def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], 
         return  # it is built again when the file is loaded, as any engine without a form of its own
     if packed is not None:
         writer.add(f"{member}.blob", [packed.blob])
-        told = {"blob": f"{member}.blob", "for": packed_for(packing.engine), "about": dict(packed.about)}
-        packing.written["packed"] = told
+        entry = {"blob": f"{member}.blob", "for": packed_for(packing.engine), "about": dict(packed.about)}
+        packing.written["packed"] = entry
 
 
 class _Saver:

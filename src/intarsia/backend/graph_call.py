@@ -6,7 +6,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from intarsia.backend.frozen import Autocast, example_of, freeze, without_autoca
 from intarsia.backend.options import without_name
 from intarsia.backend.program import Program, Stamp, program_of, stamp
 from intarsia.backend.reports import GraphReport, joined, update
-from intarsia.compiler import compile_with
+from intarsia.compiler.job import compile_whole
 from intarsia.errors import (
     CaptureError,
     InputError,
     IntarsiaError,
+    InternalError,
     LoweringError,
     StaleWeightsError,
     UnknownNameError,
@@ -76,13 +76,15 @@ class GraphCall:
         with self._lock:
             try:
                 self._compile_knowing_names(args)
-            except (CaptureError, LoweringError) as error:
-                if self._options.fallback == "error" or self._options.limits.require_full_compilation:
+            except (CaptureError, LoweringError, InternalError) as error:
+                if self._options.is_strict:
+                    if isinstance(error, InternalError) and error.__cause__ is not None:
+                        raise error.__cause__ from None
                     raise
                 self.leave(str(error).splitlines()[0])
             except IntarsiaError:
                 raise
-            except Exception as error:  # ours or torch's fault, and no reason to fail where PyTorch works
+            except Exception as error:  # no reason to fail where PyTorch works
                 self.leave(f"{type(error).__name__}: {error}")
 
     def leave(self, reason: str) -> None:
@@ -163,13 +165,12 @@ class GraphCall:
             torch.no_grad(),
             without_autocast(self._autocast),
         ):
-            compiled = compile_with(
-                replace(self._options, fallback="error"),
+            compiled = compile_whole(
+                self._options,
                 frozen.module,
                 example_of(frozen, args),
                 dynamic_shapes=frozen.dynamic_shapes,
             )
-        assert isinstance(compiled, Compiled)
         made = program_of(compiled, frozen, self._autocast, args, weakref.WeakMethod(self.drop))
         self._programs, self._last = (*self._programs, made), made
         self._tell(compiled, frozen.dynamic_shapes is not None)

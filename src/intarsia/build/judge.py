@@ -56,7 +56,7 @@ class Judge:
         args, kwargs = copied_call(call)
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model):
-            made = (function or self.model)(*args, **kwargs)
+            made = (self.model if function is None else function)(*args, **kwargs)
             leaves, structure = pytree.tree_flatten(open_objects(made))
             # What is returned may lie in a buffer, which is about to be put back.
             leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]

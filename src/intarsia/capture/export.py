@@ -49,6 +49,8 @@ def capture(
             f"{type(model).__name__} is given a {type(cache).__name__}, which it changes in Python, where no"
             " graph sees it"
         )
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in pytree.tree_leaves(call)):
+        raise CaptureError(f"{type(model).__name__} is given a nested tensor, which no engine takes")
     if dynamic_shapes is not None:
         # A named Dim promises every size of its range to export, which gives up where the model treats 1 by
         # itself; an unnamed one writes the exception down as a guard.

@@ -23,7 +23,9 @@ class Input:
 
     Args:
         shape: the shape, where it never changes.
-        min_shape, opt_shape, max_shape: the least, the most usual and the largest shape.
+        min_shape: the smallest shape.
+        opt_shape: the most usual shape; engines are built for it where they build for one.
+        max_shape: the largest shape.
         dtype: the element type.
         device: where the example is made.
         domain: examples are drawn from here; for token ids, say `(0, vocabulary)`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 
 from intarsia.choose.findings import BlockCost, Findings, Trial
@@ -41,19 +40,16 @@ def _trials(found: Findings) -> Iterator[str]:
         dropped = "" if trial.final else ", not in the last race"
         if trial.quickest and trial.median > _BUSY * trial.quickest:
             dropped += f"; the machine was busy: its quickest round took {trial.quickest * 1e3:.3f}"
-        yield f" {mark} {name:<{width}}  {_ms(trial.seconds)}  {ratio:>6}  {count}{dropped}"
+        yield f" {mark} {name:<{width}}  {_ms(trial)}  {ratio:>6}  {count}{dropped}"
 
 
 def _rank(trial: Trial) -> tuple[bool, float]:
     return (not trial.final, trial.median)
 
 
-def _ms(seconds: Sequence[float]) -> str:
-    middle = statistics.median(seconds) * 1e3
-    if len(seconds) < 2:
-        return f"{middle:9.3f}        "
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return f"{middle:9.3f} ±{(high - low) / 2 * 1e3:6.3f}"
+def _ms(trial: Trial) -> str:
+    spread = "        " if len(trial.seconds) < 2 else f" ±{trial.spread * 1e3:6.3f}"
+    return f"{trial.median * 1e3:9.3f}{spread}"
 
 
 def _blocks(found: Findings) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.call import Call as Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import copied_call, is_transformed
 from intarsia.capture.frozen_state import attributes_of, changing_modules
 from intarsia.capture.protect import undisturbed
 from intarsia.capture.random_state import kept_random_state
@@ -52,7 +52,7 @@ def compile_parts(
     parts, failures = _compile_each(model, seen, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
     made = assembled(model, parts, notes, reason)
-    fault = _fault(made, call, seen.answer)
+    fault = _fault(made, call, seen.answer) if parts else None
     if fault is None:
         return made
     # One part may be to blame: of those that agree by themselves, all together.
@@ -80,6 +80,7 @@ class _Seen:
     calls: dict[str, list[Call]]
     changing: set[str]
     filling: set[str]  # submodules that put something into a list, dictionary or cache they are given
+    transformed: set[str]  # submodules that a transform of torch.func runs
 
 
 def _record(model: nn.Module, call: Call) -> _Seen:
@@ -87,13 +88,16 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     calls: dict[str, list[Call]] = {}
     given: dict[str, list[Any]] = {}
     filling: set[str] = set()
+    transformed: set[str] = set()
     handles = []
 
     def noting(path: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             known = calls.setdefault(path, [])
             given.setdefault(path, []).append(_shape_of_call(args, kwargs))
-            if len(known) < _MOST_CALLS:
+            if is_transformed((args, kwargs)):
+                transformed.add(path)
+            elif len(known) < _MOST_CALLS:
                 known.append(copied_call((args, kwargs)))
 
         return note
@@ -123,7 +127,7 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     finally:
         for handle in handles:
             handle.remove()
-    return _Seen(answer, calls, changing, filling)
+    return _Seen(answer, calls, changing, filling, transformed)
 
 
 def _shape_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[pytree.TreeSpec, list[int]]:
@@ -168,6 +172,8 @@ def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
     changing = [inner for inner in seen.changing if inner == path or inner.startswith(f"{path}.")]
     if changing:
         return f"a run changes Python attributes of {changing[0]}"
+    if path in seen.transformed:
+        return "a transform of torch.func runs it"
     if path in seen.filling:
         return "it puts something into what it is given"
     if module._forward_hooks or module._forward_pre_hooks:
