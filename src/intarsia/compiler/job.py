@@ -163,7 +163,7 @@ def prepare(
             f"cuda_graphs={options.cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
         )
     usable, notes = resolve_engines(options.engines, device)
-    placement, arithmetic = options.placement, options.accuracy.arithmetic
+    placement, arithmetic = options.placement, options.arithmetic
     is_open = options.engines is None and options.limits.backend_priority is None
     by_default = is_open and options.partition is None and not arithmetic
     if by_default and device in ("cpu", "cuda") and len(usable) > 1 and is_measuring():
@@ -375,15 +375,13 @@ class CompileJob:
     def mismatch(self, judge: Judge, graph: LoweredModel, compiled: Compiled) -> str | None:
         """How the module as a whole differs from the model; None where it answers alike.
 
-        What rounding may do is that of the coarsest engine in use; a tolerance counts only where an engine
-        of shorter arithmetic is in use.
+        What rounding may do is that of the coarsest engine in use.
         """
         plans = (compiled.plan, *compiled.body_plans.values())
         names = {name for plan in plans for name in plan.engines}
         used = [engine for engine in self.engines if engine.name in names]
         coarsest = max((engine.coarsest for engine in used), default=0.0)
-        is_exact = all(engine.is_exact for engine in used)
-        tolerance = None if is_exact else self.options.accuracy.tolerance
+        tolerance = self.options.accuracy.tolerance
         return whole_fault(judge, graph.lowered, compiled, graph.examples, coarsest, tolerance)
 
     def store(self, cache: CacheEntry, graph: LoweredModel, compiled: Compiled) -> None:
