@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from intarsia.generation.compile import compile_generation as compile_generation
     from intarsia.lower.decompositions import register_decomposition as register_decomposition
     from intarsia.report import explain as explain
+    from intarsia.report.check import check as check
     from intarsia.runtime import Compiled as Compiled
     from intarsia.runtime import PartlyCompiled as PartlyCompiled
     from intarsia.tuning.recording import recording as recording
@@ -46,6 +47,7 @@ _HOMES = {
     "compile_generation": "intarsia.generation.compile",
     "register_decomposition": "intarsia.lower.decompositions",
     "explain": "intarsia.report",
+    "check": "intarsia.report.check",
     "Compiled": "intarsia.runtime",
     "PartlyCompiled": "intarsia.runtime",
     "load": "intarsia.archive",

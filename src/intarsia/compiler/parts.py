@@ -198,7 +198,7 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
         return None
     asked: list[Any] = []
     for same in zip(*(leaves for leaves, _ in flats), strict=True):
-        if not all(isinstance(x, torch.Tensor) and x.dim() == same[0].dim() for x in same):
+        if not all(isinstance(x, torch.Tensor) and _is_like(x, same[0]) for x in same):
             asked.append(None)
             continue
         axes = [a for a in range(same[0].dim()) if len({int(x.shape[a]) for x in same}) > 1]
@@ -210,6 +210,10 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except TypeError:
         return None
+
+
+def _is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dim() == other.dim() and not tensor.is_nested  # whose sizes are no numbers
 
 
 def _elements(module: nn.Module) -> int:

@@ -12,6 +12,7 @@ from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
 from intarsia.pipeline.schedule.schedules import SCHEDULES, Schedule, schedule
 from intarsia.pipeline.schedule.simulate import Simulation, simulate
 from intarsia.pipeline.split import split
+from intarsia.pipeline.stages.samples import mixed_samples
 
 __all__ = [
     "SCHEDULES",
@@ -32,6 +33,7 @@ __all__ = [
     "html_gantt",
     "is_checkpointing",
     "is_recomputing",
+    "mixed_samples",
     "plan_pipeline",
     "pop",
     "schedule",

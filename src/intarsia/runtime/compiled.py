@@ -337,9 +337,8 @@ class Compiled(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
-        kinds = {(tensor.dtype, tensor.device): tensor for tensor in self._fit.state.values()}
-        for (dtype, device), tensor in kinds.items():
-            converted = fn(tensor.new_empty((0,)))
+        for dtype, device in {(tensor.dtype, tensor.device) for tensor in self._fit.state.values()}:
+            converted = fn(torch.empty((0,), dtype=dtype, device=device))
             if (converted.dtype, converted.device) != (dtype, device):
                 raise InputError(
                     f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
