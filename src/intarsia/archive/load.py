@@ -31,6 +31,7 @@ from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
+from intarsia.plain_tensors import plain_state
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import Made, Origin, with_fallback
@@ -61,7 +62,7 @@ def load_whole(
     with _undisturbed(), reader.checking(WEIGHTS) as weights:
         loader = _Loader(reader, weights, engines_in_file, _devices(map_location), notes, native)
         if module is not None:
-            loader.take(contents["state"], module.state_dict())
+            loader.take(contents["state"], plain_state(module.state_dict()))
         with loader.unpacking(contents["inlay"], packed):
             return loader.compiled(contents, module)
 

@@ -20,6 +20,7 @@ def findings_text(found: Findings) -> str:
     if found.tolerance is not None and found.trials:
         whole = found.trial(found.chosen).error
         lines.append(f"error end to end {whole:.2g} of the largest value; tolerance={found.tolerance:g}")
+        lines.append("  measured on the examples, in each row of a batch; other inputs may be off by more")
         lines += [f"  error of the segment from {node}: {error:.2g}" for node, error in found.errors.items()]
     lines += [f"left out: {reason}" for reason in found.left_out]
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from intarsia.capture.call import Call
 from intarsia.capture.example import copied_call
 from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.random_state import keeps_random_state
-from intarsia.compare import beyond_tolerance, disagreement, relative_error
+from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
 from intarsia.errors import InputError, IntarsiaError
 from intarsia.lower.generalize import lower_model
@@ -211,7 +211,7 @@ class _Check:
             return Comparison(name, structure, 0.0)
         error_of = relative_error(leaves, truth.leaves)
         if self.tolerance is not None:
-            return Comparison(name, beyond_tolerance(leaves, truth.leaves, self.tolerance), error_of)
+            return Comparison(name, disagreement(leaves, truth.leaves, tolerance=self.tolerance), error_of)
         if disagreement(leaves, truth.leaves) is None:  # by a rule of thumb; the runs below cost more
             return Comparison(name, None, error_of)
         return Comparison(name, self._fault(call, truth, leaves, lowered), error_of)
@@ -221,10 +221,10 @@ class _Check:
         if lowered is None or truth.structure != lowered.out_spec:
             return disagreement(leaves, truth.leaves)
         try:
-            expected, tail = self.judge.graph_answer(lowered, call)
+            expected = self.judge.graph_answer(lowered, call)
         except Exception:  # sizes that the graph does not take
             return disagreement(leaves, truth.leaves)
-        case = Case(lowered.module, example_inputs(lowered, *copied_call(call)), expected, tail=tail)
+        case = Case(lowered.module, example_inputs(lowered, *copied_call(call)), expected)
         answer = replace(truth, leaves=leaves)
         return self.judge.fault(lowered, truth, answer, case.rounding(0.0))
 
