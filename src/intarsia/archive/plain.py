@@ -119,9 +119,18 @@ def _folder(compiled: Compiled, path: Path) -> Exported:
                     "engine": piece.segment.engine,
                     "version": engine.version() if engine else f"torch {torch.__version__}",
                     "settings": dict(own),
-                    "inputs": [_described(node) for node in inputs],
+                    "inputs": [node.name for node in piece.inputs],
+                    "outputs": [node.name for node in piece.outputs],
+                }
+            )
+        graph = compiled.lowered.module.graph
+        manifest = {
+            "format": "intarsia pieces",
+            "version": 1,
+            "made by": made_by(),
+            "inputs": [_described(node) for node in graph.find_nodes(op="placeholder")],
             "pieces": pieces,
-            "outputs": _returned(compiled.lowered.module.graph),
+            "outputs": _returned(graph),
         }
         (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         draft.chmod(0o755)
