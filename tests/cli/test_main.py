@@ -129,6 +129,58 @@ def test_a_budget_measures(intarsia: Command, models: str) -> None:
     assert "Plan by measurement" in intarsia.good(*words)
 
 
+BACKENDS = """
+import torch
+
+def scaled(model):
+    return lambda *args: model(*args) * 1.5
+
+def eager(model):
+    return torch.compile(model, backend="eager")
+"""
+
+
+def test_check(intarsia: Command, models: str) -> None:
+    Path("backends.py").write_text(BACKENDS)
+    name = f"{models}:make"
+    assert "computes what the model does, to rounding" in intarsia.good("check", name)
+    words = ("--against", "backends.py:eager", "--no-edges", "--draws", 1)
+    report = json.loads(intarsia.good("check", name, *words, "--json"))
+    assert report["equal"] and [c["inputs"] for c in report["comparisons"]] == [
+        "the example",
+        "drawn inputs 0",
+    ]
+    outcome = intarsia("check", name, "--against", "backends.py:scaled")
+    assert outcome.code == 1 and "differs from the model" in outcome.out
+
+
+def test_check_and_diff_of_a_file(intarsia: Command, models: str) -> None:
+    words = ("--engines", "onnxruntime", "-O", "min_block_size=1")
+    intarsia.good("compile", f"{models}:make", *words, "-o", "a.intarsia")
+    assert "a.intarsia computes" in intarsia.good("check", f"{models}:make", "--against", "a.intarsia")
+    assert "computes what the model does" in intarsia.good("check", "a.intarsia")
+    (segment,) = json.loads(intarsia.good("diff", "a.intarsia", "--json"))["segments"]
+    assert segment["engine"] == "onnxruntime" and 0 <= segment["own"] < 1e-5
+    assert "own error" in intarsia.good("diff", f"{models}:make", *words)
+
+
+def test_diff_of_short_arithmetic_is_a_difference(intarsia: Command, models: str) -> None:
+    short = ("--engines", "openvino-bf16", "-O", "tolerance=0.1", "-O", "min_block_size=1")
+    outcome = intarsia("diff", f"{models}:make", *short)
+    assert outcome.code in (0, 1), outcome.err
+    assert ("differs:" in outcome.out) == (outcome.code == 1)
+
+
+def test_export(intarsia: Command, models: str) -> None:
+    words = ("export", f"{models}:make", "-O", "min_block_size=1", "--to")
+    assert "wrote make.onnx, a plain file" in intarsia.good(*words, "onnx")
+    told = json.loads(intarsia.good(*words, "openvino", "-o", "net.xml", "--json"))
+    assert told == {"path": "net.xml", "is_folder": False, "settings": {"INFERENCE_PRECISION_HINT": "f32"}}
+    intarsia.good(*words, "pt2", "-o", "net.pt2")
+    for file in ("make.onnx", "net.xml", "net.pt2"):
+        intarsia.good("check", f"{models}:make", "--against", file, "--no-edges")
+
+
 def test_split(intarsia: Command, models: str) -> None:
     assert "stage 1" in intarsia.good("split", f"{models}:make")
     told = json.loads(intarsia.good("split", f"{models}:make", "--by", "memory", "--json"))

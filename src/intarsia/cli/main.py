@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from intarsia.cli import compiling, machine, pipeline, running
+from intarsia.cli import checking, compiling, machine, pipeline, running
 from intarsia.errors import IntarsiaError
 
 MISTAKE, UNEXPECTED, INTERRUPTED = 2, 3, 130
@@ -19,7 +19,10 @@ MISTAKE, UNEXPECTED, INTERRUPTED = 2, 3, 130
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(compiling.explain)
 app.command("compile")(compiling.compile_)
+app.command()(compiling.export)
 app.command()(compiling.bench)
+app.command()(checking.check)
+app.command()(checking.diff)
 app.command()(pipeline.split)
 # The arguments after the script belong to the script.
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(running.tune)

@@ -64,7 +64,7 @@ def compiled_file(name: str) -> Compiled | None:
     return load(path)
 
 
-def load_factory(place: str, name: str) -> Callable[[], Any]:
+def load_factory(place: str, name: str) -> Callable[..., Any]:
     """The function `name` of a Python file or of a module, named on the command line."""
     try:
         module = _imported(place)
@@ -77,6 +77,16 @@ def load_factory(place: str, name: str) -> Callable[[], Any]:
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError(f"{place} has no function {name!r}{near(name, own)}")
     return factory  # type: ignore[no-any-return]
+
+
+def call_factory(place: str, name: str, *args: Any) -> Any:
+    """What the function `name` of a Python file or of a module returns."""
+    try:
+        return load_factory(place, name)(*args)
+    except InputError:
+        raise
+    except Exception as error:  # the user's own code
+        raise InputError(f"{place}:{name} raised {type(error).__name__}: {error}") from error
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -118,11 +128,7 @@ def _names_beside(path: Path) -> list[str]:
 
 
 def _from_function(name: str, place: str, function: str) -> Specimen:
-    factory = load_factory(place, function)
-    try:
-        returned = factory()
-    except Exception as error:  # the user's own code
-        raise InputError(f"{name} raised {type(error).__name__}: {error}") from error
+    returned = call_factory(place, function)
     is_call = isinstance(returned, tuple) and len(returned) in (2, 3)
     if not is_call or not isinstance(returned[0], nn.Module | ExportedProgram):
         kind = type(returned).__name__

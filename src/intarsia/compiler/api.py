@@ -56,11 +56,11 @@ def compile(
     alone, other options and the model as it is are measured on this machine, and the best is taken (see
     `docs/choosing.md`). It is the default where neither engines nor their order are named, unless
     the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
-    Arithmetic is the model's own (`precision="fp32"`). With `tolerance=0.02` engines may use bf16, fp16,
-    int8, or weights of 8 or 4 bits ("int8-weights", "int4-weights"; or only what `precision` names) where
-    that is measured to be faster and the largest error of each result, on the example and on further
-    `examples` of positional arguments, stays within that share of its largest value; blocks with the largest
-    errors are kept exact, and the plan tells the error.
+    Results agree with the model's within rounding. With `tolerance=0.02` the error of each result may be up
+    to that share of its largest value, in each row of a batch, on the example and on further `examples` of
+    positional arguments. Then engines may also use bf16, fp16, int8, or weights of 8 or 4 bits
+    ("int8-weights", "int4-weights"; or only what `precision` names, nothing with "fp32") where that is
+    measured to be faster; blocks with the largest errors are kept exact, and the plan tells the error.
     `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
     `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
     `backend_support_map`), given by name or together as `options`.

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from intarsia.compare import beyond_tolerance
+from intarsia.compare import disagreement
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
 from intarsia.pipeline.stages.batch import Axes, BatchDims
@@ -205,7 +205,7 @@ def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
     for outer in (n for n in range(1, common + 1) if common % n == 0):
         parts = [h.unflatten(axis, (outer, -1)) for h in halves]
         joined = torch.cat(parts, axis + 1).flatten(axis, axis + 1)
-        if beyond_tolerance([joined], [whole], tolerance) is None:
+        if disagreement([joined], [whole], tolerance=tolerance) is None:
             return True
     return False
 
