@@ -20,10 +20,9 @@ from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.stages.batch import BatchDims
 from intarsia.pipeline.stages.computed import computed_buffers
-from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.devices import buffers_on_meta, is_on_meta, to_meta
-from intarsia.pipeline.stages.meta_cost import DeviceSpeed, estimate_with, made_up_on, measure_made_up
+from intarsia.pipeline.stages.profile import DeviceSpeed, cost_source, memory_costs, profile
 from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import TensorSpec
@@ -95,8 +94,7 @@ def split(
     if in_flight < 1:
         raise PartitionError(f"in_flight={in_flight} must be 1 or more")
     count = _count(stages, cuts)
-    speed = DeviceSpeed() if costs == "analytic" else costs
-    if not isinstance(speed, DeviceSpeed) and speed != "measured":
+    if not isinstance(costs, DeviceSpeed) and costs not in ("measured", "analytic"):
         raise PartitionError(f"costs={costs!r} is neither 'measured' nor 'analytic' nor a DeviceSpeed")
     if is_on_meta(model):
         args, kwargs = to_meta((tuple(args), dict(kwargs or {})))
@@ -151,34 +149,17 @@ def split(
         if checkpoint:
             recompute_modules(parts, checkpoint)
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    node_costs, source = _node_costs(captured, args, kwargs, by, speed, progress)
+    if by == "memory":
+        node_costs, source = memory_costs(captured), ""
+    else:
+        origin = cost_source(captured, costs)
+        tensors = captured.signature.flatten(args, kwargs)
+        node_costs, source = profile(captured, tensors, progress=progress, source=origin), str(origin)
     places = choose(captured.line, node_costs, crossing_prices(captured))
     made = make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
     if checkpoint:
         recompute_modules(made, checkpoint)
     return made
-
-
-def _node_costs(
-    captured: Trace,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    by: By,
-    speed: DeviceSpeed | str,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[list[Cost], str]:
-    """What every node costs, and where that comes from."""
-    if by == "memory":
-        kept, held = saved_bytes(captured), weight_bytes(captured)
-        return [Cost(saved=s, weights=w) for s, w in zip(kept, held, strict=True)], ""
-    tensors = captured.signature.flatten(args, kwargs)
-    if isinstance(speed, DeviceSpeed):
-        measure, source = estimate_with(speed), str(speed)
-    elif any(state.tensor.is_meta for state in captured.states.values()):
-        measure, source = measure_made_up, f"each node measured on {made_up_on()} with made-up values"
-    else:
-        measure, source = None, ""
-    return profile(captured, tensors, progress=progress, measure=measure), source
 
 
 def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:
