@@ -31,7 +31,8 @@ def compile_generation(
 ) -> Generation:
     """Let `model.generate(...)` run compiled programs. Sampling, beams and streaming stay transformers' own.
 
-    Two programs are compiled for a decoder: one for prompts of 2 to `max_length` tokens, one for a single token.
+    Two programs are compiled for a decoder: one for prompts of 2 to `max_length` tokens, one for a single
+    token.
     An encoder gets a program of its own. Calls without a compiled program (longer, another number of rows,
     attentions asked for, weights changed) use the model's own forward on the same cache, with a warning.
 

@@ -60,8 +60,8 @@ def split(
     """Cut a model into balanced stages, by its graph, or by its modules if it cannot be exported.
 
     Among the cuts within `slack` of the best balance, those with the fewest bytes across are taken, and tied
-    weights stay together if they can. A model on the meta device is cut there, without memory: each kind of node
-    is measured alone, and `Stages.load` reads the weights.
+    weights stay together if they can. A model on the meta device is cut there, without memory: each kind of
+    node is measured alone, and `Stages.load` reads the weights.
 
     Args:
         model: the model, in training or in evaluation.

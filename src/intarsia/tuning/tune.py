@@ -30,9 +30,10 @@ def tune(
 ) -> Tuned:
     """Speed up a program that you did not write: `intarsia.tune(pipe, lambda: pipe(prompt))`.
 
-    The modules that take the time are compiled for the calls that were seen, verified on them, and put in place.
-    Sizes that varied become ranges. A module that cannot be compiled stays as it is, and the modules inside it
-    are considered. Only `forward` of a module is replaced; `restore()` undoes it.
+    The modules that take the time are compiled for the calls that were seen, verified on them, and put in
+    place.
+    Sizes that varied become ranges. A module that cannot be compiled stays as it is, and the modules inside
+    it are considered. Only `forward` of a module is replaced; `restore()` undoes it.
 
     Args:
         target: an object that holds modules: a pipeline, a service, a model.

@@ -57,8 +57,8 @@ class OnnxRuntime(NetworkEngine):
         prepack: pack weights for faster products, for one copy of each.
         device: `"cpu"` or `"cuda"`. On a GPU, weights, inputs and results stay there.
         options: entries of the session's configuration.
-        guards: watch for values that ONNX Runtime treats otherwise than PyTorch (NaN, infinities, indices), and
-            leave such a call to PyTorch.
+        guards: watch for values that ONNX Runtime treats otherwise than PyTorch (NaN, infinities, indices),
+            and leave such a call to PyTorch.
         tensorrt: ask ONNX Runtime's TensorRT provider first. This has not been tested.
 
     >>> from intarsia.engines import OnnxRuntime

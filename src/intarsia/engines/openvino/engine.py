@@ -38,8 +38,8 @@ class OpenVINO(NetworkEngine):
     """Runs layer networks on OpenVINO.
 
     Args:
-        precision: the arithmetic that it may use. OpenVINO itself would choose fp16 or bf16 where the processor
-            has it.
+        precision: the arithmetic that it may use. OpenVINO itself would choose fp16 or bf16 where the
+            processor has it.
         threads: by default, `torch.get_num_threads()`.
         options: properties of the compiled model.
         guards: watch for values that OpenVINO treats otherwise than PyTorch (NaN, integers beyond its
