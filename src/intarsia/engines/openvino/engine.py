@@ -36,10 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenVINO(NetworkEngine):
-    """Options: `precision` the arithmetic may use, `threads` (torch's count by default), `options`.
+    """Runs layer networks on OpenVINO.
 
-    With `guards` a program watches for values that OpenVINO would treat unlike PyTorch (NaN, integers beyond
-    its arithmetic, indices out of range) and leaves such a call to PyTorch; without, it trusts them.
+    Args:
+        precision: the arithmetic that it may use. OpenVINO itself would choose fp16 or bf16 where the
+            processor has it.
+        threads: by default, `torch.get_num_threads()`.
+        options: properties of the compiled model.
+        guards: watch for values that OpenVINO treats otherwise than PyTorch (NaN, integers beyond its
+            arithmetic, indices out of range), and leave such a call to PyTorch.
 
     >>> from intarsia.engines import OpenVINO
     >>> OpenVINO(precision="f32").name
