@@ -15,6 +15,7 @@ from intarsia.engines.base import (
     NetworkEngine,
     Packed,
     Program,
+    RuntimeFile,
     WeightFile,
     Workload,
 )
@@ -145,6 +146,11 @@ class OnnxRuntime(NetworkEngine):
 
         write_file(replace(self, guards=False)._guarded(net), path)
         return {}
+
+    def open(self, path: Path) -> RuntimeFile:
+        from intarsia.engines.onnxruntime.file import OnnxFile
+
+        return OnnxFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The model that a session is made of, guards and all, less its weights.

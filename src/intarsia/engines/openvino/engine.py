@@ -13,6 +13,7 @@ from intarsia.engines.base import (
     NetworkEngine,
     Packed,
     Program,
+    RuntimeFile,
     WeightFile,
     Workload,
 )
@@ -110,6 +111,11 @@ class OpenVINO(NetworkEngine):
         except Exception as error:
             raise EngineError(f"OpenVINO failed to write {net.name}: {last_line(error)}") from error
         return {"INFERENCE_PRECISION_HINT": self.precision}
+
+    def open(self, path: Path) -> RuntimeFile:
+        from intarsia.engines.openvino.file import OpenvinoFile
+
+        return OpenvinoFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         from intarsia.engines.openvino.gated import is_gated
