@@ -92,10 +92,11 @@ class Judge:
         """Whether the model gives the same answer once more, with other random numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.rand(1)
-            again = self.answer(call)
-        if again.structure != truth.structure or len(again.leaves) != len(truth.leaves):
-            return False
-        return disagreement(again.leaves, truth.leaves) is None
+            return _are_alike(self.answer(call), truth)
+
+    def repeats(self, call: Call) -> bool:
+        """Whether the model gives the same answer twice, with the same random numbers."""
+        return _are_alike(self.answer(call), self.answer(call))
 
     def graph_answer(self, lowered: Lowered, call: Call) -> tuple[Any, ...]:
         """What the lowered graph answers, run in PyTorch."""
@@ -108,6 +109,12 @@ class Judge:
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{path}.{name}" if path else name, value
+
+
+def _are_alike(one: Answer, other: Answer) -> bool:
+    if one.structure != other.structure or len(one.leaves) != len(other.leaves):
+        return False
+    return disagreement(one.leaves, other.leaves) is None
 
 
 def call_of(lowered: Lowered, inputs: Sequence[Any]) -> Call:
