@@ -26,7 +26,7 @@ from intarsia.engines import (
     OpenVINOInt4Weights,
     OpenVINOInt8Weights,
 )
-from intarsia.engines.onnxruntime.nbits import silent_tool
+from intarsia.engines.onnxruntime.short import silent_tool
 from intarsia.engines.openvino import short
 from intarsia.engines.openvino.program import CompiledModel
 from intarsia.engines.processor import is_arm

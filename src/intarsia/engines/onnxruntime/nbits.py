@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +10,7 @@ import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from intarsia.engines.onnxruntime.corrections import names_read
+from intarsia.engines.onnxruntime.short import silent_tool
 from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import Weights, to_proto
@@ -96,20 +94,3 @@ def _still_read(proto: Any, weights: Weights) -> Weights:
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(kept)
     return {name: array for name, array in weights.items() if name not in unread}
-
-
-@contextmanager
-def silent_tool() -> Iterator[None]:
-    """Within it tools log errors alone; the root logger is then as it was, whatever an import did to it."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
-    root.setLevel(logging.ERROR)
-    tools = logging.getLogger("onnxruntime.quantization")
-    before = tools.level
-    tools.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        tools.setLevel(before)
-        root.setLevel(level)
-        root.handlers[:] = handlers

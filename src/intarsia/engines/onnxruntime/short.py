@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +20,26 @@ if TYPE_CHECKING:
     from intarsia.engines.onnxruntime.model import Model
     from intarsia.network import Network
     from intarsia.network.serialize import Weights
+
+
+# ONNX Runtime's quantization tools without what they tell and change of logging.
+
+
+@contextmanager
+def silent_tool() -> Iterator[None]:
+    """Within it tools log errors alone; the root logger is then as it was, whatever an import did to it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    root.setLevel(logging.ERROR)
+    tools = logging.getLogger("onnxruntime.quantization")
+    before = tools.level
+    tools.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        tools.setLevel(before)
+        root.setLevel(level)
+        root.handlers[:] = handlers
 
 
 # ONNX Runtime with products of 8-bit integers, by its own tool: activations are rounded at every call.
@@ -74,8 +97,6 @@ def _quantized(net: Network) -> tuple[Any, Weights]:
     model, _ = to_proto(net, weights_outside=False)
     del model.graph.value_info[:]  # shapes of weights that the tool turns round
     # The tool recommends a preparation that concerns static quantization.
-    from intarsia.engines.onnxruntime.nbits import silent_tool
-
     with tempfile.TemporaryDirectory() as folder, silent_tool():
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
