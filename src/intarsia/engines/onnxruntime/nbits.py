@@ -9,8 +9,8 @@ import onnx_ir as ir
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from intarsia.engines.onnxruntime.corrections import names_read
-from intarsia.engines.onnxruntime.short import silent_tool
+from intarsia.engines.onnxruntime.protos import names_read
+from intarsia.engines.onnxruntime.silent import silent_tool
 from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import Weights, to_proto
