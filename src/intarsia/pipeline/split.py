@@ -58,27 +58,34 @@ def split(
     costs: Literal["measured", "analytic"] | DeviceSpeed = "measured",
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
-    """Cut `model` into `stages` (4) balanced parts, by its graph, or by its modules if it cannot be exported.
+    """Cut a model into balanced stages, by its graph, or by its modules if it cannot be exported.
 
-    `args` and `kwargs` are an example call; where the model lets it, the batch length stays open. `by="time"`
-    balances measured forward and backward seconds, `by="memory"` weights and what backward keeps, of
-    `in_flight` micro-batches. `speeds` and `memory` (bytes) describe unequal devices. Among cuts within
-    `slack` of the best balance the one with the fewest bytes across is taken, and tied weights stay together
-    if they can. `cuts` gives the places by hand: node numbers, names of nodes or modules that a stage begins
-    with (`"encoder.layer.6"`), or a `Plan` of this model, whose segments become the stages. Times measured by
-    several processes differ: with `agree` every rank of torch.distributed takes rank 0's cuts.
+    Among the cuts within `slack` of the best balance, those with the fewest bytes across are taken, and tied
+    weights stay together if they can. A model on the meta device is cut there, without memory: each kind of
+    node is measured alone, and `Stages.load` reads the weights.
 
-    Every tensor whose first dimension has the batch's length is divided among micro-batches, unless the model
-    runs a larger batch without it; `batch_dims` says otherwise, by position or by name: an axis, or None for
-    a tensor that every micro-batch gets whole. `dynamic_shapes`, as of `torch.export`, opens other sizes,
-    such as the length of a sequence.
-
-    `checkpoint` names modules (or patterns of names, `"encoder.layer.*"`) that are computed again in the
-    backward pass instead of keeping what they computed, wherever the stages run.
-
-    A model on the meta device is cut there, without memory: each kind of node is measured alone on made-up
-    values, and `Stages.load` brings the weights. `costs="analytic"` computes seconds from operations and
-    bytes instead of measuring them; a `DeviceSpeed` says for which device. The report tells which it was.
+    Args:
+        model: the model, in training or in evaluation.
+        args: an example of its arguments by position.
+        kwargs: an example of its arguments by name.
+        stages: how many stages; 4 by default.
+        by: `"time"` balances measured seconds forward and backward. `"memory"` balances weights and what
+            backward keeps.
+        cuts: places by hand: node numbers, names of nodes or of modules that a stage begins with
+            (`"encoder.layer.6"`), or a `Plan` of this model whose segments become the stages.
+        speeds: relative speeds of unequal devices.
+        memory: bytes of unequal devices.
+        in_flight: micro-batches whose activations count for `by="memory"`.
+        slack: how much worse than the best balance a cut may be.
+        dynamic_batch: keep the batch length open where the model lets it.
+        dynamic_shapes: other sizes that may vary, as for `torch.export.export`.
+        batch_dims: the batch axis of each tensor, by position or by name; None for a tensor that every
+            micro-batch gets whole. By default, found by the graph, or by running a larger batch.
+        agree: every rank of torch.distributed takes the cuts of rank 0. Measured times differ between ranks.
+        checkpoint: modules, or patterns such as `"encoder.layer.*"`, that are computed again in the backward
+            pass.
+        costs: `"measured"`, `"analytic"` (from operations and bytes), or a `DeviceSpeed`.
+        progress: called with the number of nodes measured, and of all.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
