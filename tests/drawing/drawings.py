@@ -28,7 +28,10 @@ def two_engines() -> Drawing:
         nodes=nodes,
         segments=segments,
         engine_seconds={"openvino": 0.001, "pytorch": 0.002},
-        trials=(DrawnTrial("mix", 0.003, 0.0001, 3, True), DrawnTrial("pytorch", 0.004, 0.0, 1, False)),
+        trials=(
+            DrawnTrial("mix", 0.003, 0.0001, 3, True, True),
+            DrawnTrial("pytorch", 0.004, 0.0, 1, False, True),
+        ),
         measured_how="measured in 2 s",
         advice=(f"if {HOSTILE} took it",),
         notes=(HOSTILE,),

@@ -14,7 +14,7 @@ from intarsia.build.judge import Answer, Call, Judge, call_of
 from intarsia.build.trial import Case
 from intarsia.capture.example import copied_call
 from intarsia.compare import relative_error
-from intarsia.errors import InputError
+from intarsia.errors import InputError, UnrepeatableError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
@@ -62,6 +62,7 @@ class LoweredModel:
     examples: list[Example]
     notes: tuple[str, ...] = ()
     fault: str | None = None
+    differences: tuple[str, ...] = ()  # when the graph can answer otherwise, though not on the examples
 
 
 def faithful_lowering(
@@ -114,6 +115,11 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
             fault = f"fails where the model does not: {type(error).__name__}: {error}"
             return replace(graph, fault=fault)
         mismatch = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
+        if mismatch is not None and not judge.repeats(example.call):
+            raise UnrepeatableError(
+                "two runs of the model with the same random numbers differ: it keeps state in Python"
+                " or reads a clock, which no graph does"
+            )
         if mismatch is not None and not judge.is_deterministic(example.call, example.truth):
             note = "not compared with the model: two runs of the model itself differ"
             examples = [replace(e, truth=None) for e in graph.examples]

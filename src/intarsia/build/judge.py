@@ -1,4 +1,8 @@
-"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned."""
+"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned.
+
+Engines are compared with the model and not with our own graph of it, which cannot show a wrong decomposition
+or a path that capture does not take. It costs one eager run for each example.
+"""
 
 from __future__ import annotations
 
@@ -92,10 +96,11 @@ class Judge:
         """Whether the model gives the same answer once more, with other random numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.rand(1)
-            again = self.answer(call)
-        if again.structure != truth.structure or len(again.leaves) != len(truth.leaves):
-            return False
-        return disagreement(again.leaves, truth.leaves) is None
+            return _are_alike(self.answer(call), truth)
+
+    def repeats(self, call: Call) -> bool:
+        """Whether the model gives the same answer twice, with the same random numbers."""
+        return _are_alike(self.answer(call), self.answer(call))
 
     def graph_answer(self, lowered: Lowered, call: Call) -> tuple[Any, ...]:
         """What the lowered graph answers, run in PyTorch."""
@@ -108,6 +113,12 @@ class Judge:
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{path}.{name}" if path else name, value
+
+
+def _are_alike(one: Answer, other: Answer) -> bool:
+    if one.structure != other.structure or len(one.leaves) != len(other.leaves):
+        return False
+    return disagreement(one.leaves, other.leaves) is None
 
 
 def call_of(lowered: Lowered, inputs: Sequence[Any]) -> Call:

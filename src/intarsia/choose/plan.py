@@ -38,7 +38,10 @@ class MeasuredPlan(Plan):
         ranked = sorted(found.trials, key=lambda trial: (not trial.final, trial.median))
         seconds = segment_seconds(found, drawn.engines, len(drawn.segments))
         segments = (replace(s, seconds=t) for s, t in zip(drawn.segments, seconds, strict=True))
-        trials = (DrawnTrial(t.name, t.median, t.spread, t.segments, t.name == found.chosen) for t in ranked)
+        trials = (
+            DrawnTrial(t.name, t.median, t.spread, t.segments, t.name == found.chosen, t.final)
+            for t in ranked
+        )
         how = "by an earlier compile" if found.remembered else f"in {found.spent_s:.1f} s"
         return replace(
             drawn,

@@ -1,4 +1,4 @@
-"""`intarsia explain | compile | bench | demo`: commands that plan, compile and time a model."""
+"""`intarsia explain | compile | export | bench | demo`: commands that make something of a model."""
 
 from __future__ import annotations
 
@@ -83,6 +83,49 @@ def compile_(
     for note in fast.notes:
         typer.echo(f"note: {note}")
     typer.echo(f"wrote {output}: {size / 2**20:.1f} MiB, compiled in {seconds:.1f} s")
+
+
+def export(
+    model: Model,
+    to: Annotated[str, typer.Option("--to", help="onnx (ONNX Runtime), openvino or pt2 (PyTorch)")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="the file to write, or a new folder for a plan of several segments",
+        ),
+    ] = None,
+    choices: Choices = None,
+    full: Full = False,
+    json: AsJson = False,
+) -> None:
+    """Write a model for an engine's own runtime, which loads it without this package."""
+    import intarsia
+    from intarsia.cli.model import compiled_file, resolve
+
+    if to not in _RUNTIMES:
+        raise InputError(f"--to {to} is none of {', '.join(_RUNTIMES)}")
+    engines, suffix = _RUNTIMES[to]
+    options = compile_options(engines, None, choices)
+    compiled = compiled_file(model)
+    if compiled is None or to == "pt2":
+        specimen = resolve(model, full=full)
+        fast = intarsia.compile(specimen.model, specimen.args, specimen.kwargs, **options)
+    else:
+        fast = compiled
+    stem = Path(model.rpartition(":")[2]).stem
+    exported = intarsia.export(fast, output or Path(f"{stem}{suffix}"))
+    if json:
+        print_json(
+            {"path": str(exported.path), "is_folder": exported.is_folder, "settings": exported.settings}
+        )
+    else:
+        typer.echo(str(exported))
+
+
+# The engine that runs what is exported, and the suffix of its files.
+_RUNTIMES = {"onnx": ("onnxruntime", ".onnx"), "openvino": ("openvino", ".xml"), "pt2": ("pytorch", ".pt2")}
 
 
 def bench(

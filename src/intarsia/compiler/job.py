@@ -19,7 +19,6 @@ import functools
 import inspect
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -50,10 +49,10 @@ from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
-from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import check_call, further_calls, resolve_call
 from intarsia.capture.protect import initialized, undisturbed
 from intarsia.capture.random_state import kept_random_state
+from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
@@ -63,16 +62,20 @@ from intarsia.choose.when_to_measure import is_measuring, may_favour_slow_engine
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before
+from intarsia.compiler.training import training_difference
 from intarsia.compiler.unexpected import internal_error, is_for_user, model_as_it_is
 from intarsia.convert import registry
 from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
 from intarsia.errors import (
     CaptureError,
+    DifferenceWarning,
     InputError,
     IntarsiaError,
     InternalError,
     LoweringError,
     PartitionError,
+    UnrepeatableError,
+    warn,
 )
 from intarsia.graph.devices import uses_gpu
 from intarsia.lower import Lowered
@@ -100,12 +103,20 @@ def compile_with(
 ) -> Compiled | PartlyCompiled:
     """`intarsia.compile` with checked options. What fails unexpectedly leaves the model as it is."""
     try:
-        return _compile(options, model, args, kwargs or {}, dynamic_shapes)
+        compiled = _compile(options, model, args, kwargs or {}, dynamic_shapes)
     except InternalError as error:
         if options.is_strict:
             raise (error.__cause__ or error) from None
-        warnings.warn(f"the model runs as it is, in PyTorch: {error}", stacklevel=3)
+        warn(f"the model runs as it is, in PyTorch: {error}")
         return model_as_it_is(model, str(error))
+    with kept_random_state():
+        example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+        training = training_difference(model, (example[0], example[1]))
+    if training is not None:
+        warn(training, DifferenceWarning)
+    for difference in compiled.differences:
+        warn(f"compiled, the model can answer otherwise: {difference}", DifferenceWarning)
+    return compiled
 
 
 def compile_whole(
@@ -198,7 +209,7 @@ class Captured:
 
     judge: Judge | None = None
     truth: Answer | None = None
-    notes: tuple[str, ...] = ()  # what a run of the model does that a graph does not repeat
+    effects: tuple[Effect, ...] = ()  # what a run of the model does that a graph does not repeat
 
 
 @dataclass(frozen=True)
@@ -249,21 +260,28 @@ class CompileJob:
             return Captured()
         assert self.model is not None
         judge = Judge(self.model)
-        with watched(judge.model) as frozen:
+        with watched(judge.model) as effects:
             truth = judge.answer_if_any(self.request.call)
-        return Captured(judge, truth, tuple(frozen))
+        if truth is None:
+            return Captured(judge)
+        return Captured(judge, truth, tuple(settled(effects, judge.model, self.request.call)))
 
     def lower(self, captured: Captured) -> LoweredModel:
         """Export the model and lower it; the examples are the call, and the ends of the ranges of sizes."""
-        notes = (*self.request.notes, *captured.notes)
+        effects = captured.effects
         if captured.judge is None:
             assert self._module is not None
-            with watched(self._module) as frozen:
+            with watched(self._module) as seen:
                 lowered, call = self._lowered()
-            return LoweredModel(lowered, [Example(call, example_inputs(lowered, *call))], (*notes, *frozen))
-        lowered, call = self._lowered()
-        examples, unverified = examples_of(captured.judge, lowered, call, self.request.call, captured.truth)
-        return LoweredModel(lowered, examples, (*notes, *unverified))
+            effects = tuple(settled(seen, self._module, call))
+            examples, unverified = [Example(call, example_inputs(lowered, *call))], list[str]()
+        else:
+            lowered, call = self._lowered()
+            given, truth = self.request.call, captured.truth
+            examples, unverified = examples_of(captured.judge, lowered, call, given, truth)
+        notes = (*self.request.notes, *(effect.text for effect in effects), *unverified)
+        differences = tuple(effect.text for effect in effects if effect.follows == "warning")
+        return LoweredModel(lowered, examples, notes, differences=differences)
 
     def _lowered(self) -> tuple[Lowered, Call]:
         assert self.model is not None
@@ -402,6 +420,7 @@ class CompileJob:
         compiled.plan = replace(compiled.plan, details=details)
         without_model = replace(self, model=None, request=Request(((), {})), part_graphs=None)
         compiled.refit_by(Refit(without_model, graph.examples))
+        compiled.differences = graph.differences if compiled.runs_graph else ()
         return compiled
 
     def rebuild(
@@ -490,7 +509,7 @@ class CompileJob:
             return True
         if not isinstance(self.model, nn.Module):
             return True
-        if self.request.dynamic_shapes is None or isinstance(error, LoweringError):
+        if self.request.dynamic_shapes is None or isinstance(error, LoweringError | UnrepeatableError):
             return False  # a graph that torch cannot take apart says nothing against the sizes
         try:
             capture(self.model, *self.request.call)
@@ -528,5 +547,5 @@ class CompileJob:
             if is_for_user(error):
                 raise
             unexpected = internal_error(error)
-            warnings.warn(f"{path} runs as it is, in PyTorch: {unexpected}", stacklevel=8)
+            warn(f"{path} runs as it is, in PyTorch: {unexpected}")
             raise unexpected from error

@@ -60,6 +60,7 @@ class DrawnTrial:
     spread: float
     segments: int
     chosen: bool
+    last_race: bool  # the plans that were still in it at the end are compared round by round
 
 
 @dataclass(frozen=True)

@@ -458,8 +458,10 @@ function show_time() {
 function show_trials() {
   const { trials, measured_how } = graph.drawing;
   const best = trials.find((trial) => trial.chosen);
+  const compared = (trial) => // only plans of one race were timed under the same conditions
+    trial.chosen ? "chosen" : trial.last_race ? `${(trial.seconds / best.seconds).toFixed(2)}x` : "left the race";
   const rows = trials.map((trial) => ({ class: trial.chosen ? "chosen" : "", cells: [trial.name, milliseconds(trial.seconds),
-    milliseconds(trial.spread), trial.chosen ? "chosen" : `${(trial.seconds / best.seconds).toFixed(2)}x`, trial.segments] }));
+    milliseconds(trial.spread), compared(trial), trial.segments] }));
   by_id("trials").replaceChildren(element("p", { class: "faint" }, measured_how || "No plans were measured: the engines are used in the order given."),
     trials.length ? table(["plan", "#a call", "#±", "#", "#segments"], rows) : "");
 }

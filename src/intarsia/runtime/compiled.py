@@ -134,6 +134,7 @@ class Compiled(nn.Module):
         self.inlay = self._fit.inlay
         self._kind = "cuda" if uses_gpu(lowered.module.graph) else "cpu"
         self._refit: Refit | None = None
+        self.differences: tuple[str, ...] = ()  # when it can answer otherwise than the model
         self.captured: Callable[[], fx.GraphModule] | None = None  # the program of a loaded file
 
     # What it is made of.
@@ -171,6 +172,11 @@ class Compiled(nn.Module):
     def stands_for_model(self) -> bool:
         """Whether the graph answers as the model does; if not, the model itself answers every call."""
         return self._fit.stands
+
+    @property
+    def runs_graph(self) -> bool:
+        """Whether the graph answers calls, and not the model itself."""
+        return self._fit.eager is None
 
     @property
     def weights(self) -> FrozenWeights:

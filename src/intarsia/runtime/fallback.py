@@ -1,4 +1,8 @@
-"""A program that may fail at a call: PyTorch answers that call, and all later ones."""
+"""A program that may fail at a call: PyTorch answers that call, and all later ones.
+
+An engine that fails at a call is left for good only after PyTorch has answered: where PyTorch fails too, the
+call is at fault.
+"""
 
 from __future__ import annotations
 
