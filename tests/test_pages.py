@@ -66,7 +66,17 @@ def test_every_page_is_in_the_navigation_and_every_link_to_the_site_has_a_page()
 def test_the_architecture_page_names_what_there_is() -> None:
     page, source = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "intarsia"
     paths = set(re.findall(r"`([\w/]+(?:/|\.py))`", page))
-    inside = {"fusions/", "aten/", "guards/", "base.py", "job.py", "gpipe/", "stages/", "distributed/"}
+    inside = {
+        "fusions/",
+        "aten/",
+        "guards/",
+        "base.py",
+        "job.py",
+        "gpipe/",
+        "stages/",
+        "distributed/",
+        "plan/",
+    }
     assert {path for path in paths - inside if not (source / path).exists()} == set()
     packages = {f"{folder.name}/" for folder in source.iterdir() if (folder / "__init__.py").exists()}
     assert packages - paths == set()

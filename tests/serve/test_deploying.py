@@ -33,7 +33,7 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 4)
     with running(loaded, linger_s=0) as server:
         assert str(server.service.queue.batching) == "up to 32 rows a call"
-        answer = torch.tensor(names["ask"](server.port, x.tolist()))
+        answer = torch.tensor(names["predict"](server.port, x.tolist()))
     torch.testing.assert_close(answer, names["model"](x).detach(), rtol=1e-4, atol=1e-5)
 
 

@@ -85,7 +85,8 @@ class _Fit:
         checks: Sequence[Check] | None,
     ) -> None:
         model = source.model
-        self.lowered, self.plan, self.body_plans = lowered, assembly.plan, dict(assembly.body_plans)
+        self.lowered, self.body_plans = lowered, dict(assembly.body_plans)
+        self.plan = replace(assembly.plan, bodies=self.body_plans) if self.body_plans else assembly.plan
         self.inlay = Inlay(lowered.module.graph, assembly.pieces, assembly.programs)
         self.interface = CallInterface.of(lowered, source.signature, checks)
         self.results = ResultPlan(lowered, assembly.pieces, assembly.programs)
