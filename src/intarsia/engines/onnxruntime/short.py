@@ -67,6 +67,7 @@ class OnnxRuntimeInt8(OnnxRuntime):
 
 
 def _quantized(net: Network) -> tuple[Any, Weights]:
+    # Not at the top: loading a file must not import ONNX, which takes a second.
     import onnx
 
     from intarsia.engines.onnxruntime.nbits import silent_tool
