@@ -15,12 +15,12 @@ from intarsia.engines.base import (
     NetworkEngine,
     Packed,
     Program,
+    RuntimeFile,
     WeightFile,
     Workload,
 )
-from intarsia.engines.guards.checks import Checks
-from intarsia.engines.onnxruntime.cuda import CudaSession
-from intarsia.engines.onnxruntime.providers import missing_provider, providers
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, providers
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
@@ -145,6 +145,11 @@ class OnnxRuntime(NetworkEngine):
 
         write_file(replace(self, guards=False)._guarded(net), path)
         return {}
+
+    def open(self, path: Path) -> RuntimeFile:
+        from intarsia.engines.onnxruntime.file import OnnxFile
+
+        return OnnxFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The model that a session is made of, guards and all, less its weights.
