@@ -456,7 +456,7 @@ class CompileJob:
         engines = self._quick_engines()
         builder = self._builder(replace(graph, examples=[]), engines)
         table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
-        assembly = Assembly(*builder.build(builder.plan(table)), builder.body_plans)
+        assembly = Assembly(*builder.build(builder.plan(table)))
         return self._compiled(graph, assembly, builder.notes, eager)
 
     def _builder(
