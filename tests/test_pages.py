@@ -82,3 +82,16 @@ def test_the_architecture_page_names_what_there_is() -> None:
     assert packages - paths == set()
     glossary = page.partition("## Glossary")[2]
     assert len(re.findall(r"^\| (?!word|---)", glossary, re.M)) <= 25
+
+
+def test_the_commands_of_the_pages_are_those_of_the_command_line() -> None:
+    from typer.main import get_command
+
+    from intarsia.cli.main import app
+
+    commands = set(get_command(app).commands)
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    code = re.compile(r"(?:^|`)intarsia ([a-z]+)\b", re.M)
+    assert {name for page in pages for name in code.findall(page.read_text())} <= commands
+    reference = (ROOT / "docs" / "command_line.md").read_text()
+    assert {name for name in commands if f"`intarsia {name}" not in reference} == set()

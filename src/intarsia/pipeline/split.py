@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -100,6 +101,11 @@ def split(
         raise PartitionError(f"slack={slack} must be 0 or more")
     if in_flight < 1:
         raise PartitionError(f"in_flight={in_flight} must be 1 or more")
+    if in_flight > 1 and by != "memory" and memory is None:
+        raise PartitionError(
+            f"in_flight={in_flight} has no effect: it counts micro-batches that wait for backward, where"
+            " by='memory' or memory= is given"
+        )
     count = _count(stages, cuts)
     if not isinstance(costs, DeviceSpeed) and costs not in ("measured", "analytic"):
         raise PartitionError(f"costs={costs!r} is neither 'measured' nor 'analytic' nor a DeviceSpeed")
@@ -143,6 +149,14 @@ def split(
                 f"the graph cannot be captured ({error}); along its modules a model is cut by running it,"
                 " which the meta device cannot"
             ) from error
+        unused = {"costs": costs != "measured", "dynamic_shapes": dynamic_shapes is not None}
+        without_effect = [f"{name}=" for name, is_given in unused.items() if is_given]
+        if without_effect:
+            warnings.warn(
+                f"{' and '.join(without_effect)} have no effect: the model is cut along its modules,"
+                f" since its graph cannot be captured ({error})",
+                stacklevel=2,
+            )
         parts = split_tree(
             model,
             args,
