@@ -7,12 +7,13 @@ import hashlib
 import re
 from importlib.util import find_spec
 
-from intarsia.engines import NetworkEngine, OnnxRuntime, OpenVINO, Program
+from intarsia.engines import MNN, NetworkEngine, OnnxRuntime, OpenVINO, Program
 from intarsia.errors import EngineError
 from intarsia.network import Network
 
 # Those at hand: a machine with a GPU may lack OpenVINO.
-ENGINES = tuple(name for name in ("onnxruntime", "openvino") if find_spec(name) is not None)
+MODULES = {"onnxruntime": "onnxruntime", "openvino": "openvino", "mnn": "MNN"}
+ENGINES = tuple(name for name, module in MODULES.items() if find_spec(module) is not None)
 _KEPT = 256
 _programs: dict[tuple[str, str], Program | EngineError] = {}
 
@@ -20,7 +21,7 @@ _programs: dict[tuple[str, str], Program | EngineError] = {}
 @functools.cache
 def engine_of(name: str) -> NetworkEngine:
     """The engine on one thread, so that runs do not depend on the machine."""
-    return {"onnxruntime": OnnxRuntime, "openvino": OpenVINO}[name](threads=1)
+    return {"onnxruntime": OnnxRuntime, "openvino": OpenVINO, "mnn": MNN}[name](threads=1)
 
 
 def build(engine: str, net: Network) -> Program:

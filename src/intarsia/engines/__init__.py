@@ -19,6 +19,7 @@ from intarsia.engines.base import WeightFile as WeightFile
 from intarsia.engines.base import Workload as Workload
 from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
+from intarsia.engines.mnn.engine import MNN as MNN
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
 from intarsia.engines.onnxruntime.int8 import OnnxRuntimeInt8 as OnnxRuntimeInt8
 from intarsia.engines.onnxruntime.weights import OnnxRuntimeInt4Weights as OnnxRuntimeInt4Weights
@@ -44,6 +45,7 @@ _LAST: tuple[type[Engine], ...] = (
     OpenVINOInt8Weights,
     OnnxRuntimeInt4Weights,
     OpenVINOInt4Weights,
+    MNN,
     Inductor,
     CuDNN,
     PyTorch,
