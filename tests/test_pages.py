@@ -61,3 +61,14 @@ def test_every_page_is_in_the_navigation_and_every_link_to_the_site_has_a_page()
     assert {page for page in pages if f": {page}" not in navigation} == set()
     links = re.findall(r"https://intarsia\.github\.io/intarsia/([\w/]+)/", (ROOT / "README.md").read_text())
     assert len(links) > 10 and {link for link in links if f"{link}.md" not in pages} == set()
+
+
+def test_the_architecture_page_names_what_there_is() -> None:
+    page, source = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "intarsia"
+    paths = set(re.findall(r"`([\w/]+(?:/|\.py))`", page))
+    inside = {"fusions/", "aten/", "guards/", "base.py", "job.py", "gpipe/", "stages/", "distributed/"}
+    assert {path for path in paths - inside if not (source / path).exists()} == set()
+    packages = {f"{folder.name}/" for folder in source.iterdir() if (folder / "__init__.py").exists()}
+    assert packages - paths == set()
+    glossary = page.partition("## Glossary")[2]
+    assert len(re.findall(r"^\| (?!word|---)", glossary, re.M)) <= 25

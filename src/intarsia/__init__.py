@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from intarsia.archive import load as load
     from intarsia.archive import save as save
+    from intarsia.archive.plain import export as export
     from intarsia.capture.annotate import run_on as run_on
     from intarsia.capture.input import Input as Input
     from intarsia.choose import Measured as Measured
@@ -47,6 +48,7 @@ _HOMES = {
     "compile_generation": "intarsia.generation.compile",
     "register_decomposition": "intarsia.lower.decompositions",
     "explain": "intarsia.report",
+    "export": "intarsia.archive.plain",
     "check": "intarsia.report.check",
     "Compiled": "intarsia.runtime",
     "PartlyCompiled": "intarsia.runtime",

@@ -171,6 +171,16 @@ def test_diff_of_short_arithmetic_is_a_difference(intarsia: Command, models: str
     assert ("differs:" in outcome.out) == (outcome.code == 1)
 
 
+def test_export(intarsia: Command, models: str) -> None:
+    words = ("export", f"{models}:make", "-O", "min_block_size=1", "--to")
+    assert "wrote make.onnx, a plain file" in intarsia.good(*words, "onnx")
+    told = json.loads(intarsia.good(*words, "openvino", "-o", "net.xml", "--json"))
+    assert told == {"path": "net.xml", "is_folder": False, "settings": {"INFERENCE_PRECISION_HINT": "f32"}}
+    intarsia.good(*words, "pt2", "-o", "net.pt2")
+    for file in ("make.onnx", "net.xml", "net.pt2"):
+        intarsia.good("check", f"{models}:make", "--against", file, "--no-edges")
+
+
 def test_split(intarsia: Command, models: str) -> None:
     assert "stage 1" in intarsia.good("split", f"{models}:make")
     told = json.loads(intarsia.good("split", f"{models}:make", "--by", "memory", "--json"))

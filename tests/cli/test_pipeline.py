@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from intarsia.cli.main import main
 from intarsia.cli.pipeline import app
-from intarsia.pipeline.schedule.draw import ascii_gantt
-from intarsia.pipeline.schedule.schedules import schedule
+from intarsia.pipeline.plan.draw import ascii_gantt
+from intarsia.pipeline.schedules import schedule
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 

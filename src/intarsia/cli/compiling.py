@@ -1,4 +1,4 @@
-"""`intarsia explain | compile | bench | demo`: commands that plan, compile and time a model."""
+"""`intarsia explain | compile | export | bench | demo`: commands that make something of a model."""
 
 from __future__ import annotations
 
@@ -83,6 +83,59 @@ def compile_(
     for note in fast.notes:
         typer.echo(f"note: {note}")
     typer.echo(f"wrote {output}: {size / 2**20:.1f} MiB, compiled in {seconds:.1f} s")
+
+
+def export(
+    model: Model,
+    to: Annotated[str, typer.Option("--to", help="onnx, openvino or pt2, or an engine that writes files")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="the file to write, or a new folder for a plan of several segments",
+        ),
+    ] = None,
+    choices: Choices = None,
+    full: Full = False,
+    json: AsJson = False,
+) -> None:
+    """Write a model for an engine's own runtime, which loads it without this package."""
+    import intarsia
+    from intarsia.cli.model import compiled_file, resolve
+
+    engine, suffix = _runtime(to)
+    options = compile_options(engine, None, choices)
+    compiled = compiled_file(model)
+    if compiled is None or to == "pt2":
+        specimen = resolve(model, full=full)
+        fast = intarsia.compile(specimen.model, specimen.args, specimen.kwargs, **options)
+    else:
+        fast = compiled
+    stem = Path(model.rpartition(":")[2]).stem
+    exported = intarsia.export(fast, output or Path(f"{stem}{suffix}"))
+    if json:
+        print_json(
+            {"path": str(exported.path), "is_folder": exported.is_folder, "settings": exported.settings}
+        )
+    else:
+        typer.echo(str(exported))
+
+
+def _runtime(to: str) -> tuple[str, str]:
+    """The engine whose runtime loads what is exported, and the suffix of its files."""
+    from intarsia.engines import NetworkEngine, known_engines
+    from intarsia.graph.segment import PYTORCH
+
+    formats = {"pt2": (PYTORCH, ".pt2")}
+    for name, kind in known_engines().items():
+        if issubclass(kind, NetworkEngine) and kind.file_suffix and kind.based_on is None:
+            # By the engine's name, or by the suffix: `openvino` writes `.xml`, and `onnx` names a format.
+            formats.setdefault(name, (name, kind.file_suffix))
+            formats.setdefault(kind.file_suffix[1:], (name, kind.file_suffix))
+    if to not in formats:
+        raise InputError(f"--to {to} is none of {', '.join(formats)}")
+    return formats[to]
 
 
 def bench(

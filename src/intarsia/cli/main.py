@@ -19,6 +19,7 @@ MISTAKE, UNEXPECTED, INTERRUPTED = 2, 3, 130
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(compiling.explain)
 app.command("compile")(compiling.compile_)
+app.command()(compiling.export)
 app.command()(compiling.bench)
 app.command()(checking.check)
 app.command()(checking.diff)

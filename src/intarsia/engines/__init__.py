@@ -15,6 +15,7 @@ from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
 from intarsia.engines.base import Packed as Packed
 from intarsia.engines.base import Program as Program
+from intarsia.engines.base import RuntimeFile as RuntimeFile
 from intarsia.engines.base import WeightFile as WeightFile
 from intarsia.engines.base import Workload as Workload
 from intarsia.engines.cudnn import CuDNN as CuDNN

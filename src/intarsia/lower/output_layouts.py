@@ -2,6 +2,8 @@
 
 Engines hand out rows after rows. Who calls `view` on a result, or asks for its strides, must meet those that
 PyTorch gives it: what works on the model's result works on ours.
+
+It costs a copy of such a result. In the zoo that is ConvNeXt's alone, 150 kB.
 """
 
 from __future__ import annotations

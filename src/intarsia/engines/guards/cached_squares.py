@@ -2,6 +2,8 @@
 
 A cache of keys and values grows by a token at a time. Who writes the token can tell what the whole adds up
 to; else guards look at all of it again for every token.
+
+Looking at the whole cache took 2.5 of 93 ms a token (`bench/generate.py --engines openvino`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Divisors so small that their reciprocal overflows, for engines that multiply by it."""
+"""Divisors so small that their reciprocal overflows, for engines that multiply by it.
+
+OpenVINO multiplies by the reciprocal, which overflows below 2**-128: 0 by such a number was NaN. A guard
+would reduce every divisor in every call; a factor of 2**64 on both operands is fused with the division.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Constant factors that engines multiply with each other, or into weights, ahead of time.
 
 `x * 1e20 * 1e20` is one product by infinity then, which makes NaN of 0 where PyTorch makes 0.
+
+Both engines multiply constant factors with each other and into weights, and no option forbids that alone. A
+network where the merged constant would overflow or vanish is cut between the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Guards of inputs, looked at before the engine runs."""
+"""Guards of inputs, looked at before the engine runs.
+
+One thread looks, in numpy. `torch.dot` over an image is sooner done by two threads, of which one then spins
+for milliseconds on the core that the engine needs: ResNet-50 ran at 0.88 of the speed of its best peer, and
+at 0.99 since.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anything for an index out of range:
 an engine says which. Where the intervals of a network do not rule that out, a guard watches a tensor.
+
+Guards watch instead of computing twice: an exact layer for every kernel that deviates would cost every model
+its fusions, for values that do not come. A network of a hundred layers needs a handful of guards.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ ONNX Runtime makes one cast of two, whatever the first one took away: of 3e9 as 
 makes 2147483647, where the last 32 bits are -1294967296; of 2^24 + 1 as float32 and then as 16 bits it makes
 1, which float32 has lost. And on processors of ARM it makes 0 of some negative numbers as bytes, and of
 others the last byte, as PyTorch does of all; elsewhere so of float64 beyond 32 bits.
+
+A guard was tried before: it belongs to the second cast, and does not see float16.
 """
 
 from __future__ import annotations

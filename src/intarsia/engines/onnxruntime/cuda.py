@@ -6,6 +6,10 @@ the session's kernels too:
 
     torch's stream   ── … ──●                      ●── … ──
                             └▶ session's kernels ──┘
+
+A session keeps the stream it was made with, and torch records on another one each time. So sessions share a
+side stream that events fork from torch's and join again: no host waits, and a recording holds the session's
+kernels.
 """
 
 from __future__ import annotations

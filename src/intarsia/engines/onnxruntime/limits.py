@@ -1,4 +1,8 @@
-"""What ONNX Runtime's kernels would answer unlike PyTorch."""
+"""What ONNX Runtime's kernels would answer unlike PyTorch.
+
+Norms are watched for numbers beyond 2**50: the squares overflow and leave 0 where torch has NaN, so a model
+that explodes would look alive.
+"""
 
 from __future__ import annotations
 

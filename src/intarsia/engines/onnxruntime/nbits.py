@@ -1,4 +1,8 @@
-"""A network as a model whose products have weights of few bits: `MatMulNBits`, by ONNX Runtime's own tool."""
+"""A network as a model whose products have weights of few bits: `MatMulNBits`, by ONNX Runtime's own tool.
+
+Each product goes through ONNX Runtime's quantizer as a model of its own: no model of 2 GB is made, and other
+weights stay where torch has them.
+"""
 
 from __future__ import annotations
 

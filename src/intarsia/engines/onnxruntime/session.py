@@ -1,4 +1,8 @@
-"""Calls of an ONNX Runtime session from torch tensors, without copies."""
+"""Calls of an ONNX Runtime session from torch tensors, without copies.
+
+Results stay in ONNX Runtime's arena and torch wraps them. Binding outputs to fresh torch tensors looked like
+the way without a copy, but fresh pages are faulted in at every call.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The kernel picks what is not zero of two halves, so only what comes third keeps its sign. It is seen in what
 follows: 1 / -0.0, atan2, copysign.
+
+A `Not` of the condition would be taken out again by ONNX Runtime's optimizer, so it is turned round by `Xor`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""ONNX Runtime with the weights of products in 8 or 4 bits, by its own tool and kernels (`MatMulNBits`)."""
+"""ONNX Runtime with the weights of products in 8 or 4 bits, by its own tool and kernels (`MatMulNBits`).
+
+ONNX Runtime copies an external initializer unless it is also a shared one, and kernels do not pack shared
+ones. So packed weights are given once (one packed copy, the fast kernel) and all others twice (no copy).
+"""
 
 from __future__ import annotations
 

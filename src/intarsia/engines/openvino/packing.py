@@ -1,4 +1,8 @@
-"""A model in OpenVINO's compiled form, whose weights stay in a file of ours."""
+"""A model in OpenVINO's compiled form, whose weights stay in a file of ours.
+
+Integers wider than 32 bits are narrowed here: OpenVINO 2026.4 keeps their lower bits when it reads a compiled
+model, so a slice to the end of a varying size (2**63 - 1) lost its last element.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Weights in few bits that OpenVINO widens as it reads them, and the tables that it would read wrongly."""
+"""Weights in few bits that OpenVINO widens as it reads them, and the tables that it would read wrongly.
+
+OpenVINO rounds activations wherever it sees constants of 8 bits, and its kernel for short tables knows one
+scale a row and writes past its memory otherwise, which no comparison notices in time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Weights that several products read in different ways: OpenVINO packs them for one, and gives it to all."""
+"""Weights that several products read in different ways: OpenVINO packs them for one, and gives it to all.
+
+OpenVINO knows packed weights by address and sizes. A square matrix that is multiplied by rows and by columns,
+as in tied encoders and decoders, got the packed form of the first use. The copy costs the memory of one
+weight.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""OpenVINO with weights in 8 or 4 bits, as nncf compresses them: its kernels widen them as they read them."""
+"""OpenVINO with weights in 8 or 4 bits, as nncf compresses them: its kernels widen them as they read them.
+
+OpenVINO's ONNX reader copies weights, even from memory addresses. So the model is read with weights as
+inputs, which constants over torch's memory then replace.
+"""
 
 from __future__ import annotations
 

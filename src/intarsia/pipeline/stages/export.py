@@ -1,4 +1,8 @@
-"""Export of a model to be cut: in its own mode, with the batch open, and buffers written early."""
+"""Export of a model to be cut: in its own mode, with the batch open, and buffers written early.
+
+Export writes `self.n = ...` at the end of the graph as a `copy_`. Moved up to where the value is made, it no
+longer forbids every cut.
+"""
 
 from __future__ import annotations
 
