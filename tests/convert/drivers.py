@@ -12,8 +12,9 @@ from intarsia.errors import EngineError
 from intarsia.network import Network
 
 # Those at hand: a machine with a GPU may lack OpenVINO.
-MODULES = {"onnxruntime": "onnxruntime", "openvino": "openvino", "mnn": "MNN"}
-ENGINES = tuple(name for name, module in MODULES.items() if find_spec(module) is not None)
+ENGINES = tuple(name for name in ("onnxruntime", "openvino") if find_spec(name) is not None)
+# With those that take a part of the layers only: they must refuse the rest, and be right.
+ALL_ENGINES = (*ENGINES, *(["mnn"] if find_spec("MNN") is not None else []))
 _KEPT = 256
 _programs: dict[tuple[str, str], Program | EngineError] = {}
 

@@ -13,9 +13,9 @@ from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import to_proto
 
-# `MNN.tools`, the documented wrapper of the converter, installs a package when it is imported and reports each
-# conversion to a server (MNN 3.6). The library below it, `_tools`, does neither. It prints, and it ends the
-# process where a check of its own fails, so it runs in a process of its own.
+# `MNN.tools`, the documented wrapper of the converter, installs a package when it is imported and reports
+# each conversion to a server (MNN 3.6). The library below it, `_tools`, does neither. It prints, and it
+# ends the process where a check of its own fails, so it runs in a process of its own.
 _CODE = "import sys, _tools; sys.exit(0 if _tools.mnnconvert(sys.argv) else 3)"
 _MOST_BYTES = 2**31 - 1  # of a protobuf
 
@@ -23,7 +23,7 @@ _MOST_BYTES = 2**31 - 1  # of a protobuf
 def converted(net: Network, timeout_s: float = 600.0) -> bytes:
     """The network as MNN's file holds it; EngineError with what the converter printed where it fails."""
     proto, _weights = to_proto(net, weights_outside=False)
-    written_out(proto)
+    written_out(net, proto)
     if proto.ByteSize() > _MOST_BYTES:
         raise EngineError(f"the network has {proto.ByteSize()} bytes; MNN's converter reads {_MOST_BYTES}")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,14 @@
 """Which layers MNN runs as PyTorch does, and the forms that its converter reads.
 
 The lists hold what was compared with ONNX Runtime, layer by layer (MNN 3.6.1, x86_64). What is left out is
-either refused by the converter, or wrong: a slice by negative steps ends the process, `ReduceL2` ignores its
-axes, `Softplus` is off by 2 % for large numbers, pools ignore dilations, and one-dimensional convolutions have
-results of another rank.
+either refused by the converter, or wrong: a slice by negative steps ends the process, `ReduceL2` ignores
+its axes, `Softplus` is off by 2 % for large numbers, pools ignore dilations, and one-dimensional
+convolutions have results of another rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,13 @@ def _pool(layer: Layer) -> str | None:
     return _window(layer)
 
 
+def _clip(layer: Layer) -> str | None:
+    bounds = [None if x is None else x.constant for x in layer.get_inputs()[1:]]
+    if len(bounds) == 2 and bounds[0] is not None and bounds[1] is not None and bounds[0] > bounds[1]:
+        return f"bounds from {bounds[0]} down to {bounds[1]} are not handled"  # PyTorch takes the upper one
+    return _constant(1, 2)(layer)
+
+
 def _slice(layer: Layer) -> str | None:
     inputs = layer.get_inputs()
     steps = inputs[4].constant if len(inputs) > 4 and inputs[4] is not None else None
@@ -139,7 +147,13 @@ def _attention(layer: Layer) -> str | None:
         return "is_causal and softcap are not handled"
     if len(inputs) > 3 and inputs[3] is not None and inputs[3].dtype != ir.DataType.FLOAT:
         return f"a mask of {inputs[3].dtype.name} is not handled"
-    return None if layer.attribute("scale") is not None else "scale must be given"
+    return None if isinstance(q.shape[3], int) else "heads of varying width are not handled"
+
+
+def _scale(layer: Layer) -> float:
+    q = layer.get_inputs()[0]
+    assert q is not None
+    return float(layer.attribute("scale", None) or 1.0 / math.sqrt(int(q.shape[3] or 1)))
 
 
 def _kinds(condition: Condition, names: str) -> dict[str, Condition]:
@@ -153,25 +167,28 @@ CONDITIONS: dict[str, Condition] = {
     **_kinds(_always, "Transpose Concat GlobalAveragePool GlobalMaxPool DepthToSpace SpaceToDepth"),
     **_kinds(_constant(1), "Reshape Unsqueeze Squeeze Expand Tile Gather Pow PRelu Split"),
     **_kinds(_constant(1), "ReduceMean ReduceSum ReduceMax ReduceMin"),
-    **_kinds(_constant(1, 2), "Clip"),
     **_kinds(_constant(1, 2, 3), "Pad"),
     **_kinds(_convolution, "Conv ConvTranspose"),
     **_kinds(_pool, "MaxPool AveragePool"),
     **_kinds(_statistics, "BatchNormalization InstanceNormalization"),
     **_kinds(_one_output, "LayerNormalization"),
     "Attention": _attention,
+    "Clip": _clip,
     "MatMul": _matmul,
     "Resize": _resize,
     "Slice": _slice,
 }
 
 
-def written_out(proto: Any) -> None:
+def written_out(net: Network, proto: Any) -> None:
     """Replace the layers that MNN's converter does not read, or shortens, by smaller ones.
 
     It computes GELU by tanh, off by 2e-4 of the largest result, also where it finds the error function of a
     quotient; it leaves a product alone.
     """
+    scales = {
+        layer.get_outputs()[0].name: _scale(layer) for layer in net.get_layers() if layer.kind == "Attention"
+    }
     nodes: list[Any] = []
     for node in proto.graph.node:
         writer = _Writer(proto.graph, node.output[0])
@@ -179,7 +196,7 @@ def written_out(proto: Any) -> None:
             attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
             _gelu(writer, node, attributes.get("approximate", b"none") == b"tanh")
         elif node.op_type == "Attention":
-            _attend(writer, node, {a.name: helper.get_attribute_value(a) for a in node.attribute})
+            _attend(writer, node, scales[node.output[0]])
         else:
             writer.nodes.append(node)
         nodes += writer.nodes
@@ -202,7 +219,7 @@ class _Writer:
 
     def _constant(self, number: float) -> str:
         name = f"{self._result}.{len(self.nodes)}.{number!r}"
-        self._graph.initializer.append(numpy_helper.from_array(np.float32(number), name))
+        self._graph.initializer.append(numpy_helper.from_array(np.asarray(number, np.float32), name))
         return name
 
 
@@ -217,10 +234,10 @@ def _gelu(writer: _Writer, node: Any, by_tanh: bool) -> None:
     add("Mul", add("Mul", x, 0.5), add("Add", gate, 1.0), last=True)
 
 
-def _attend(writer: _Writer, node: Any, attributes: dict[str, Any]) -> None:
+def _attend(writer: _Writer, node: Any, scale: float) -> None:
     add = writer.add
     q, k, v, *mask = node.input
-    scores = add("MatMul", add("Mul", q, float(attributes["scale"])), add("Transpose", k, perm=[0, 1, 3, 2]))
+    scores = add("MatMul", add("Mul", q, scale), add("Transpose", k, perm=[0, 1, 3, 2]))
     if mask and mask[0]:
         scores = add("Add", scores, mask[0])
     add("MatMul", add("Softmax", scores, axis=-1), v, last=True)

@@ -11,8 +11,8 @@ import torch
 from intarsia.engines.base import GuardedProgram
 from intarsia.engines.ports import Ports
 
-# MNN's kernels compare and clamp by vector instructions that pass over NaN, and some square what they are given.
-# Numbers of this size and below are answered as PyTorch answers them; others are rare, and are PyTorch's.
+# MNN's kernels compare and clamp by vector instructions that pass over NaN, and some square what they are
+# given. Numbers up to this one are answered as PyTorch answers them; others are rare, and are PyTorch's.
 LARGEST = 2.0**50
 
 
@@ -69,7 +69,6 @@ def _refusal(name: str, tensor: torch.Tensor) -> str | None:
     if not tensor.dtype.is_floating_point:
         return None
     low, high = torch.aminmax(tensor)
-    if -LARGEST <= low and high <= LARGEST:  # neither holds of NaN
+    if low >= -LARGEST and high <= LARGEST:  # neither holds of NaN
         return None
     return f"{name} holds NaN, an infinity or a number beyond {LARGEST:.0e}"
-
