@@ -48,6 +48,7 @@ from intarsia.build.rewriter import rewriter
 from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind, device_of
+from intarsia.capture.example import copied_call
 from intarsia.capture.export import capture
 from intarsia.capture.input import check_call, further_calls, resolve_call
 from intarsia.capture.protect import initialized, undisturbed
@@ -514,7 +515,7 @@ class CompileJob:
         if self.request.dynamic_shapes is None or isinstance(error, LoweringError | UnrepeatableError):
             return False  # a graph that torch cannot take apart says nothing against the sizes
         try:
-            capture(self.model, *self.request.call)
+            capture(self.model, *copied_call(self.request.call))  # export leaves marks on what it was given
         except CaptureError:
             return False
         return True
