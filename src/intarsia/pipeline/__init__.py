@@ -5,6 +5,7 @@ from intarsia.pipeline.cluster.cluster import Cluster
 from intarsia.pipeline.cluster_planner import ClusterPlan
 from intarsia.pipeline.gpipe.checkpoint import is_checkpointing, is_recomputing
 from intarsia.pipeline.gpipe.gpipe import BalanceError, GPipe
+from intarsia.pipeline.gpipe.keyed_random import keyed_random
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.planner import PipelinePlan, plan_pipeline
@@ -32,6 +33,7 @@ __all__ = [
     "html_gantt",
     "is_checkpointing",
     "is_recomputing",
+    "keyed_random",
     "plan_pipeline",
     "pop",
     "schedule",

@@ -53,6 +53,7 @@ from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, fi
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.gpipe.keyed_random import RandomKey
 from intarsia.pipeline.schedule.schedules import refusal
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
@@ -99,6 +100,8 @@ class DistributedPipeline(RankStages):
         mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
             them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
             the loss are those of all batches together.
+        seed: of all random numbers, with the numbers of step and micro-batch; by default the first rank's
+            `torch.initial_seed()`. `seed` and `steps` (how many there were) are saved in checkpoints.
         weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
             its own stages and no others; `Weights(path, ...)` for more. Stages on the meta device need it.
     """
@@ -119,6 +122,7 @@ class DistributedPipeline(RankStages):
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        seed: int | None = None,
         weights: str | Path | Weights | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -158,8 +162,10 @@ class DistributedPipeline(RankStages):
             materialise(stages, source, held, self.device, world)
         parts = {i: placed(stages[i], self.device) for i in held}
         super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, world, self.device)
+        self.layers = stages.layers
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
+        self.seed, self.steps, self._inferences = world.agreed_seed(seed), 0, 0
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
@@ -233,7 +239,7 @@ class DistributedPipeline(RankStages):
             nullcontext() if loss is None else self._tied.collecting(),
             _dense_gradients(self.parameters()),
         ):
-            chunks = run.step(batch.tensors if self.is_first else (), options)
+            chunks = run.step(batch.tensors if self.is_first else (), options, self._key(loss is not None))
         result = StepResult(None, None)
         if self.is_last and run.failure.error is None:
             try:
@@ -245,6 +251,10 @@ class DistributedPipeline(RankStages):
             loss.end()
         used = self._raise_together(run)
         if loss is not None:
+            self.steps += 1
+        else:
+            self._inferences += 1
+        if loss is not None:
             self._unused.forget(fresh, used)
         if loss is not None and batch.is_scaled:
             share_overflow(self.parameters(), self.world, self.device)
@@ -252,6 +262,11 @@ class DistributedPipeline(RankStages):
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
         return result
+
+    def _key(self, training: bool) -> RandomKey:
+        """The key of this replica's first micro-batch: micro-batches are numbered over the whole batch."""
+        seed = self.seed if training else RandomKey(self.seed).at(f"inference {self._inferences}")
+        return RandomKey(seed, self.steps, self.world.replica * self.n_microbatches)
 
     def _result(
         self,

@@ -114,6 +114,15 @@ class World:
             if earlier is not None and parameter.grad is not None:
                 parameter.grad = earlier.add_(parameter.grad)
 
+    def agreed_seed(self, seed: int | None) -> int:
+        """The seed of all ranks: the one that was given, or the first rank's of torch."""
+        seeds = self.gather_objects((seed, torch.initial_seed()))
+        for rank, (other, _) in seeds.items():
+            if other != seed:
+                raise PartitionError(f"rank {self.me} has seed={seed}, and rank {rank} seed={other}")
+        agreed = seeds[self.ranks[0]][1] if seed is None else seed
+        return agreed % 2**63  # as checkpoints hold it
+
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """A number summed over the same rank of every replica."""
         if self.data is not None:

@@ -88,6 +88,14 @@ class StageSequence(nn.Module):
             values = stage(*values)
         return self.signature.unflatten(values)
 
+    def layers(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules of a model like the one that was cut that stages call, by name; see `keyed_random`.
+
+        None where it was cut by the graph: there each node draws by a key of its own.
+        """
+        names = dict.fromkeys(name for stage in self for name in getattr(stage, "layers", ()))
+        return {name: model.get_submodule(name) for name in names}
+
     def check_memory(self) -> None:
         """Refuse stages that are still on the meta device."""
         for i, stage in enumerate(self):

@@ -18,6 +18,7 @@ from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.devices import retarget
+from intarsia.pipeline.stages.draws import Draws, keyed_program, number_draws
 from intarsia.pipeline.stages.graft import graft_tensor
 from intarsia.pipeline.stages.recompute import module_names, recomputed_program
 from intarsia.pipeline.stages.signature import TensorSpec
@@ -39,6 +40,7 @@ class StageForm:
     written: frozenset[str]  # states that the program changes in place
     copied: frozenset[str]  # results in the memory of such a state: the next micro-batch overwrites it
     nodes: tuple[str, ...]
+    draws: Mapping[str, Draws]  # of the model's nodes: all stages number alike
 
 
 class Stage(nn.Module):
@@ -57,13 +59,14 @@ class Stage(nn.Module):
                 graft_tensor(self, name, state.tensor, state.persistent)
         # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
         object.__setattr__(self, "program", program)
-        object.__setattr__(self, "runner", program)
+        object.__setattr__(self, "runner", keyed_program(program, form.draws))
         object.__setattr__(self, "form", form)
         object.__setattr__(self, "captured_training", training)
         self.training = training
 
     program: fx.GraphModule
-    runner: nn.Module  # the program, or the same with parts that are computed again for their gradient
+    # The program, with nodes that draw by key, and parts that are computed again for their gradient.
+    runner: nn.Module
     form: StageForm
     captured_training: bool
 
@@ -131,8 +134,8 @@ class Stage(nn.Module):
     def recompute(self, names: Sequence[str]) -> None:
         """Compute the modules of these names again in the backward pass; of those alone."""
         states = {node: state.requires_grad for node, state in self.states().items()}
-        runner = recomputed_program(self.program, states, self.form.written, names)
-        object.__setattr__(self, "runner", runner)
+        written, draws = self.form.written, self.form.draws
+        object.__setattr__(self, "runner", recomputed_program(self.program, states, written, names, draws))
 
     def extra_repr(self) -> str:
         """The border values on both sides."""
@@ -166,7 +169,8 @@ def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
     """Cut the traced graph at `places` and make one stage of each part."""
     pieces = pieces_at(trace.module, trace.line, places)
     borders = relayed(pieces, trace.inputs, trace.results, trace.states)
-    forms = [_form(trace, piece, *border) for piece, border in zip(pieces, borders, strict=True)]
+    draws = number_draws(trace.graph)
+    forms = [_form(trace, piece, draws, *border) for piece, border in zip(pieces, borders, strict=True)]
     homes = [[trace.states[n] for n in trace.states if n.name in form.states] for form in forms]
     used = {id(state) for home in homes for state in home}
     homes[0] += [s for s in trace.states.values() if id(s) not in used]  # what no stage reads
@@ -176,7 +180,13 @@ def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
     ]
 
 
-def _form(trace: Trace, piece: Piece, takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> StageForm:
+def _form(
+    trace: Trace,
+    piece: Piece,
+    draws: Mapping[str, Draws],
+    takes: Sequence[fx.Node],
+    gives: Sequence[fx.Node],
+) -> StageForm:
     written = trace.line.written
     states = {n.name: trace.states[n].name for n in {*piece.inputs, *gives} if n in trace.states}
     held = {n for n in trace.states if n in written}
@@ -190,6 +200,7 @@ def _form(trace: Trace, piece: Piece, takes: Sequence[fx.Node], gives: Sequence[
         written=frozenset(n.name for n in held),
         copied=frozenset(n.name for n in piece.outputs if not last and memory_of(n) & held),
         nodes=tuple(n.name for n in piece.graph.nodes),
+        draws=draws,
     )
 
 

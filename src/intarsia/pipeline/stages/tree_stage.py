@@ -14,6 +14,7 @@ from intarsia.errors import InputError
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
+from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
 from intarsia.pipeline.stages.graft import graft_module, graft_tensor
 
 
@@ -34,6 +35,9 @@ class TreeStage(nn.Module):
         self.mean_node: str | None = None  # the call that averages over tokens itself
         self.writes = False  # whether the example changed a buffer
         self.answer: tuple[Any, ...] | None = None  # of the last stage: the example's leaves
+        # Where nodes draw: the calls of modules by name, and the numbers of other nodes' first draws.
+        self.places: dict[str, str] = {}
+        self.draws: dict[str, int] = {}
         for node in piece.graph.nodes:
             if node.op == "call_module":
                 graft_module(self, str(node.target), root.get_submodule(str(node.target)))
@@ -53,10 +57,15 @@ class TreeStage(nn.Module):
             )
         known = dict(zip(self.input_names, values, strict=True))
         with self._running():
-            made = fx.Interpreter(self, graph=self.graph).run(*(known[name] for name in self.arguments))
+            made = _KeyedRun(self).run(*(known[name] for name in self.arguments))
         known.update(zip(self.results, made, strict=True))
         given = tuple(known[name] for name in self.output_names)
         return given if self.answer is None else _tensors(given, self.answer)
+
+    @property
+    def layers(self) -> list[str]:
+        """The modules it calls, by name."""
+        return [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
 
     def _running(self) -> AbstractContextManager[None]:
         """Statistics were updated the first time; running again must leave them alone."""
@@ -67,6 +76,23 @@ class TreeStage(nn.Module):
     def extra_repr(self) -> str:
         """The border values on both sides."""
         return f"({', '.join(self.input_names)}) -> ({', '.join(self.output_names)})"
+
+
+class _KeyedRun(fx.Interpreter):
+    """Runs a stage's graph; modules and nodes that draw do so by key, if there is one."""
+
+    def __init__(self, stage: TreeStage) -> None:
+        super().__init__(stage, graph=stage.graph)
+        self.stage = stage
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_module":
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return call_layer(self.fetch_attr(str(n.target)), self.stage.places[n.name], *args, **kwargs)
+        if n.name in self.stage.draws:
+            with numbered_draws(self.stage.draws[n.name]):
+                return super().run_node(n)
+        return super().run_node(n)
 
 
 def _tensors(given: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tensor, ...]:
