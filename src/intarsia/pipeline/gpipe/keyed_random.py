@@ -297,15 +297,47 @@ def key_of_run() -> Iterator[RandomKey]:
     if given is not None:
         yield given
         return
-    generator, lock = torch.default_generator, _locks.get().of(CPU)
-    with lock:
+    generator = torch.default_generator
+    with _moving():
         before = generator.get_state()
         key = RandomKey(int(torch.randint(0, 2**62, (), device="cpu")))
         after = generator.get_state()
     yield key
-    with lock:
-        if not key.drawn and torch.equal(generator.get_state(), after):
-            generator.set_state(before)
+    if not key.drawn:
+        with _moving():
+            if torch.equal(generator.get_state(), after):
+                generator.set_state(before)
+
+
+_moves = 0  # of the CPU's generator by `key_of_run`
+
+
+@contextmanager
+def _moving() -> Iterator[None]:
+    """Around a move of the CPU's generator."""
+    global _moves
+    with _locks.get().of(CPU):
+        _moves += 1
+        yield
+
+
+@dataclass(frozen=True)
+class GeneratorMark:
+    """Where the CPU's generator stood, and how often pipelines had moved it."""
+
+    state: Tensor
+    moves: int
+
+    @staticmethod
+    def take() -> GeneratorMark:
+        """The present."""
+        with _locks.get().of(CPU):
+            return GeneratorMark(torch.get_rng_state(), _moves)
+
+    def others_drew(self) -> bool:
+        """Whether somebody has drawn numbers without a key; not known where another pipeline began or ended."""
+        now = GeneratorMark.take()
+        return now.moves == self.moves and not torch.equal(now.state, self.state)
 
 
 # The plain loop.

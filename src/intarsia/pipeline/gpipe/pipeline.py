@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThreads, insert_barrier
@@ -17,7 +18,7 @@ from intarsia.pipeline.gpipe.copy import Copy, Wait
 from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.effects import StageEffects
-from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
+from intarsia.pipeline.gpipe.keyed_random import GeneratorMark, RandomKey, forget_layers, key_of_run
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals
@@ -142,12 +143,12 @@ class Pipeline:
         self._barrier: Tensor | None = None
         self._phonies: dict[int, Tensor] = {}
         with key_of_run() as self._key:
-            state = torch.get_rng_state()
+            mark = GeneratorMark.take()
             if m == 1 or n == 1:  # nothing can run at the same time
                 self._run_alone()
             else:
                 self._run_workers()
-            if not torch.equal(state, torch.get_rng_state()):
+            if mark.others_drew():
                 self._forget_effects()
 
     def _concurrent(self) -> bool:
@@ -165,6 +166,13 @@ class Pipeline:
 
     def _run_workers(self) -> None:
         """One thread a stage; tasks are handed out as they become possible."""
+        pack = self._state.saved_tensor_hooks[0] if self._state.saved_tensor_hooks is not None else None
+        if getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
+            # It tells saved tensors by their order, which threads change (torch 2.13).
+            raise RuntimeError(
+                "a pipeline with several stages and micro-batches runs under torch.utils.checkpoint with"
+                " use_reentrant=True only"
+            )
         m, n = len(self.batches), len(self.partitions)
         if self._concurrent():
             self._backward_threads = BackwardThreads(self.threads)
