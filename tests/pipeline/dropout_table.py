@@ -1,7 +1,7 @@
-"""Training with dropout, GPT, T5 and ViT in every way a pipeline runs, against a plain loop with the same keys.
+"""GPT, T5 and ViT trained with dropout in every way a pipeline runs, against a plain loop with the same keys.
 
-`python tests/pipeline/dropout_table.py` prints the table of docs/pipeline.md: of each way the largest error of a loss
-over the steps, and of a final weight as a part of the largest change of any weight.
+`python tests/pipeline/dropout_table.py` prints the table of docs/pipeline.md: of each way the largest error
+of a loss over the steps, and of a final weight as a part of the largest change of any weight.
 """
 
 from __future__ import annotations
@@ -45,17 +45,20 @@ def resumed(*names: str) -> dict[str, Row]:
 def every_way():
     """The ways by their names in the table, and how to run them."""
     for chunks, mode in itertools.product((1, 4), MODES):
-        yield f"`gpipe(chunks={chunks}, checkpoint=\"{mode}\")`", lambda c=chunks, m=mode: {
-            name: gpipe_run(name, c, m) for name in MODELS
-        }
-    yield "`gpipe(chunks=4)`, modules recomputed by name", lambda: {
-        name: gpipe_run(name, 4, "except_last", True) for name in MODELS
-    }
+        yield (
+            f'`gpipe(chunks={chunks}, checkpoint="{mode}")`',
+            lambda c=chunks, m=mode: {name: gpipe_run(name, c, m) for name in MODELS},
+        )
+    yield (
+        "`gpipe(chunks=4)`, modules recomputed by name",
+        lambda: {name: gpipe_run(name, 4, "except_last", True) for name in MODELS},
+    )
     for schedule, world in itertools.product(SCHEDULES, (2, 4)):
         yield f"{schedule}, {world} ranks", lambda s=schedule, w=world: on_ranks(f"schedule:{s}", w, *MODELS)
     for schedule in ("1F1B", "ZeroBubble"):
-        yield f"{schedule}, 2 ranks, modules recomputed by name", lambda s=schedule: on_ranks(
-            f"recompute:{s}", 2, *MODELS
+        yield (
+            f"{schedule}, 2 ranks, modules recomputed by name",
+            lambda s=schedule: on_ranks(f"recompute:{s}", 2, *MODELS),
         )
     yield "1F1B, mesh of 2 x 2", lambda: on_ranks("mesh", 4, *MODELS)
     yield "1F1B, 3 ranks resume what 2 saved", lambda: resumed(*MODELS)

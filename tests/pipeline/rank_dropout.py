@@ -25,7 +25,11 @@ from intarsia.pipeline import keyed_random, split
 
 STEPS, SEED, BATCH, VOCABULARY = 4, 5, 8, 40
 # Modules that are computed again by name.
-RECOMPUTED = {"gpt": ["transformer.h.*"], "t5": ["encoder.block.*", "decoder.block.*.layer.2"], "vit": ["vit.layers.*"]}
+RECOMPUTED = {
+    "gpt": ["transformer.h.*"],
+    "t5": ["encoder.block.*", "decoder.block.*.layer.2"],
+    "vit": ["vit.layers.*"],
+}
 A_RANK = {"Interleaved1F1B": 2, "ZBV": 2}  # stages; of others one
 
 
@@ -36,8 +40,8 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any], Tensor]:
     torch.manual_seed(0)
     if name == "gpt":
         config = hf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=4, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0,
-            attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2,
+            vocab_size=VOCABULARY, n_embd=16, n_layer=4, n_head=2, n_positions=16, bos_token_id=0,
+            eos_token_id=0, attn_pdrop=0.2, embd_pdrop=0.2, resid_pdrop=0.2,
         )  # fmt: skip
         model, ids = hf.GPT2LMHeadModel(config), torch.randint(0, VOCABULARY, (BATCH, 6))
         return model.train(), {"input_ids": ids, "use_cache": False}, ids
@@ -49,8 +53,8 @@ def make(name: str) -> tuple[nn.Module, dict[str, Any], Tensor]:
         ids, target = (torch.randint(2, VOCABULARY, (BATCH, n)) for n in (6, 5))
         return model.train(), {"input_ids": ids, "decoder_input_ids": target, "use_cache": False}, target
     config = hf.ViTConfig(
-        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
-        hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2, num_labels=5,
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, image_size=8,
+        patch_size=4, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2, num_labels=5,
     )  # fmt: skip
     model = hf.ViTForImageClassification(config)
     return model.train(), {"pixel_values": torch.randn(BATCH, 3, 8, 8)}, torch.randint(0, 5, (BATCH,))
@@ -102,7 +106,11 @@ def gpipe_run(name: str, chunks: int, checkpoint: str, names: bool = False) -> d
     """The errors of a pipeline of workers."""
     model, call, target = make(name)
     parts = split(model, (), call, stages=2, by="memory", checkpoint=RECOMPUTED[name] if names else ())
-    pipe, optimizer, losses = parts.gpipe(chunks=chunks, checkpoint=checkpoint), optimizer_of(parts.parameters()), []
+    pipe, optimizer, losses = (
+        parts.gpipe(chunks=chunks, checkpoint=checkpoint),
+        optimizer_of(parts.parameters()),
+        [],
+    )
     for step in range(STEPS):
         optimizer.zero_grad()
         with keyed_random(SEED, step):
@@ -125,7 +133,9 @@ def distributed_run(way: str, name: str) -> dict[str, float]:
     stages = 2 if mesh is not None else world * A_RANK.get(schedule, 1)
     torch.manual_seed(dist.get_rank())  # each rank's own generator has no part in it
     parts = split(model, (), call, stages=stages, by="memory")
-    pipe = parts.distributed(schedule, count, loss_fn=loss_of, seed=SEED, mesh=mesh, check_loss=False, **options)
+    pipe = parts.distributed(
+        schedule, count, loss_fn=loss_of, seed=SEED, mesh=mesh, check_loss=False, **options
+    )
     optimizer = optimizer_of(pipe.parameters())
     steps = STEPS // 2 if kind == "save" else STEPS
     if kind == "resume":
@@ -146,7 +156,7 @@ def distributed_run(way: str, name: str) -> dict[str, float]:
 
 
 def share_kept() -> float:
-    """What two layers of dropout keep, one on each of two ranks that were seeded alike, as torch's users do."""
+    """What two layers of dropout keep, one on each of two ranks that were seeded alike, as users do."""
     torch.manual_seed(0)
     x = torch.ones(64, 64)
     parts = split(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), (x,), cuts=[1])

@@ -1,4 +1,4 @@
-"""Models with dropout train in a pipeline as in a plain loop: schedules, ranks, meshes, recomputation, resuming."""
+"""Models with dropout train in a pipeline as in a plain loop: schedules, ranks, meshes, recomputation."""
 
 from __future__ import annotations
 

@@ -51,7 +51,11 @@ class Shared(Block):
 
 class Noise(Block):
     def draw(self, x):
-        return x + torch.randn_like(x) * torch.rand(8) + torch.empty_like(x).uniform_() * torch.randint(1, 3, (8,))
+        return (
+            x
+            + torch.randn_like(x) * torch.rand(8)
+            + torch.empty_like(x).uniform_() * torch.randint(1, 3, (8,))
+        )
 
 
 class Recurrent(Block):
@@ -121,7 +125,12 @@ def plain_loop(model, x, chunks, layers, **key):
 def test_layers_that_draw_in_their_own_way(kind, mode, concurrent):
     plain, x = model_of(kind, nn.Tanh, kind), torch.randn(12, 8)
     piped = GPipe(
-        copy.deepcopy(plain), [2, 4], devices=["cpu"] * 2, chunks=4, checkpoint=mode, concurrent_backward=concurrent
+        copy.deepcopy(plain),
+        [2, 4],
+        devices=["cpu"] * 2,
+        chunks=4,
+        checkpoint=mode,
+        concurrent_backward=concurrent,
     )
     for step in range(2):
         expected = plain_loop(plain, x, 4, piped.layers(plain), seed=3, step=step)
@@ -135,7 +144,9 @@ def test_layers_that_draw_in_their_own_way(kind, mode, concurrent):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Functional, Shared, Noise, Recurrent, Samples, Checkpointed, Seeding, Decides])
+@pytest.mark.parametrize(
+    "kind", [Functional, Shared, Noise, Recurrent, Samples, Checkpointed, Seeding, Decides]
+)
 def test_models_that_are_cut(kind, mode):
     model, x = model_of(kind, nn.Tanh, kind), torch.randn(12, 8)
     plain = copy.deepcopy(model)

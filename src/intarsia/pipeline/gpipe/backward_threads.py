@@ -47,7 +47,7 @@ class BackwardThreads:
         with self._lock:
             if not self._pending:
                 self._cores = torch.get_num_threads()
-            # Context variables follow the caller: a layer that contains this pipeline may hold the generators.
+            # Context variables follow the caller: a layer around this pipeline may hold the generators.
             future = self._threads.submit(stage, contextvars.copy_context().run, self._work, job)
             self._pending.add(future)
         future.add_done_callback(self._ended)

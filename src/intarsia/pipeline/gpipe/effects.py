@@ -1,8 +1,8 @@
 """The side effects of a stage, observed on its first micro-batch so that the others cost nothing extra.
 
-A stage may change its input in place, change its buffers, or draw random numbers in its backward pass (a layer that
-uses `torch.utils.checkpoint`). Each must be undone or isolated when the stage runs again for the gradient or beside
-other stages; stages without an effect do not pay for it.
+A stage may change its input in place, change its buffers, or draw random numbers in its backward pass (where
+a layer uses `torch.utils.checkpoint`). Each must be undone or isolated when the stage runs again for the
+gradient or beside other stages; stages without an effect do not pay for it.
 """
 
 from __future__ import annotations

@@ -185,7 +185,9 @@ class GPipe(nn.Module):
 
     def layers(self, module: nn.Sequential) -> dict[str, nn.Module]:
         """The layers of a module like the one that was wrapped, by name; see `keyed_random`."""
-        return {name: getattr(module, name) for stage in self.partitions for name, _ in stage.named_children()}
+        return {
+            name: getattr(module, name) for stage in self.partitions for name, _ in stage.named_children()
+        }
 
     # The pipeline places its stages; moving them as one would undo it.
 

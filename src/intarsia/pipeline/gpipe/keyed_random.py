@@ -1,15 +1,15 @@
-"""Random numbers by key: every place of a model draws from generators seeded by (seed, step, micro-batch, place).
+"""Random numbers by key: a place of a model draws from generators seeded by (seed, step, micro-batch, place).
 
-A place is a drawing node of an exported graph, by its number ("draw 3"), or a layer that a pipeline calls, by its
-name. Its draws depend on nothing else: not on the order in which stages run, nor on rank, cut or schedule, and what
-is computed again draws the same again. The default generators themselves are seeded, so `torch.utils.checkpoint`,
-`fork_rng` and `manual_seed` inside a layer do what they do without a pipeline; afterwards they are put back.
+A place is a drawing node of an exported graph, by its number ("draw 3"), or a layer that a pipeline calls,
+by its name. Its draws depend on nothing else: not on the order in which stages run, nor on rank, cut or
+schedule; what is computed again draws the same again. The default generators themselves are seeded, so that
+`torch.utils.checkpoint`, `fork_rng` and `manual_seed` inside a layer do what they do without a pipeline;
+afterwards they are put back.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,7 +22,8 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CPU = torch.device("cpu")
+from intarsia.pipeline.gpipe.generators import CPU, holding, moving_generator, seeded
+
 Devices = frozenset[torch.device]
 
 
@@ -54,7 +55,7 @@ _key: ContextVar[RandomKey | None] = ContextVar("random key", default=None)
 
 
 def current_key() -> RandomKey | None:
-    """The key that places draw by now, or None: then they draw from the default generators as they stand."""
+    """The key that places draw by now. None: they draw from the default generators as they stand."""
     return _key.get()
 
 
@@ -66,62 +67,6 @@ def using_key(key: RandomKey | None) -> Iterator[None]:
         yield
     finally:
         _key.reset(token)
-
-
-@dataclass(frozen=True)
-class _Locks:
-    """A lock for each device's generator, of which a process has one for all its threads.
-
-    Whoever holds some lends what it calls locks of its own for them: a layer may contain a pipeline, whose threads
-    would wait for the layer, which waits for them.
-    """
-
-    own: dict[torch.device, threading.Lock] = field(default_factory=dict)
-    outer: _Locks | None = None
-
-    def of(self, device: torch.device) -> threading.Lock:
-        if self.outer is None or device in self.own:
-            return self.own.setdefault(device, threading.Lock())
-        return self.outer.of(device)
-
-
-_locks: ContextVar[_Locks] = ContextVar("generator locks", default=_Locks())  # noqa: B039  (meant for all)
-
-
-@contextmanager
-def borrowed_generators(devices: Collection[torch.device]) -> Iterator[list[torch.Generator]]:
-    """The default generators of devices, which nobody else uses meanwhile; put back afterwards."""
-    locks = _locks.get()
-    ordered = sorted(devices, key=str)
-    with ExitStack() as stack:
-        for device in ordered:
-            stack.enter_context(locks.of(device))
-        generators = [default_generator(device) for device in ordered]
-        states = [generator.get_state() for generator in generators]
-        token = _locks.set(_Locks({device: threading.Lock() for device in ordered}, locks))
-        try:
-            yield generators
-        finally:
-            _locks.reset(token)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
-
-@contextmanager
-def seeded(seed: int, devices: Collection[torch.device]) -> Iterator[None]:
-    """Borrow the generators of devices, freshly seeded."""
-    with borrowed_generators(devices) as generators:
-        for generator in generators:
-            generator.manual_seed(seed)
-        yield
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """torch's generator of a device."""
-    if device.type == "cuda":
-        torch.cuda.init()
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return torch.default_generator
 
 
 # What draws, by the operators that run.
@@ -155,8 +100,8 @@ def _device_of(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
     """The device an operator draws on: the one it names, or that of its first tensor."""
     named = kwargs.get("device")
     if named is None:
-        leaves = (y for x in (*args, *kwargs.values()) for y in (x if isinstance(x, list | tuple) else (x,)))
-        named = next((x.device for x in leaves if isinstance(x, Tensor)), torch.get_default_device())
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        named = next((x.device for x in tensors), torch.get_default_device())
     return _indexed(torch.device(named))
 
 
@@ -191,11 +136,11 @@ class SeenDraws(_DrawMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count, self.devices = 0, set[torch.device]()
-        self._locks = _locks.get()
+        self._hold = holding()
 
     def draw(self, count: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operator gives."""
-        if _locks.get() is self._locks:
+        if holding() is self._hold:
             self.count += count
             self.devices.add(_device_of(func, args, kwargs))
         return func(*args, **kwargs)
@@ -249,9 +194,9 @@ _layers: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[bool, ...], Devices]] 
 def call_layer(layer: nn.Module, place: str, *args: Any, **kwargs: Any) -> Any:
     """Call a layer that is a place: its draws start from its key.
 
-    Whether it draws is seen in its first call in each mode, so that others cost nothing, and stages on the CPU run
-    at the same time. A layer with `keys_draws = True` has places of its own; in others there is no key, and a
-    pipeline in one of them draws its key from the generator that was seeded for the layer.
+    Whether it draws is seen in its first call in each mode, so that others cost nothing, and stages on the
+    CPU run at the same time. A layer with `keys_draws = True` has places of its own; in others there is no
+    key, and a pipeline in one of them draws its key from the generator that was seeded for the layer.
     """
     key = current_key()
     if key is None or getattr(layer, "keys_draws", False):
@@ -290,54 +235,23 @@ def forget_layers(modules: Collection[nn.Module]) -> None:
 def key_of_run() -> Iterator[RandomKey]:
     """The key of a run of a pipeline: the one in use, or one drawn from the caller's default generator.
 
-    The generator then stands one number further on, or where it stood if nothing drew. So `manual_seed` makes runs
-    repeatable, and a run that is computed again under `torch.utils.checkpoint` is the same.
+    The generator then stands one number further on, or where it stood if nothing drew. So `manual_seed` makes
+    runs repeatable, and a run that is computed again under `torch.utils.checkpoint` is the same.
     """
     given = current_key()
     if given is not None:
         yield given
         return
     generator = torch.default_generator
-    with _moving():
+    with moving_generator():
         before = generator.get_state()
         key = RandomKey(int(torch.randint(0, 2**62, (), device="cpu")))
         after = generator.get_state()
     yield key
     if not key.drawn:
-        with _moving():
+        with moving_generator():
             if torch.equal(generator.get_state(), after):
                 generator.set_state(before)
-
-
-_moves = 0  # of the CPU's generator by `key_of_run`
-
-
-@contextmanager
-def _moving() -> Iterator[None]:
-    """Around a move of the CPU's generator."""
-    global _moves
-    with _locks.get().of(CPU):
-        _moves += 1
-        yield
-
-
-@dataclass(frozen=True)
-class GeneratorMark:
-    """Where the CPU's generator stood, and how often pipelines had moved it."""
-
-    state: Tensor
-    moves: int
-
-    @staticmethod
-    def take() -> GeneratorMark:
-        """The present."""
-        with _locks.get().of(CPU):
-            return GeneratorMark(torch.get_rng_state(), _moves)
-
-    def others_drew(self) -> bool:
-        """Whether somebody has drawn numbers without a key; not known where another pipeline began or ended."""
-        now = GeneratorMark.take()
-        return now.moves == self.moves and not torch.equal(now.state, self.state)
 
 
 # The plain loop.
@@ -349,10 +263,11 @@ def keyed_random(
 ) -> Iterator[None]:
     """Draw by key: in a plain loop what a pipeline draws, and in a pipeline what a plain loop draws.
 
-    For a plain model run the forward and the backward pass of one micro-batch inside, and nothing else that draws.
-    `layers` names the modules whose draws start from their own key, as `GPipe` and stages cut along the module tree
-    have it (`pipe.layers(model)`); in models cut by the graph every draw has a key, and there are none. The
-    default generators are afterwards what they were before. One thread may be inside at a time.
+    For a plain model run the forward and the backward pass of one micro-batch inside, and nothing else that
+    draws. `layers` names the modules whose draws start from their own key, as `GPipe` and stages cut along
+    the module tree have it (`pipe.layers(model)`); in models cut by the graph every draw has a key, and
+    there are none. The default generators are afterwards what they were before. One thread may be inside at
+    a time.
 
     >>> dropout = nn.Dropout(0.5)
     >>> with keyed_random(seed=0, step=3):
@@ -375,12 +290,12 @@ def keyed_random(
         yield
 
 
-class _PlainDraws(_NumberedDraws):
+class _PlainDraws(_NumberedDraws):  # type: ignore[no-untyped-call]
     """The places of a plain model, one after the other.
 
-    The CPU generator's seed says at which place the model is. `torch.utils.checkpoint` and `fork_rng` put it back,
-    and what runs again finds its places. Where it says something else, a layer draws from its own key, or the
-    model has seeded the generator: then draws are what they are.
+    The CPU generator's seed says at which place the model is. `torch.utils.checkpoint` and `fork_rng` put it
+    back, and what runs again finds its places. Where it says something else, a layer draws from its own key,
+    or the model has seeded the generator: then draws are what they are.
     """
 
     def __init__(self, key: RandomKey) -> None:

@@ -18,7 +18,8 @@ from intarsia.pipeline.gpipe.copy import Copy, Wait
 from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.effects import StageEffects
-from intarsia.pipeline.gpipe.keyed_random import GeneratorMark, RandomKey, forget_layers, key_of_run
+from intarsia.pipeline.gpipe.generators import GeneratorMark
+from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals
@@ -211,14 +212,13 @@ class Pipeline:
             raise cast(BaseException, progress.first_failure.result)
 
     def _forget_effects(self) -> None:
-        """Observe all stages again: one drew random numbers that it had not drawn before, or other code did."""
+        """Observe all stages again: one drew what it had not drawn before, or other code did."""
         for stage, effects in zip(self.partitions, self.effects, strict=True):
             effects.reset()
             forget_layers(list(stage.children()))
         warnings.warn(
             "random numbers were drawn from torch's default generator while the pipeline ran; if a layer drew"
-            " them, but not on its first micro-batch, they are not those of its key, and its recomputation may"
-            " differ",
+            " them, but not on its first micro-batch, its recomputation may differ",
             stacklevel=5,
         )
 

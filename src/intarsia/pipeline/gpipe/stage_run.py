@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, StageEffects, owned_buffers, versions
-from intarsia.pipeline.gpipe.keyed_random import CPU, RandomKey, SeenDraws, borrowed_generators, using_key
+from intarsia.pipeline.gpipe.generators import CPU, borrowed_generators
+from intarsia.pipeline.gpipe.keyed_random import RandomKey, SeenDraws, using_key
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
 
@@ -105,7 +106,7 @@ class StageRun:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass beside those of other stages: what draws in it has the generators for itself."""
+        """Around a backward pass beside those of other stages: if it draws, nobody else does meanwhile."""
         known = self.effects.backward_draws
         if known is not None:
             with borrowed_generators(known) if known else nullcontext():

@@ -124,7 +124,7 @@ def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:
 
 @contextmanager
 def no_other_dice() -> Iterator[None]:
-    """Refuse what draws random numbers of Python or NumPy, or seeds torch's generator; put their state back."""
+    """Refuse what draws numbers of Python or NumPy, or seeds torch's generator; put their state back."""
     numpy = sys.modules.get("numpy")
     before, seed, torch_state = random.getstate(), torch.initial_seed(), torch.get_rng_state()
     array = None if numpy is None else numpy.random.get_state()

@@ -1,4 +1,4 @@
-"""The nodes of a graph that draw random numbers: numbered over the whole model, and drawn by key in its stages."""
+"""The nodes of a graph that draw random numbers: numbered over the whole model, drawn by key in stages."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def recomputed_program(
 ) -> nn.Module:
     """The program with the modules called `names` (or patterns, `h.*.mlp`) computed again for their gradient.
 
-    `states` says of the program's weights and buffers whether they learn; `written` are those it changes; nodes
-    in `draws` draw by key.
+    `states` says of the program's weights and buffers whether they learn; `written` are those it changes;
+    nodes in `draws` draw by key.
     """
     holders = [n for n in program.graph.nodes if n.op == "placeholder"]
     line = training_line(program.graph, {n: states[n.name] for n in holders if n.name in states})
@@ -105,9 +105,7 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
     versions = [v._version for v in kept if isinstance(v, torch.Tensor)]
     # With a key nothing is to be put back, and other threads may use the generators.
     rng = current_key() is None
-    made = checkpoint(
-        run, *kept, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng
-    )
+    made = checkpoint(run, *kept, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng)
     if [v._version for v in kept if isinstance(v, torch.Tensor)] != versions:
         raise PipelineError("a module that is to be computed again changes its input in place")
     return tuple(made)

@@ -109,14 +109,20 @@ class Stage(nn.Module):
 
     @property
     def reuses_weights(self) -> bool:
-        """Whether a parameter is used in more than one place of this stage."""
-        holders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
+        """Whether a parameter, or what is computed from parameters alone, is used in more than one place."""
+        graph, states = self.program.graph, self.states()
+        holders = [n for n in graph.nodes if n.op == "placeholder"]
         uses: Counter[int] = Counter()
-        states = self.states()
+        own: dict[fx.Node, int] = {}  # a tied weight is one, whatever its names
         for node, name in zip(holders, self.form.arguments, strict=True):
             if name in states:
-                state = states[name]
-                uses[id(state)] += len(node.users) if isinstance(state, nn.Parameter) else 0
+                own[node] = id(states[name]) if isinstance(states[name], nn.Parameter) else 0
+        for node in graph.nodes:
+            sources = [own[value] for value in node.all_input_nodes if value in own]
+            if node.op == "call_function" and len(sources) == len(node.all_input_nodes):
+                own[node] = id(node) if any(sources) else 0
+        for node, source in own.items():
+            uses[source] += len(node.users) if source else 0
         return any(count > 1 for count in uses.values())
 
     def to_device(self, device: torch.device | str) -> Stage:

@@ -30,8 +30,8 @@ from intarsia.pipeline.stages.tree_stage import TreeStage, keep_the_rest, note_w
 from intarsia.pipeline.stages.trial import trial
 
 _A_STAGE = 4  # modules, so that the balance has something to choose from
-# Modules in all, whatever the number of stages: random numbers begin anew with each module that is called, so other
-# cuts must call the same ones.
+# Modules in all, whatever the number of stages: random numbers begin anew with each module that is called, so
+# other cuts must call the same ones.
 _IN_ALL = 64
 
 Choose = Callable[[Line, Sequence[Cost], Sequence[float]], list[int]]
