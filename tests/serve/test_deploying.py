@@ -17,7 +17,7 @@ import torch
 from tests.serve.harness import running
 
 import intarsia
-from intarsia.cli.main import serve
+from intarsia.cli.running import serve
 from intarsia.serve.options import Options
 
 ROOT = Path(__file__).parents[2]

@@ -48,7 +48,7 @@ def open_bundle(path: str | os.PathLike[str], name: str, version: int) -> Reader
 
 def check_member(where: str, program: Compiled) -> None:
     """ArchiveError for a program that changes buffers, or returns weights, of a module outside the file."""
-    program.weights.check()
+    program.weights.check(thorough=True)
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
         raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")

@@ -50,9 +50,9 @@ def engines_from_json(
     If `native`, those that run packages of machine code need not be able to build.
     """
     if asked is not None:
-        given = {engine.name: engine for engine in resolve_engines(asked)[0]}
-        notes += [f"{name}: not among the engines given; {_INSTEAD}" for name in found if name not in given]
-        return given
+        by_name = {engine.name: engine for engine in resolve_engines(asked)[0]}
+        notes += [f"{name}: not among the engines given; {_INSTEAD}" for name in found if name not in by_name]
+        return by_name
     usable: dict[str, Engine] = {}
     for name, told in found.items():
         if told["free"]:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from intarsia.capture.call import Call
 from intarsia.capture.example import copied_call
 from intarsia.errors import CaptureError
+from intarsia.plain_tensors import plain_tensors
 
 # Weights, submodules, and hooks, which a model may install when it is first run (transformers' models do).
 _TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
@@ -101,7 +102,7 @@ def _state(modules: list[nn.Module]) -> list[torch.Tensor]:
     """Buffers, and tensors kept as plain attributes: what a model may write to in evaluation."""
     held = [value for m in modules for value in (*m._buffers.values(), *m.__dict__.values())]
     found = {id(t): t for t in held if isinstance(t, torch.Tensor) and not t.is_meta}
-    return list(found.values())
+    return [part for tensor in found.values() for part in plain_tensors(tensor)]
 
 
 def _count(tensor: torch.Tensor) -> int | None:

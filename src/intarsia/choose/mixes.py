@@ -55,6 +55,6 @@ def promising_mixes(
 def mix(blocks: Blocks, engines: Sequence[Engine], way: Sequence[str]) -> Candidate:
     """The candidate that runs block `i` on `way[i]`, with a name that tells it from other mixes."""
     bounds = [i for i in range(len(way)) if i == 0 or way[i] != way[i - 1]]
-    told = [f"{way[i]} {i}-{end - 1}" for i, end in zip(bounds, [*bounds[1:], len(way)], strict=True)]
-    name = f"mix of blocks: {', '.join(told)}"
+    parts = [f"{way[i]} {i}-{end - 1}" for i, end in zip(bounds, [*bounds[1:], len(way)], strict=True)]
+    name = f"mix of blocks: {', '.join(parts)}"
     return Candidate(name, tuple(engines), blocks=tuple(way), homes=blocks.homes(way))

@@ -7,16 +7,45 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from intarsia.errors import PartitionError
+from intarsia.cli.arguments import AsJson, Full, Model, print_json
+from intarsia.errors import InputError, PartitionError
 
 app = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
 
 ScheduleName = Annotated[str, typer.Option(help="GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...")]
 Microbatches = Annotated[int, typer.Option(help="Micro-batches.")]
+
+
+def split(
+    model: Model,
+    stages: Annotated[int, typer.Option(help="How many parts.", min=1)] = 2,
+    by: Annotated[str, typer.Option(help="time or memory: what is balanced.")] = "time",
+    full: Full = False,
+    json: AsJson = False,
+) -> None:
+    """Cut a model into balanced pipeline stages; print where, with the cost of each stage."""
+    from intarsia.cli.model import resolve
+    from intarsia.pipeline import split as split_model
+
+    specimen = resolve(model, full=full)
+    if by not in ("time", "memory"):
+        raise InputError(f"--by {by} is neither time nor memory")
+    balanced: Literal["time", "memory"] = "time" if by == "time" else "memory"
+    parts = split_model(specimen.module, specimen.args, specimen.kwargs, stages=stages, by=balanced)
+    report = parts.report
+    if not json:
+        typer.echo(str(report))
+        return
+    costs = [
+        {"forward_s": c.forward, "backward_s": c.backward, "weights": c.weights, "kept": c.saved}
+        for c in report.costs
+    ]
+    about = {"way": report.way, "reason": report.reason, "by": report.by, "balance": report.balance}
+    print_json({**about, "stages": costs, "bytes_across": list(report.crossing)})
 
 
 @app.command()

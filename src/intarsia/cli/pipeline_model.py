@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from intarsia.cli.zoo import load_factory
+from intarsia.cli.model import load_factory
 from intarsia.errors import InputError
 
 TEXT = (

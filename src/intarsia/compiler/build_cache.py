@@ -24,6 +24,7 @@ from intarsia.convert import registry
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.lower import Lowered
+from intarsia.plain_tensors import plain_state
 from intarsia.rewrite import RewritePatternManager
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.inlay import Assembly
@@ -76,7 +77,7 @@ class CacheEntry:
             facts = json.loads(facts_path.read_bytes())
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # what would be warned of is built again
-                pieces = load_pieces(path, lowered, model.state_dict(), facts["seal"])
+                pieces = load_pieces(path, lowered, plain_state(model.state_dict()), facts["seal"])
         except Exception:  # damaged, or thrown out by another process meanwhile: it is built again
             shelf.throw_out(f"{self.key}.json")
             shelf.throw_out(self.key)

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.call import Call as Call
 from intarsia.capture.example import copied_call, is_transformed
-from intarsia.capture.frozen_state import attributes_of, changing_modules
 from intarsia.capture.protect import undisturbed
 from intarsia.capture.random_state import kept_random_state
+from intarsia.capture.run_effects import attributes_of, changing_modules, shape_of_call
 from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError, PartitionError
 from intarsia.partition.names import (
@@ -94,7 +94,7 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     def noting(path: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             known = calls.setdefault(path, [])
-            given.setdefault(path, []).append(_shape_of_call(args, kwargs))
+            given.setdefault(path, []).append(shape_of_call(args, kwargs))
             if is_transformed((args, kwargs)):
                 transformed.add(path)
             elif len(known) < _MOST_CALLS:
@@ -104,7 +104,7 @@ def _record(model: nn.Module, call: Call) -> _Seen:
 
     def comparing(path: str) -> Callable[..., None]:
         def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            if given[path].pop() != _shape_of_call(args, kwargs):
+            if given[path].pop() != shape_of_call(args, kwargs):
                 filling.add(path)
 
         return compare
@@ -128,12 +128,6 @@ def _record(model: nn.Module, call: Call) -> _Seen:
         for handle in handles:
             handle.remove()
     return _Seen(answer, calls, changing, filling, transformed)
-
-
-def _shape_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[pytree.TreeSpec, list[int]]:
-    """How the arguments are nested, and which objects they are."""
-    flat, structure = pytree.tree_flatten((args, kwargs))
-    return structure, [id(value) for value in flat]
 
 
 def _compile_each(
@@ -204,7 +198,7 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
         return None
     asked: list[Any] = []
     for same in zip(*(leaves for leaves, _ in flats), strict=True):
-        if not all(isinstance(x, torch.Tensor) and x.dim() == same[0].dim() for x in same):
+        if not all(isinstance(x, torch.Tensor) and _is_like(x, same[0]) for x in same):
             asked.append(None)
             continue
         axes = [a for a in range(same[0].dim()) if len({int(x.shape[a]) for x in same}) > 1]
@@ -216,6 +210,10 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except TypeError:
         return None
+
+
+def _is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dim() == other.dim() and not tensor.is_nested  # whose sizes are no numbers
 
 
 def _elements(module: nn.Module) -> int:

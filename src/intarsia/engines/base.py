@@ -6,6 +6,7 @@ import abc
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -168,6 +169,15 @@ class NetworkEngine(Engine):
         "onednn": patterns that choose among the kernels of oneDNN.
         """
         return ("onnx",)
+
+    file_suffix: ClassVar[str] = ""  # of the files that `write` makes; empty if it makes none
+
+    def write(self, net: Network, path: Path) -> Mapping[str, str]:
+        """Write the network as a file that the engine's own runtime loads, weights in it and no guards.
+
+        What is returned are the settings with which the runtime must load it to answer as `build` does.
+        """
+        raise EngineError(f"{self.name} has no files of its own")
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The network in the engine's own form, weights left in the file; None if it has no such form."""

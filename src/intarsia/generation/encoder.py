@@ -28,10 +28,8 @@ class EncoderForward(ReplacedForward):
         source: Source,
         plain: Compiled | PartlyCompiled,
         masked: Compiled | PartlyCompiled | None,
-        *,
-        loaded: bool = False,
     ) -> None:
-        super().__init__(type(encoder).__name__, encoder, loaded=loaded)
+        super().__init__(type(encoder).__name__, encoder)
         self.anatomy, self.source, self.plain, self.masked = anatomy, source, plain, masked
         self.runs = {"encoder": 0, "own": 0}
 

@@ -63,10 +63,8 @@ class GeneratingForward(ReplacedForward):
         programs: Mapping[int, Programs],
         max_length: int,
         encoder: EncoderForward | None = None,
-        *,
-        loaded: bool = False,
     ) -> None:
-        super().__init__(type(model).__name__, model, loaded=loaded)
+        super().__init__(type(model).__name__, model)
         self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
         self.room = anatomy.room(max_length)
         self.encoder = encoder

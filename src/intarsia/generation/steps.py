@@ -19,6 +19,7 @@ class EncoderStep(nn.Module):
 
     def __init__(self, model: Any, anatomy: Anatomy, argument: str) -> None:
         super().__init__()
+        self.training = False  # as the model is
         self.encoder, self.anatomy, self.argument = model.get_encoder(), anatomy, argument
 
     def forward(self, given: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
@@ -37,6 +38,7 @@ class PromptStep(nn.Module):
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
+        self.training = False  # as the model is
         self.model, self.anatomy = model, anatomy
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -66,6 +68,7 @@ class TokenStep(nn.Module):
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, in_place: bool) -> None:
         super().__init__()
+        self.training = False  # as the model is
         self.model, self.anatomy, self.in_place = model, anatomy, in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
+from intarsia.drawing import Drawing, framed, model_explorer, page, svg
 from intarsia.errors import PartitionError
 from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import is_compute, is_control_flow, is_free, producer, whereabouts
+from intarsia.graph.plan_drawing import DetailsSource, PlanDetails, plan_drawing
 from intarsia.graph.plan_text import plan_table, plan_text
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.graph.sizes import constant_value
@@ -35,6 +37,8 @@ class Plan:
 
     segments: tuple[Segment, ...]
     strategy: str = ""
+    # What a drawing shows besides: given by the compile, asked when somebody draws the plan.
+    details: DetailsSource | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -149,6 +153,32 @@ class Plan:
             for segment in self.segments
         ]
         return json.dumps({"strategy": self.strategy, "segments": segments}, indent=1)
+
+    def drawing(self) -> Drawing:
+        """What pictures of the plan show, as plain data."""
+        details = PlanDetails() if self.details is None else self.details(self.segments)
+        return plan_drawing(self.segments, self.strategy, details)
+
+    def to_html(self) -> str:
+        """The plan as one HTML page that needs nothing else: times, the graph, its layers, every fallback.
+
+        >>> import intarsia
+        >>> fast = intarsia.compile(torch.nn.ReLU(), (torch.ones(2),), engines="pytorch")
+        >>> fast.plan.to_html().startswith("<!doctype html>")
+        True
+        """
+        return page(self.drawing())
+
+    def to_svg(self) -> str:
+        """The segments in the order they run as SVG, for documents."""
+        return svg(self.drawing())
+
+    def to_model_explorer(self) -> str:
+        """The graph as JSON for Google's Model Explorer: `model-explorer FILE` opens it."""
+        return model_explorer(self.drawing())
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
 
     def __str__(self) -> str:
         return plan_text(self.segments, self.strategy)

@@ -22,7 +22,7 @@ _OPS_SHOWN = 6
 def plan_text(segments: Segments, strategy: str) -> str:
     """The plan in lines: a heading, a line a segment, and the reasons of every fallback."""
     width = max((len(segment.engine) for segment in segments), default=0)
-    lines = [_heading(segments, strategy)]
+    lines = [heading(segments, strategy)]
     for number, segment in enumerate(segments):
         alone = "  (stands alone)" if segment.do_not_merge else ""
         count = f"{len(segment)} node{'s' * (len(segment) != 1)}"
@@ -39,15 +39,15 @@ def plan_table(segments: Segments, strategy: str) -> Table:
     """The plan as a rich table."""
     from rich.table import Table
 
-    table = Table(title=_heading(segments, strategy), title_justify="left")
+    table = Table(title=heading(segments, strategy), title_justify="left")
     for column in ("segment", "engine", "nodes", "ops", "not on an engine because"):
         table.add_column(column)
     for number, segment in enumerate(segments):
         reasons = Counter(
             f"{engine}: {reason}" for why in segment.reasons.values() for engine, reason in why.items()
         )
-        told = "\n".join(reason for reason, _ in reasons.most_common(_OPS_SHOWN))
-        table.add_row(str(number), segment.engine, str(len(segment)), ops_text(segment.nodes), told)
+        text = "\n".join(reason for reason, _ in reasons.most_common(_OPS_SHOWN))
+        table.add_row(str(number), segment.engine, str(len(segment)), ops_text(segment.nodes), text)
     return table
 
 
@@ -81,7 +81,8 @@ def _fallback(name: str, reason: str, nodes: list[fx.Node]) -> str:
     return f"{name}{times}: {reason}{example}"
 
 
-def _heading(segments: Segments, strategy: str) -> str:
+def heading(segments: Segments, strategy: str) -> str:
+    """How many segments there are, and how much of the graph runs on engines."""
     total = sum(map(len, segments))
     placed = sum(len(segment) for segment in segments if segment.engine != PYTORCH)
     how = f" by {strategy}" if strategy else ""

@@ -15,17 +15,17 @@ from intarsia.partition.table import SupportTable
 
 def find_groups(gm: fx.GraphModule, patterns: Sequence[Atomic]) -> list[list[fx.Node]]:
     """The groups of nodes the patterns match, in graph order; groups that share a node are one group."""
-    found: list[Sequence[fx.Node]] = []
+    chains: list[Sequence[fx.Node]] = []
     for pattern in patterns:
         if callable(pattern):
-            found.extend(pattern(gm))
+            chains.extend(pattern(gm))
         elif isinstance(pattern, str) or len(pattern) < 2:
             raise PartitionError(
                 f"atomic pattern {pattern!r} must be a chain of two or more ops, or a function"
             )
         else:
-            found.extend(_chains(gm.graph, [op_matcher(name) for name in pattern]))
-    return _joined(gm.graph, found)
+            chains.extend(_chains(gm.graph, [op_matcher(name) for name in pattern]))
+    return _joined(gm.graph, chains)
 
 
 def agree(table: SupportTable, groups: Sequence[Sequence[fx.Node]]) -> SupportTable:

@@ -71,16 +71,16 @@ def op_names(node: fx.Node) -> list[str]:
 
 def _origins(node: fx.Node) -> list[str]:
     """The operators that decomposition and export made the node of."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     waiting = list(node.meta.get("from_node", ()))
     while waiting:
         source = waiting.pop()
         waiting += source.from_node
         if source.target.count(".") == 2:
-            found[source.target] = None
+            names[source.target] = None
     if node.meta.get("original_aten") is not None:
-        found[str(node.meta["original_aten"])] = None
-    return list(dict.fromkeys([*found, *replaced_by(node)]))
+        names[str(node.meta["original_aten"])] = None
+    return list(dict.fromkeys([*names, *replaced_by(node)]))
 
 
 def _lowered_name(node: fx.Node) -> str | None:
@@ -155,8 +155,8 @@ def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable
             known = {path for node in nodes for path, _ in modules(node)}
             kinds = {str(getattr(kind, "__name__", kind)) for node in nodes for _, kind in modules(node)}
             wanted, near = (module, known) if isinstance(module, str) else (module.__name__, kinds)
-            told = near_names(wanted, near)
-            message = f"torch_executed_modules names {wanted!r}, in which no node was traced{told}"
+            hint = near_names(wanted, near)
+            message = f"torch_executed_modules names {wanted!r}, in which no node was traced{hint}"
             raise UnknownNameError(message, "torch_executed_modules", module)
 
 
@@ -215,5 +215,5 @@ def _shorter(full: str) -> tuple[str, ...]:
 
 def near_names(name: str, known: Iterable[str]) -> str:
     """`; near are 'a', 'b'`, or nothing."""
-    found = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
-    return f"; near are {', '.join(map(repr, found))}" if found else ""
+    near = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
+    return f"; near are {', '.join(map(repr, near))}" if near else ""

@@ -60,13 +60,13 @@ class PartitionOptions:
                 f"require_full_compilation={self.require_full_compilation!r}; give True or False"
             )
         for name in ("torch_executed_ops", "torch_executed_modules", "atomic", "backend_priority"):
-            given = getattr(self, name)
-            if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
-                raise PartitionError(f"{name}={given!r} is no list of names; give e.g. [{given!r}]")
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+                raise PartitionError(f"{name}={value!r} is no list of names; give e.g. [{value!r}]")
         for name in ("memory_budget", "backend_support_map"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, Mapping):
-                raise PartitionError(f"{name}={given!r} names no engine; give e.g. {{'openvino': ...}}")
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise PartitionError(f"{name}={value!r} names no engine; give e.g. {{'openvino': ...}}")
         for engine, budget in self.memory_budget.items():
             if type(budget) is not int or budget < 1:
                 raise PartitionError(f"memory_budget of {engine} is {budget!r} bytes; it must be at least 1")

@@ -13,6 +13,7 @@ from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
 from intarsia.pipeline.schedule.schedules import SCHEDULES, Schedule, schedule
 from intarsia.pipeline.schedule.simulate import Simulation, simulate
 from intarsia.pipeline.split import split
+from intarsia.pipeline.stages.samples import mixed_samples
 
 __all__ = [
     "SCHEDULES",
@@ -34,6 +35,7 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "keyed_random",
+    "mixed_samples",
     "plan_pipeline",
     "pop",
     "schedule",

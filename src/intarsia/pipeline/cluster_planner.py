@@ -19,6 +19,7 @@ from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
 from intarsia.pipeline.stages.cost import profile
+from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.trace import Trace, trace
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def plan_on_cluster(
     Costs are measured here, with the example's batch and with one as small as the model takes; between and
     beyond them they are taken as a line. With `agree` rank 0 measures and plans for all.
     """
-    captured = trace(model, args, kwargs)
+    captured = judged(model, trace(model, args, kwargs), args, kwargs)
     ways = schedules, microbatches, replicas
 
     def choose() -> _Chosen:

@@ -23,6 +23,7 @@ from intarsia.pipeline.schedule.simulate import Simulation, simulate
 from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
 from intarsia.pipeline.stages.cost import profile
 from intarsia.pipeline.stages.cut import choose_cuts
+from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.signature import tensor_spec
 from intarsia.pipeline.stages.trace import Trace, trace
 
@@ -177,7 +178,7 @@ def plan_pipeline(
         raise PartitionError("a plan needs devices=, their number, or cluster=, their description")
     if batch is not None or replicas is not None or agree:
         raise PartitionError("batch=, replicas= and agree= go with cluster=")
-    captured = trace(model, args, kwargs)
+    captured = judged(model, trace(model, args, kwargs), args, kwargs)
     tensors = captured.signature.flatten(args, kwargs)
     tried: list[Candidate] = []
     for count, costs, lengths in _profiles(captured, tensors, microbatches, devices):

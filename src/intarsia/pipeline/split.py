@@ -24,6 +24,7 @@ from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.devices import buffers_on_meta, is_on_meta, to_meta
 from intarsia.pipeline.stages.meta_cost import DeviceSpeed, estimate_with, made_up_on, measure_made_up
+from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, build_stages, recompute_modules
@@ -130,6 +131,7 @@ def split(
                 dynamic_shapes=dynamic_shapes,
                 batch_dims=batch_dims,
             )
+            captured = judged(model, captured, args, kwargs)
     except CaptureError as error:
         if is_on_meta(model):
             raise CaptureError(
@@ -260,5 +262,15 @@ def _report(
     ]
     waists = tuple(map(captured.line.waist, places))
     return SplitReport(
-        "graph", "", by, tuple(sums), tuple(borders), tuple(crossing), find_tied(parts), waists, source
+        "graph",
+        "",
+        by,
+        tuple(sums),
+        tuple(borders),
+        tuple(crossing),
+        find_tied(parts),
+        waists,
+        source,
+        captured.changed_buffers(),
+        captured.signature.mixes,
     )

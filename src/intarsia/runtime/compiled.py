@@ -127,6 +127,7 @@ class Compiled(nn.Module):
         self.inlay = self._fit.inlay
         self._kind = "cuda" if uses_gpu(lowered.module.graph) else "cpu"
         self._refit: Refit | None = None
+        self.differences: tuple[str, ...] = ()  # when it can answer otherwise than the model
         self.captured: Callable[[], fx.GraphModule] | None = None  # the program of a loaded file
 
     # What it is made of.
@@ -164,6 +165,11 @@ class Compiled(nn.Module):
     def stands_for_model(self) -> bool:
         """Whether the graph answers as the model does; if not, the model itself answers every call."""
         return self._fit.stands
+
+    @property
+    def runs_graph(self) -> bool:
+        """Whether the graph answers calls, and not the model itself."""
+        return self._fit.eager is None
 
     @property
     def weights(self) -> FrozenWeights:
@@ -331,9 +337,8 @@ class Compiled(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
-        kinds = {(tensor.dtype, tensor.device): tensor for tensor in self._fit.state.values()}
-        for (dtype, device), tensor in kinds.items():
-            converted = fn(tensor.new_empty((0,)))
+        for dtype, device in {(tensor.dtype, tensor.device) for tensor in self._fit.state.values()}:
+            converted = fn(torch.empty((0,), dtype=dtype, device=device))
             if (converted.dtype, converted.device) != (dtype, device):
                 raise InputError(
                     f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -73,6 +74,7 @@ class OnnxRuntime(NetworkEngine):
     tensorrt: bool = False
     name: ClassVar[str] = "onnxruntime"
     libraries: ClassVar[tuple[str, ...]] = ("onnxruntime",)
+    file_suffix: ClassVar[str] = ".onnx"
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
@@ -136,6 +138,12 @@ class OnnxRuntime(NetworkEngine):
             return self._program(Ports.of(net), session, (model.weights, model.on_gpu), model.checks)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
+
+    def write(self, net: Network, path: Path) -> Mapping[str, str]:
+        from intarsia.engines.onnxruntime.model import write_file
+
+        write_file(replace(self, guards=False)._guarded(net), path)
+        return {}
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The model that a session is made of, guards and all, less its weights.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,27 @@ def guarded(
         divide_for_reciprocals(net, proto)
         compute_in_float32(net, proto)  # last: it renames what others look for
     return Model(proto, _values(weights), _weights_on_gpu(weights), checks)
+
+
+_MOST_INSIDE = 2**31 - 2**26  # protobuf's limit for one message, less what the graph may take
+
+
+def write_file(model: Model, path: Path) -> None:
+    """Write a model with its weights, in a second file beside it where one file may not hold them."""
+    import onnx
+
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    values = {**model.weights, **model.on_gpu}
+    for tensor in proto.graph.initializer:
+        if tensor.name in values:
+            held = values[tensor.name][1]
+            array = held.cpu().numpy() if isinstance(held, torch.Tensor) else held
+            del tensor.external_data[:]
+            tensor.ClearField("data_location")
+            tensor.raw_data = array.tobytes()  # type: ignore[attr-defined]
+    is_large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _MOST_INSIDE
+    onnx.save_model(proto, path, save_as_external_data=is_large, location=f"{path.name}.data")
 
 
 _PACKING = MULTIPLIES_WEIGHTS | RECURRENT | {"Attention"}

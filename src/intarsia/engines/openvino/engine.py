@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from intarsia.engines.base import (
@@ -51,6 +52,7 @@ class OpenVINO(NetworkEngine):
     guards: bool = True
     name: ClassVar[str] = "openvino"
     libraries: ClassVar[tuple[str, ...]] = ("openvino",)
+    file_suffix: ClassVar[str] = ".xml"
 
     @property
     def coarsest(self) -> float:
@@ -93,6 +95,16 @@ class OpenVINO(NetworkEngine):
             return CompiledModel(Ports.of(net), made, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
+
+    def write(self, net: Network, path: Path) -> Mapping[str, str]:
+        import openvino
+
+        try:
+            model, _weights, _ = replace(self, guards=False)._guarded(net)
+            openvino.save_model(model, path, compress_to_fp16=False)
+        except Exception as error:
+            raise EngineError(f"OpenVINO failed to write {net.name}: {last_line(error)}") from error
+        return {"INFERENCE_PRECISION_HINT": self.precision}
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         from intarsia.engines.openvino.gated import is_gated

@@ -65,10 +65,10 @@ class Order:
         """The layer that stands behind this one; None at the end."""
         if node not in self._labels:
             self.relabel()
-        found = self._behind[node]
-        while found is not None and found.graph is not self._graph:  # taken out of the graph directly
-            found = self._behind.get(found)
-        return found
+        behind = self._behind[node]
+        while behind is not None and behind.graph is not self._graph:  # taken out of the graph directly
+            behind = self._behind.get(behind)
+        return behind
 
     def remove(self, node: ir.Node) -> ir.Node | None:
         """Take a layer out of the graph; gives the layer that stood behind it."""

@@ -63,7 +63,7 @@ def saved_bytes(trace: Trace) -> list[int]:
     runner = _Saver(trace)
     # Fake tensors of the example's own lengths: the capture's open lengths must not be narrowed by this run.
     with FakeTensorMode() as mode, torch.enable_grad():
-        runner.run(*_fakes(trace, mode))
+        runner.run(*trace.fakes(mode, trace.signature.example))
     return [runner.kept.get(n, 0) for n in trace.line.nodes]
 
 
@@ -215,22 +215,6 @@ class _Saver(fx.Interpreter):
 
 def _storage(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata
-
-
-def _fakes(trace: Trace, mode: FakeTensorMode) -> list[Any]:
-    out: list[Any] = []
-    for node in trace.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        value = node.meta.get("val")
-        if node in trace.states:
-            out.append(mode.from_tensor(trace.states[node].tensor, static_shapes=True))
-        elif isinstance(value, torch.Tensor):
-            sizes = trace.spec(node).sizes(trace.signature.example)
-            out.append(torch.empty(sizes, dtype=value.dtype, device=value.device))
-        else:
-            out.append(value)
-    return out
 
 
 def _key(node: fx.Node, args: Any, kwargs: Any) -> Any:

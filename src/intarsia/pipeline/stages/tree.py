@@ -7,6 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from intarsia.pipeline.gpipe.keyed_random import SeenDraws, layer_place
 from intarsia.pipeline.stages.batch import BatchDims, batch_axes
 from intarsia.pipeline.stages.chance import trace_without_chance
 from intarsia.pipeline.stages.counters import trace_without_counters
+from intarsia.pipeline.stages.samples import Incomparable, difference_in_halves
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 from intarsia.pipeline.stages.tied import find_tied
@@ -70,6 +72,7 @@ def split_tree(
     prices = [float(size) for size in line.crossing_bytes]
     cuts = choose(line, costs, prices)
     parts = _build(model, graph, line, cuts, recorder.means)
+    mixes = _mixed(model, args, kwargs or {}, batch_dims)
     note_writes(parts, changed)
     for part in parts:
         part.places, part.draws = recorder.places, recorder.draws
@@ -83,13 +86,26 @@ def split_tree(
         tuple(int(prices[c]) for c in cuts),
         find_tied(parts),
         tuple(map(line.waist, cuts)),
+        changed=tuple(sorted(n for n, b in model.named_buffers() if id(b) in changed)),
+        mixes=mixes,
     )
     with trial(model), torch.no_grad():
         output = model(*args, **(kwargs or {}))
-    signature = _signature(model, list(bound), args, kwargs or {}, output, batch_dims)
+    signature = replace(_signature(model, list(bound), args, kwargs or {}, output, batch_dims), mixes=mixes)
     made = StageSequence(parts, signature, report, list(model.state_dict()))
     _verify(model, made, args, kwargs, reason)
     return made
+
+
+def _mixed(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None
+) -> str:
+    """How the samples of a batch are mixed, as far as forward passes show it."""
+    axes, _ = batch_axes(model, args, kwargs, batch_dims)
+    try:
+        return difference_in_halves(model, args, kwargs, axes) if any(a is not None for a in axes) else ""
+    except Incomparable:
+        return ""  # nor does the plain model take a larger batch
 
 
 class _Tracer(fx.Tracer):
