@@ -145,7 +145,7 @@ def test_layers_that_draw_in_their_own_way(kind, mode, concurrent):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "kind", [Functional, Shared, Noise, Recurrent, Samples, Checkpointed, Seeding, Decides]
+    "kind", [Functional, Shared, Noise, Recurrent, Samples, Checkpointed, Reentrant, Seeding, Decides]
 )
 def test_models_that_are_cut(kind, mode):
     model, x = model_of(kind, nn.Tanh, kind), torch.randn(12, 8)

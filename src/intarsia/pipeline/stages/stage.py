@@ -41,6 +41,7 @@ class StageForm:
     copied: frozenset[str]  # results in the memory of such a state: the next micro-batch overwrites it
     nodes: tuple[str, ...]
     draws: Mapping[str, Draws]  # of the model's nodes: all stages number alike
+    checkpointed: tuple[str, ...]  # modules that the model itself computes again
 
 
 class Stage(nn.Module):
@@ -59,8 +60,13 @@ class Stage(nn.Module):
                 graft_tensor(self, name, state.tensor, state.persistent)
         # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
         object.__setattr__(self, "program", program)
-        object.__setattr__(self, "runner", keyed_program(program, form.draws))
         object.__setattr__(self, "form", form)
+        self.unheeded = ""  # why the model's own gradient checkpointing is left out
+        try:
+            self.recompute(())
+        except PartitionError as error:
+            self.unheeded = str(error)
+            object.__setattr__(self, "runner", keyed_program(program, form.draws))
         object.__setattr__(self, "captured_training", training)
         self.training = training
 
@@ -138,7 +144,9 @@ class Stage(nn.Module):
             retarget(self.runner, device)
 
     def recompute(self, names: Sequence[str]) -> None:
-        """Compute the modules of these names again in the backward pass; of those alone."""
+        """Compute the modules of these names again in the backward pass, and those the model itself does."""
+        if not self.unheeded:
+            names = [*self.form.checkpointed, *names]
         states = {node: state.requires_grad for node, state in self.states().items()}
         written, draws = self.form.written, self.form.draws
         object.__setattr__(self, "runner", recomputed_program(self.program, states, written, names, draws))
@@ -207,6 +215,7 @@ def _form(
         copied=frozenset(n.name for n in piece.outputs if not last and memory_of(n) & held),
         nodes=tuple(n.name for n in piece.graph.nodes),
         draws=draws,
+        checkpointed=trace.checkpointed,
     )
 
 

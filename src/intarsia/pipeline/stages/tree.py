@@ -28,7 +28,7 @@ from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.token_means import TokenMeans
-from intarsia.pipeline.stages.tree_stage import TreeStage, keep_the_rest, note_writes
+from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
 from intarsia.pipeline.stages.trial import trial
 
 _A_STAGE = 4  # modules, so that the balance has something to choose from
@@ -75,7 +75,7 @@ def split_tree(
     mixes = _mixed(model, args, kwargs or {}, batch_dims)
     note_writes(parts, changed)
     for part in parts:
-        part.places, part.draws = recorder.places, recorder.draws
+        part._random_places = RandomPlaces(recorder.places, recorder.draws)
     bounds = [0, *cuts, len(line.nodes)]
     report = SplitReport(
         "modules",

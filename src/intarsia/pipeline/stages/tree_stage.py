@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
 from intarsia.pipeline.stages.graft import graft_module, graft_tensor
+
+
+@dataclass(frozen=True)
+class RandomPlaces:
+    """Where the nodes of a model draw: calls of modules by name, others by the numbers of their first draws."""
+
+    calls: Mapping[str, str]
+    draws: Mapping[str, int]
+
+
+def called_modules(stage: nn.Module) -> list[str]:
+    """The modules of the model that a stage calls, by name; none in stages cut by the graph."""
+    nodes = stage.graph.nodes if isinstance(stage, TreeStage) else ()
+    return [str(node.target) for node in nodes if node.op == "call_module"]
 
 
 class TreeStage(nn.Module):
@@ -35,9 +50,8 @@ class TreeStage(nn.Module):
         self.mean_node: str | None = None  # the call that averages over tokens itself
         self.writes = False  # whether the example changed a buffer
         self.answer: tuple[Any, ...] | None = None  # of the last stage: the example's leaves
-        # Where nodes draw: the calls of modules by name, and the numbers of other nodes' first draws.
-        self.places: dict[str, str] = {}
-        self.draws: dict[str, int] = {}
+        # No name that a module of the model may have.
+        self._random_places = RandomPlaces({}, {})
         for node in piece.graph.nodes:
             if node.op == "call_module":
                 graft_module(self, str(node.target), root.get_submodule(str(node.target)))
@@ -62,11 +76,6 @@ class TreeStage(nn.Module):
         given = tuple(known[name] for name in self.output_names)
         return given if self.answer is None else _tensors(given, self.answer)
 
-    @property
-    def layers(self) -> list[str]:
-        """The modules it calls, by name."""
-        return [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
-
     def _running(self) -> AbstractContextManager[None]:
         """Statistics were updated the first time; running again must leave them alone."""
         if not (self.writes and is_recomputing()):
@@ -83,14 +92,14 @@ class _KeyedRun(fx.Interpreter):
 
     def __init__(self, stage: TreeStage) -> None:
         super().__init__(stage, graph=stage.graph)
-        self.stage = stage
+        self.places = stage._random_places
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_module":
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            return call_layer(self.fetch_attr(str(n.target)), self.stage.places[n.name], *args, **kwargs)
-        if n.name in self.stage.draws:
-            with numbered_draws(self.stage.draws[n.name]):
+            return call_layer(self.fetch_attr(str(n.target)), self.places.calls[n.name], *args, **kwargs)
+        if n.name in self.places.draws:
+            with numbered_draws(self.places.draws[n.name]):
                 return super().run_node(n)
         return super().run_node(n)
 
