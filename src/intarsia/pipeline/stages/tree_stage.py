@@ -21,7 +21,7 @@ from intarsia.pipeline.stages.graft import graft_module, graft_tensor
 
 @dataclass(frozen=True)
 class RandomPlaces:
-    """Where the nodes of a model draw: calls of modules by name, others by the numbers of their first draws."""
+    """Where nodes draw: calls of modules by name, others by the numbers of their first draws."""
 
     calls: Mapping[str, str]
     draws: Mapping[str, int]
