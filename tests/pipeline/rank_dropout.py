@@ -134,7 +134,14 @@ def distributed_run(way: str, name: str) -> dict[str, float]:
     torch.manual_seed(dist.get_rank())  # each rank's own generator has no part in it
     parts = split(model, (), call, stages=stages, by="memory")
     pipe = parts.distributed(
-        schedule, count, loss_fn=loss_of, seed=SEED, mesh=mesh, check_loss=False, **options
+        schedule,
+        count,
+        loss_fn=loss_of,
+        seed=SEED,
+        mesh=mesh,
+        loss_weight="equal",
+        check_loss=False,
+        **options,
     )
     optimizer = optimizer_of(pipe.parameters())
     steps = STEPS // 2 if kind == "save" else STEPS
