@@ -22,5 +22,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     reference = (tmp_path / "reference" / "compiling" / "index.html").read_text()
-    assert 'id="intarsia.compiler.job.compile"' in reference
+    assert 'id="intarsia.compiler.api.compile"' in reference
     assert "<blockquote" not in reference  # an example in a docstring that was taken for a quotation

@@ -49,7 +49,7 @@ MISTAKES = {
     "a candidate that takes no model": (["check", MAKE, "--against", MAKE], "raised TypeError: make() takes"),
     "a model that fails on its example": (["check", "models.py:wrong_shape", "--against", "models.py:same"],
         "fails on its example inputs"),
-    "a runtime nobody knows": (["export", MAKE, "--to", "tflite"], "--to tflite is none of onnx, openvino"),
+    "a runtime nobody knows": (["export", MAKE, "--to", "tflite"], "--to tflite is none of pt2, openvino"),
     "balancing by what is unknown": (["split", MAKE, "--by", "speed"], "neither time nor memory"),
     "no ranks": (["pipeline", "draw", "--ranks", "0"], "--ranks=0"),
     "a schedule nobody knows": (["pipeline", "draw", "--schedule", "Fancy"], "Fancy"),

@@ -1,4 +1,7 @@
-"""Several compiled modules in one file: an archive of each, and a manifest that says what they are for."""
+"""Several compiled modules in one file: an archive of each, and a manifest that says what they are for.
+
+Members share one container, so one reader checks digests, places and hostile names.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Stored and aligned members can be used where the file is mapped into memory. The last member is the digest of
 the manifest, which has the digests of all others: a flipped bit anywhere that matters is found before that
 member is given out or, in a large one that is checked while others are read, before loading ends.
+
+The digests tell damage from forgery, not who wrote the file: members whose digests fit are parsed as hostile
+all the same.
 """
 
 from __future__ import annotations

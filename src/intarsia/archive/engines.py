@@ -1,4 +1,8 @@
-"""Engines by name and options: those of this process are used, the file only says which."""
+"""Engines by name and options: those of this process are used, the file only says which.
+
+Options of free text are not carried: those of ONNX Runtime and Inductor can name files to write and compilers
+to run.
+"""
 
 from __future__ import annotations
 

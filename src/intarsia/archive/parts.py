@@ -1,4 +1,8 @@
-"""A model compiled in parts as a file: an archive of each part, and what a model must be to take them."""
+"""A model compiled in parts as a file: an archive of each part, and what a model must be to take them.
+
+The model's code could be carried only as a pickle or as source text, and either is code. So the user makes
+the model, and all weights are compared by digest.
+"""
 
 from __future__ import annotations
 

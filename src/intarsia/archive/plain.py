@@ -9,14 +9,14 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import Dim
 
 from intarsia.archive.save import made_by
-from intarsia.engines import NetworkEngine
+from intarsia.engines import NetworkEngine, known_engines
 from intarsia.errors import ArchiveError, EngineError
 from intarsia.graph.piece import Piece
 from intarsia.lower.lowered import Role
@@ -24,8 +24,6 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Step
 
-Format = Literal["onnx", "openvino", "pt2"]
-_SUFFIXES = {"onnx": ".onnx", "openvino": ".xml", "pt2": ".pt2"}
 MANIFEST = "manifest.json"
 
 
@@ -71,7 +69,7 @@ def export(compiled: nn.Module, path: str | os.PathLike[str]) -> Exported:
     written = [output.target for output in compiled.lowered.outputs if output.role is not Role.USER]
     if written:
         raise ArchiveError(f"a call changes {written[0]}, which a plain file cannot do; use intarsia.save")
-    if path.suffix in _SUFFIXES.values():
+    if path.suffix in {getattr(kind, "file_suffix", "") for kind in known_engines().values()} - {""}:
         return _plain(compiled, path)
     return _folder(compiled, path)
 

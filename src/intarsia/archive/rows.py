@@ -1,4 +1,7 @@
-"""Tensors that are rows of others: joined projections hold what they were joined from."""
+"""Tensors that are rows of others: joined projections hold what they were joined from.
+
+OpenVINO's joined projections stood beside the weights that they were joined from: a fifth of BERT's file.
+"""
 
 from __future__ import annotations
 

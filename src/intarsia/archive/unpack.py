@@ -1,4 +1,8 @@
-"""What engines have packed into a file, made into programs by a thread while the file's graphs are read."""
+"""What engines have packed into a file, made into programs by a thread while the file's graphs are read.
+
+Building took four fifths of loading. Both engines let go of Python's lock, and no garbage is collected
+meanwhile: a collection among all that transformers imports takes 0.1 s, and reading the graphs 0.03 s.
+"""
 
 from __future__ import annotations
 

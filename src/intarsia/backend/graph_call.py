@@ -1,4 +1,8 @@
-"""What Dynamo calls: a graph compiled for the weights, sizes and numbers it is called with."""
+"""What Dynamo calls: a graph compiled for the weights, sizes and numbers it is called with.
+
+Freezing again takes seconds, so a weight that changed four times becomes an input. One graph serves several
+modules of a class: programs are kept by their weights.
+"""
 
 from __future__ import annotations
 

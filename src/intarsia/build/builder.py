@@ -121,7 +121,10 @@ class Builder:
         returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
         makes = makes_of([node.meta.get("val") for node in returned])
         # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
-        return with_fallback(tried.program, Origin(engine, module, tried.network, only_full), makes)
+        strict = self.options.require_full_compilation
+        return with_fallback(
+            tried.program, Origin(engine, module, tried.network, only_full), makes, strict=strict
+        )
 
     def _try_both(self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case]) -> Tried | Failure:
         """Try a piece rewritten and, should that fail, as it was converted."""

@@ -1,4 +1,8 @@
-"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned."""
+"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned.
+
+Engines are compared with the model and not with our own graph of it, which cannot show a wrong decomposition
+or a path that capture does not take. It costs one eager run for each example.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from intarsia.capture.fast_path import fast_paths_traced
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import is_cache, opening
 from intarsia.capture.protect import evaluating
+from intarsia.capture.quiet import kept_messages
 from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 from intarsia.plain_tensors import is_opaque
@@ -81,6 +82,7 @@ def _export(
 ) -> ExportedProgram:
     with (
         evaluating(model),
+        kept_messages(),
         fast_paths_traced(model),
         short_stack_traces(),
         opening(model, call),

@@ -1,4 +1,8 @@
-"""A way to run the whole model, and what building it gave."""
+"""A way to run the whole model, and what building it gave.
+
+A mix is a support table in which every engine but the measured one refuses a block's nodes. The ordinary
+strategy does the rest, so there is no second partitioner.
+"""
 
 from __future__ import annotations
 

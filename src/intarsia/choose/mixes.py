@@ -1,4 +1,8 @@
-"""Mixes worth building: the cheapest ways through blocks and engines, by what was measured."""
+"""Mixes worth building: the cheapest ways through blocks and engines, by what was measured.
+
+Blocks only propose. Their costs leave out what engines do across them, so they are scaled to each engine's
+whole time, and whole plans decide.
+"""
 
 from __future__ import annotations
 

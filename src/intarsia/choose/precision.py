@@ -1,4 +1,8 @@
-"""Which arithmetic engines may use: the model's own, or shorter ones within a tolerance."""
+"""Which arithmetic engines may use: the model's own, or shorter ones within a tolerance.
+
+Shorter arithmetic is another engine with a name of its own, so tables, mixes, archives and costs work as for
+any engine. The error that counts is that of the whole against the model.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def compile_(
 
 def export(
     model: Model,
-    to: Annotated[str, typer.Option("--to", help="onnx (ONNX Runtime), openvino or pt2 (PyTorch)")],
+    to: Annotated[str, typer.Option("--to", help="onnx, openvino or pt2, or an engine that writes files")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -104,10 +104,8 @@ def export(
     import intarsia
     from intarsia.cli.model import compiled_file, resolve
 
-    if to not in _RUNTIMES:
-        raise InputError(f"--to {to} is none of {', '.join(_RUNTIMES)}")
-    engines, suffix = _RUNTIMES[to]
-    options = compile_options(engines, None, choices)
+    engine, suffix = _runtime(to)
+    options = compile_options(engine, None, choices)
     compiled = compiled_file(model)
     if compiled is None or to == "pt2":
         specimen = resolve(model, full=full)
@@ -124,8 +122,20 @@ def export(
         typer.echo(str(exported))
 
 
-# The engine that runs what is exported, and the suffix of its files.
-_RUNTIMES = {"onnx": ("onnxruntime", ".onnx"), "openvino": ("openvino", ".xml"), "pt2": ("pytorch", ".pt2")}
+def _runtime(to: str) -> tuple[str, str]:
+    """The engine whose runtime loads what is exported, and the suffix of its files."""
+    from intarsia.engines import NetworkEngine, known_engines
+    from intarsia.graph.segment import PYTORCH
+
+    formats = {"pt2": (PYTORCH, ".pt2")}
+    for name, kind in known_engines().items():
+        if issubclass(kind, NetworkEngine) and kind.file_suffix and kind.based_on is None:
+            # By the engine's name, or by the suffix: `openvino` writes `.xml`, and `onnx` names a format.
+            formats.setdefault(name, (name, kind.file_suffix))
+            formats.setdefault(kind.file_suffix[1:], (name, kind.file_suffix))
+    if to not in formats:
+        raise InputError(f"--to {to} is none of {', '.join(formats)}")
+    return formats[to]
 
 
 def bench(

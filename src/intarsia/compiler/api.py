@@ -37,33 +37,41 @@ def compile(
     fallback: Literal["parts", "eager", "error"] = "parts",
     **choices: Unpack[PartitionChoices],
 ) -> Compiled | PartlyCompiled:
-    """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
+    """Cut a model into pieces, give each piece to an engine, and return them as one module.
 
-    The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
-    named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
-    `plan` says why. With `verify` the model is run on the example inputs, and at the ends of sizes that vary:
-    the graph made of it, every piece on its engine, and the whole must answer alike (see `compare`), or the
-    nodes at fault, and at worst the model, stay in PyTorch. An engine that takes longer than `build_limit_s`
-    seconds to answer, build or first run a piece is given up; its thread cannot be ended and is left behind.
-    `rewrite` chooses patterns: None those measured to pay here, True all, False none, or a list of shipped
-    names, patterns and managers; `RewritePatternManager.instance()` holds those applied with None and True.
-    On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
-    off, and with "static" a call returns the graph's own memory, which the next call overwrites.
-    A model that torch.export cannot take is compiled in parts: the submodules that can be captured, largest
-    first, run compiled, the rest as it is, and `notes` say what and why; with `fallback="eager"` all of it
-    runs as it is, with "error" it is refused.
-    `partition` is `Measured()`, the name of a strategy, or one of your own. With `Measured()` every engine
-    alone, other options and the model as it is are measured on this machine, and the best is taken (see
-    `docs/choosing.md`). It is the default where neither engines nor their order are named, unless
-    the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
-    Results agree with the model's within rounding. With `tolerance=0.02` the error of each result may be up
-    to that share of its largest value, in each row of a batch, on the example and on further `examples` of
-    positional arguments. Then engines may also use bf16, fp16, int8, or weights of 8 or 4 bits
-    ("int8-weights", "int4-weights"; or only what `precision` names, nothing with "fp32") where that is
-    measured to be faster; blocks with the largest errors are kept exact, and the plan tells the error.
-    `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
-    `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
-    `backend_support_map`), given by name or together as `options`.
+    The module computes what the model computes in evaluation, for inputs like `args` and `kwargs`. Where no
+    engine takes an operator, PyTorch runs it. `plan` says what runs where and why, and `notes` what else a
+    user should know.
+
+    Args:
+        model: the model.
+        args: an example of its arguments by position. An `Input` stands for a tensor whose size varies.
+        kwargs: an example of its arguments by name.
+        dynamic_shapes: sizes that may vary, as for `torch.export.export`.
+        engines: engines by name or as objects, in the order of preference. By default, all that are
+            installed.
+        partition: `Measured()`, the name of a strategy (`"greedy"`, `"dependency"`, `"hierarchical"`), or a
+            function. With `Measured()`, plans are timed on this machine and the fastest is kept. This is the
+            default if neither engines nor their order are named and the model is large enough for it to pay.
+            Otherwise each node goes to the first engine that takes it.
+        precision: the shorter arithmetic that engines may use within `tolerance`: `"bf16"`, `"fp16"`,
+            `"int8"`, `"int8-weights"` or `"int4-weights"`. `"fp32"` allows none. By default, all are tried.
+        tolerance: the largest error of each result, as a share of its largest value in each row of a batch.
+            By default, results agree with the model's within rounding.
+        examples: further calls, by position, on which the tolerance must hold.
+        options: a `PartitionOptions`; or give its fields by name.
+        rewrite: rewriting patterns. None applies those that were measured to pay on this machine, True all,
+            False none. A list holds names, patterns and managers.
+        verify: compare the graph, every piece and the whole with the model, at the example and at the ends of
+            sizes that vary. Nodes that answer otherwise stay in PyTorch.
+        cuda_graphs: False launches kernel by kernel on a GPU. `"static"` returns the memory of the graph,
+            which the next call overwrites. By default, the module is one CUDA graph, and results are
+            copied out.
+        build_limit_s: seconds after which an engine that does not answer is given up.
+        fallback: what happens to a model that `torch.export` cannot take. `"parts"` compiles its submodules,
+            `"eager"` returns the model as it is, `"error"` raises.
+        choices: `min_block_size`, `torch_executed_ops`, `torch_executed_modules`, `require_full_compilation`,
+            `atomic`, `memory_budget`, `backend_priority`, `backend_support_map`; see `PartitionOptions`.
 
     >>> import torch, intarsia
     >>> from torch import nn

@@ -1,4 +1,10 @@
-"""The build cache: a second compile of the same model, in any process, builds no engine."""
+"""The build cache: a second compile of the same model, in any process, builds no engine.
+
+Whole modules are kept, by the lowered graph: engines alone would leave out comparing, measuring and
+converting. The model runs on the examples every time, and its answers are part of the key, so what was
+verified is what is used. Converters, patterns, strategies and engines of a user turn it off, since their text
+does not tell what they do.
+"""
 
 from __future__ import annotations
 

@@ -83,6 +83,7 @@ from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Piece, Plan, SupportTable
+from intarsia.partition.atomic import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import refused_table, support_table
 from intarsia.runtime.compiled import Compiled, Source
@@ -318,8 +319,9 @@ class CompileJob:
             calls = further_calls(self.options.accuracy.examples, self.request.call[1])
             more = further_examples(captured.judge, checked.lowered, calls)
             checked = replace(checked, examples=[*checked.examples, *more])
-        self._check_names(checked.lowered.module)
-        return checked
+        module = checked.lowered.module
+        self._check_names(module)
+        return replace(checked, notes=(*checked.notes, *unmatched_chains(module, self.options.limits)))
 
     def _exported_operators(self) -> set[Any]:
         assert self.model is not None

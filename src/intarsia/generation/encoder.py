@@ -1,4 +1,8 @@
-"""An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before."""
+"""An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before.
+
+Keys and values of an encoder's states come out of the program for prompts, since a model computes them in its
+layers and nowhere else.
+"""
 
 from __future__ import annotations
 

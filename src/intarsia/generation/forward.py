@@ -1,4 +1,8 @@
-"""A decoder's `forward` that answers prompts and tokens by compiled programs, and all else as before."""
+"""A decoder's `forward` that answers prompts and tokens by compiled programs, and all else as before.
+
+`forward` is replaced and not `generate`: sampling, beams, stopping and streaming change with transformers,
+and all of them call `forward`. The model keeps its class, since pipelines ask for it.
+"""
 
 from __future__ import annotations
 

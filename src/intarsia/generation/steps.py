@@ -1,4 +1,8 @@
-"""The modules that are compiled for generation: an encoder, a prompt, one token after those in a cache."""
+"""The modules that are compiled for generation: an encoder, a prompt, one token after those in a cache.
+
+A token reads the whole memory under a mask, filled or not, so shapes are fixed and calls take the fast path.
+For 512 tokens of half a billion weights that is less than a hundredth of what is read.
+"""
 
 from __future__ import annotations
 

@@ -50,6 +50,8 @@ def _string_matcher(name: str) -> Callable[[fx.Node], bool]:
 def name_matcher(name: str) -> Callable[[str], bool]:
     """A test for full names of operators that `name` means."""
     plain = name.removeprefix("torch.ops.").replace("::", ".")
+    if any(sign in plain for sign in "*?["):
+        return lambda full: fnmatchcase(full, plain) or fnmatchcase(".".join(full.split(".")[:2]), plain)
     parts = plain.split(".")
     if not all(parts) or len(parts) > 3:
         raise PartitionError(f"{name!r} is not the name of an operator; {_EXAMPLE}")
@@ -181,6 +183,8 @@ def check_op_names(
     ]
     besides = set(others()) if missing else set()
     for option, name in missing:
+        if option == "backend_support_map" and is_operator(name):
+            continue  # it says what an engine may be given, of any model
         plain = name if isinstance(name, str) else str(getattr(name, "__name__", name))
         if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             plain = str(name)
@@ -189,6 +193,24 @@ def check_op_names(
             known = {part for full in full_names for part in _shorter(full)}
             message = f"{option} names {name!r}, which no node is{near_names(str(name), known)}"
             raise UnknownNameError(message, option, name)
+
+
+def is_operator(name: Any) -> bool:
+    """Whether torch has an operator of this name, or a package that is imported has.
+
+    >>> is_operator("aten::conv2d"), is_operator("relu"), is_operator("aten::conv2"), is_operator("*")
+    (True, True, False, True)
+    """
+    if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    if not isinstance(name, str):
+        return callable(name)
+    if any(sign in name for sign in "*?["):
+        return True
+    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    namespace, operator, *overload = ["aten", *parts] if len(parts) == 1 else parts
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return packet is not None and (not overload or overload[0] in packet.overloads())
 
 
 def _nodes_of(graphs: Iterable[fx.GraphModule]) -> list[fx.Node]:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.errors import EngineError, InputError
+from intarsia.engines import NetworkEngine, RuntimeFile, known_engines
+from intarsia.errors import InputError
 from intarsia.runtime.compiled import Compiled
 
 Values = dict[str, torch.Tensor]
@@ -46,7 +47,7 @@ class Candidate:
 
 
 def candidate_of(given: Any, model: nn.Module) -> Candidate:
-    """The candidate that a user gives: a callable, or the path of an ONNX, OpenVINO, `.pt2` or saved file."""
+    """The candidate that a user gives: a callable, or the path of an engine's, a `.pt2` or a saved file."""
     if isinstance(given, str | os.PathLike):
         return _from_file(Path(given), model)
     if not callable(given):
@@ -57,10 +58,12 @@ def candidate_of(given: Any, model: nn.Module) -> Candidate:
 def _from_file(path: Path, model: nn.Module) -> Candidate:
     if not path.is_file():
         raise InputError(f"there is no file {path}")
-    if path.suffix == ".onnx":
-        return _flat(path, _OnnxFile(path), model)
-    if path.suffix == ".xml":
-        return _flat(path, _OpenvinoFile(path), model)
+    for name, kind in known_engines().items():
+        if issubclass(kind, NetworkEngine) and kind.file_suffix == path.suffix and kind.based_on is None:
+            engine = kind()
+            if (reason := engine.unavailable()) is not None:
+                raise InputError(f"{path} needs {name}: {reason}")
+            return _flat(path, engine.open(path), model)
     if path.suffix == ".pt2":
         return Candidate(path.name, torch.export.load(path).module())
     from intarsia.archive import load
@@ -68,90 +71,22 @@ def _from_file(path: Path, model: nn.Module) -> Candidate:
     return Candidate(path.name, load(path))
 
 
-def _flat(path: Path, file: _OnnxFile | _OpenvinoFile, model: nn.Module) -> Candidate:
-    def fed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
-        return _by_name(path.name, file.inputs, _named(model, args, kwargs))
+def _flat(path: Path, file: RuntimeFile, model: nn.Module) -> Candidate:
+    def arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = _by_name(path.name, file.inputs, _named(model, args, kwargs))
+        try:
+            return {name: value.detach().cpu().contiguous().numpy() for name, value in given.items()}
+        except TypeError as error:
+            raise InputError(f"the inputs have a dtype that numpy lacks: {error}") from error
 
     def call(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        return file.run(fed(args, kwargs))
+        return [torch.from_numpy(array) for array in file.run(arrays(args, kwargs))]
 
     def inside(*args: Any, **kwargs: Any) -> Values:
-        return file.run_inside(fed(args, kwargs))
+        values = file.run_inside(arrays(args, kwargs))
+        return {name: torch.from_numpy(x) for name, x in values.items() if x.dtype.kind in "fiub"}
 
     return Candidate(path.name, call, flat=True, inside=inside)
-
-
-class _OnnxFile:
-    """An ONNX file, as ONNX Runtime runs it on the CPU."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import onnxruntime as ort
-        except ImportError as error:
-            raise InputError(f"{path} needs ONNX Runtime: pip install 'intarsia[onnxruntime]'") from error
-        self._path = path
-        try:
-            self._session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime raises classes of its own
-            said = next(iter(str(error).splitlines()), "")
-            raise EngineError(f"ONNX Runtime cannot load {path}: {said}") from error
-        self.inputs = [item.name for item in self._session.get_inputs()]
-
-    def run(self, values: Values) -> list[torch.Tensor]:
-        return _torch(self._session.run(None, _numpy(values)))
-
-    def run_inside(self, values: Values) -> Values:
-        """Every value of the main graph; its weights are read from where the file has them."""
-        import onnx
-        import onnxruntime as ort
-
-        model = onnx.load(self._path)
-        # With its optimisations on, ONNX Runtime still computes all that is asked for, but fuses less.
-        names = [name for node in model.graph.node for name in node.output if name]
-        del model.graph.output[:]
-        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-        session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        made = session.run(names, _numpy(values))
-        return {name: torch.from_numpy(x) for name, x in zip(names, made, strict=True) if _is_array(x)}
-
-
-# Without it, OpenVINO computes in bf16 or fp16 where the processor has that.
-_IN_FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32"}
-
-
-class _OpenvinoFile:
-    """An OpenVINO model, as OpenVINO runs it on the CPU in float32."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import openvino
-        except ImportError as error:
-            raise InputError(f"{path} needs OpenVINO: pip install 'intarsia[openvino]'") from error
-        self._core, self._path = openvino.Core(), path
-        try:
-            self._compiled = self._core.compile_model(self._core.read_model(path), "CPU", _IN_FLOAT32)
-        except Exception as error:  # OpenVINO raises RuntimeErrors of many lines
-            said = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
-            raise EngineError(f"OpenVINO cannot load {path}: {said}") from error
-        self.inputs = [port.get_any_name() for port in self._compiled.inputs]
-
-    def run(self, values: Values) -> list[torch.Tensor]:
-        made = self._compiled(_numpy(values))
-        return _torch([made[port] for port in self._compiled.outputs])
-
-    def run_inside(self, values: Values) -> Values:
-        """What every operation computes."""
-        import openvino
-
-        model = self._core.read_model(self._path)
-        kinds = ("Parameter", "Constant", "Result")
-        operations = [op for op in model.get_ordered_ops() if op.get_type_name() not in kinds]
-        whole = openvino.Model([op.output(0) for op in operations], model.get_parameters())
-        compiled = self._core.compile_model(whole, "CPU", _IN_FLOAT32)
-        made = compiled(_numpy(values))
-        names = [op.get_friendly_name() for op in operations]
-        arrays = [made[port].copy() for port in compiled.outputs]
-        return {name: torch.from_numpy(x) for name, x in zip(names, arrays, strict=True) if _is_array(x)}
 
 
 def _named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
@@ -175,18 +110,3 @@ def _by_name(file: str, names: Sequence[str], given: Values) -> Values:
     if len(names) == len(given):
         return dict(zip(names, given.values(), strict=True))
     raise InputError(f"{file} takes {', '.join(names)}; the model is called with {', '.join(given)}")
-
-
-def _numpy(values: Values) -> dict[str, Any]:
-    try:
-        return {name: value.detach().cpu().contiguous().numpy() for name, value in values.items()}
-    except TypeError as error:
-        raise InputError(f"the inputs have a dtype that numpy lacks: {error}") from error
-
-
-def _torch(arrays: Sequence[Any]) -> list[torch.Tensor]:
-    return [torch.from_numpy(array.copy()) for array in arrays]
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and value.dtype.kind in "fiub"

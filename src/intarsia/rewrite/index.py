@@ -1,4 +1,8 @@
-"""Which patterns a layer concerns: those that may start at it, and those that may have it inside a match."""
+"""Which patterns a layer concerns: those that may start at it, and those that may have it inside a match.
+
+After a rewrite only those patterns are tried again that can see a changed layer through layers of their own
+kinds and within their depth. A random test tries all patterns everywhere at the end and finds nothing.
+"""
 
 from __future__ import annotations
 

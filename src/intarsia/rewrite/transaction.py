@@ -1,4 +1,8 @@
-"""One try of one pattern at one layer: done and checked, or undone."""
+"""One try of one pattern at one layer: done and checked, or undone.
+
+A journal of edits takes the place of copies: what a try touched is checked, and undone edit by edit, so the
+cost is that of a rewrite and not of the network.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Who owns which memory: what a call returns is the caller's, whatever PyTorch let it share."""
+"""Who owns which memory: what a call returns is the caller's, whatever PyTorch let it share.
+
+Copies removed, constants folded and equal work done once may make a result share memory that the model's
+result does not. Such a result is copied.
+"""
 
 from __future__ import annotations
 

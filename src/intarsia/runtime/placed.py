@@ -1,4 +1,7 @@
-"""A module's `forward` with compiled programs in its place, and the way back."""
+"""A module's `forward` with compiled programs in its place, and the way back.
+
+`forward` is replaced and not the module: pipelines ask their modules for `config`, `dtype` and `device`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Plain attributes of modules, which a model's code reads and a program has taken in."""
+"""Plain attributes of modules, which a model's code reads and a program has taken in.
+
+A tuned module stands in somebody else's program, which sets flags where it likes. Values are compared by
+identity first, at the speed of C, and by kind and value only where the object differs: 2 and 2.0, or 0.0 and
+-0.0, are not the same to a program.
+"""
 
 from __future__ import annotations
 

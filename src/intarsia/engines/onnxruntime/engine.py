@@ -15,12 +15,12 @@ from intarsia.engines.base import (
     NetworkEngine,
     Packed,
     Program,
+    RuntimeFile,
     WeightFile,
     Workload,
 )
-from intarsia.engines.guards.checks import Checks
-from intarsia.engines.onnxruntime.cuda import CudaSession
-from intarsia.engines.onnxruntime.providers import missing_provider, providers
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, providers
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
@@ -48,17 +48,18 @@ _ROUNDING = (
 
 @dataclass(frozen=True)
 class OnnxRuntime(NetworkEngine):
-    """Options: `threads` (torch's count by default), `spinning` threads, `prepack` weights, `device`.
+    """Runs layer networks on ONNX Runtime.
 
-    Threads spin while a run is under way, and stop when it ends, so that the next engine has the cores. Where
-    several calls run at once that costs more than it gains: `spinning=False`, which a search for throughput
-    takes by itself.
-
-    On `device="cuda"` weights, inputs and results stay on the GPU, and kernels run in the order of torch's
-    stream. `tensorrt` asks ONNX Runtime's TensorRT provider first; that option is untested.
-
-    With `guards` a program watches for values that ONNX Runtime would treat unlike PyTorch (NaN, infinities
-    and huge places where kernels mind them) and leaves such a call to PyTorch; without, it trusts them.
+    Args:
+        threads: by default, `torch.get_num_threads()`.
+        spinning: threads spin while a run is under way and stop when it ends, so that the next engine has the
+            cores. False is better if several calls run at once; a search for throughput uses it by itself.
+        prepack: pack weights for faster products, for one copy of each.
+        device: `"cpu"` or `"cuda"`. On a GPU, weights, inputs and results stay there.
+        options: entries of the session's configuration.
+        guards: watch for values that ONNX Runtime treats otherwise than PyTorch (NaN, infinities, indices),
+            and leave such a call to PyTorch.
+        tensorrt: ask ONNX Runtime's TensorRT provider first. This has not been tested.
 
     >>> from intarsia.engines import OnnxRuntime
     >>> OnnxRuntime(threads=1).name
@@ -144,6 +145,11 @@ class OnnxRuntime(NetworkEngine):
 
         write_file(replace(self, guards=False)._guarded(net), path)
         return {}
+
+    def open(self, path: Path) -> RuntimeFile:
+        from intarsia.engines.onnxruntime.file import OnnxFile
+
+        return OnnxFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The model that a session is made of, guards and all, less its weights.

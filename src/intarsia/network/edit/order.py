@@ -1,4 +1,7 @@
-"""The order of a graph's layers as numbers: "made before" is one comparison, and neighbours are known."""
+"""The order of a graph's layers as numbers: "made before" is one comparison, and neighbours are known.
+
+A cycle is refused before it exists, and a removed layer comes back to its place without a walk.
+"""
 
 from __future__ import annotations
 

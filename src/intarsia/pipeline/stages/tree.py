@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from intarsia.pipeline.stages.counters import trace_without_counters
 from intarsia.pipeline.stages.samples import Incomparable, difference_in_halves
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
+from intarsia.pipeline.stages.stopwatch import measure_node
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.token_means import TokenMeans
 from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
@@ -198,31 +198,12 @@ class _Recorder(fx.Interpreter):
             self.calls[str(n.target)] += 1
             module = self.fetch_attr(str(n.target))
             weights = sum(p.numel() * p.element_size() for p in module.parameters())
-            seconds = _time(module, *self.fetch_args_kwargs_from_env(n)) if self.timed else (0.0, 0.0)
-            self.costs[n] = Cost(seconds[0], seconds[1], saved=_bytes(value), weights=weights)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            parameters = list(module.parameters())
+            cost = measure_node(module, args, kwargs, 3, parameters) if self.timed else Cost()
+            self.costs[n] = replace(cost, saved=_bytes(value), weights=weights)
         n.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), value)
         return value
-
-
-def _time(module: nn.Module, args: Any, kwargs: Any, repeats: int = 3) -> tuple[float, float]:
-    """Seconds forward and backward: once to warm up, then the least of `repeats`."""
-    inputs, spec = pytree.tree_flatten((args, kwargs))
-    forward, backward = [], []
-    for _ in range(repeats + 1):
-        fresh = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in inputs]
-        grown = [v.requires_grad_() for v in fresh if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        again, options = pytree.tree_unflatten(fresh, spec)
-        begin = time.perf_counter()
-        with torch.enable_grad():
-            value = module(*again, **options)
-        forward.append(time.perf_counter() - begin)
-        roots = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
-        leaves = [*grown, *(p for p in module.parameters() if p.requires_grad)]
-        begin = time.perf_counter()
-        if roots and leaves:
-            torch.autograd.grad(roots, leaves, [torch.ones_like(r) for r in roots], allow_unused=True)
-        backward.append(time.perf_counter() - begin)
-    return min(forward[1:]), min(backward[1:])
 
 
 def _bytes(value: Any) -> int:

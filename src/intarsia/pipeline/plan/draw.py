@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.schedule.schedules import Action, Schedule, Slot
-from intarsia.pipeline.schedule.simulate import Simulation, simulate
+from intarsia.pipeline.plan.simulate import Simulation, simulate
+from intarsia.pipeline.schedules import Action, Schedule, Slot
 
 _COLOURS = {
     Action.FORWARD: "#4c8bb8",
@@ -30,7 +30,7 @@ def _simulated(subject: Schedule | Simulation) -> Simulation:
 def ascii_gantt(subject: Schedule | Simulation, width: int | None = None) -> str:
     """A line a rank, time running right; a bare schedule is drawn with equal passes, backward being two.
 
-    >>> from intarsia.pipeline.schedule.schedules import schedule
+    >>> from intarsia.pipeline.schedules import schedule
     >>> print(ascii_gantt(schedule("1F1B", 2, 2)))
     rank 0 |F0|F1|  |  |B0   |  |B1   |
     rank 1 |  |F0|B0   |F1|B1   |  |  |
