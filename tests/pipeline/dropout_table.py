@@ -35,11 +35,11 @@ def on_ranks(way: str, world: int, *names: str) -> dict[str, Row]:
     return rows
 
 
-def resumed(*names: str) -> dict[str, Row]:
+def resumed(*names: str, save: str = "save", saving: int = 2, resume: str = "resume", world: int = 3):
     """Three ranks go on from what two saved."""
     with tempfile.TemporaryDirectory() as folder:
-        on_ranks(f"save:{folder}", 2, *names)
-        return on_ranks(f"resume:{folder}", 3, *names)
+        on_ranks(f"{save}:{folder}", saving, *names)
+        return on_ranks(f"{resume}:{folder}", world, *names)
 
 
 def every_way():

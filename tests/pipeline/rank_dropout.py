@@ -1,7 +1,8 @@
 """Tiny models with dropout, trained plainly by keys and in every way a pipeline runs: the errors of each way.
 
 As a script, one rank of a distributed way: `rank_dropout.py WAY NAME...`, where a WAY is `schedule:ZBV`,
-`recompute:1F1B`, `mesh`, `save:FOLDER` or `resume:FOLDER`. Prints a row of JSON for each model.
+`recompute:1F1B`, `mesh`, `shard`, `save:FOLDER` or `resume:FOLDER`, or the last two with stages that are
+sharded inside, `shardsave:FOLDER`. Prints a row of JSON for each model.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from intarsia.pipeline import keyed_random, split
+from intarsia.pipeline.distributed.sharded import whole
 
 STEPS, SEED, BATCH, VOCABULARY = 4, 5, 8, 40
 # Modules that are computed again by name.
@@ -125,11 +127,13 @@ def distributed_run(way: str, name: str) -> dict[str, float]:
     """The errors of a way over processes, on this rank."""
     kind, _, argument = way.partition(":")
     schedule = argument if kind in ("schedule", "recompute") else "1F1B"
-    count = 2 if kind == "mesh" else 4
+    sharded = kind.startswith("shard")
+    count = 2 if kind == "mesh" or sharded else 4
     options: dict[str, Any] = {"checkpoint": RECOMPUTED[name]} if kind == "recompute" else {}
     model, call, target = make(name)
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline")) if kind == "mesh" else None
+    axes = ("data", "pipeline") if kind == "mesh" else ("pipeline", "shard")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes) if kind == "mesh" or sharded else None
     stages = 2 if mesh is not None else world * A_RANK.get(schedule, 1)
     torch.manual_seed(dist.get_rank())  # each rank's own generator has no part in it
     parts = split(model, (), call, stages=stages, by="memory")
@@ -144,8 +148,8 @@ def distributed_run(way: str, name: str) -> dict[str, float]:
         **options,
     )
     optimizer = optimizer_of(pipe.parameters())
-    steps = STEPS // 2 if kind == "save" else STEPS
-    if kind == "resume":
+    steps = STEPS // 2 if kind.endswith("save") else STEPS
+    if kind.endswith("resume"):
         pipe.seed = 0  # the checkpoint knows better
         pipe.load(argument + "/" + name, optimizer)
         assert (pipe.seed, pipe.steps) == (SEED, STEPS // 2)
@@ -155,8 +159,8 @@ def distributed_run(way: str, name: str) -> dict[str, float]:
         result = pipe.step(target=pipe.shard(target), **pipe.shard(call))
         optimizer.step()
         losses += [] if result.loss is None else [result.loss.item()]
-    weights = pipe.state_dict()
-    if kind == "save":
+    weights = {k: whole(v) for k, v in pipe.state_dict().items()}
+    if kind.endswith("save"):
         pipe.save(argument + "/" + name, optimizer)
         weights = {}
     return errors(losses, weights, plain_run(name, 4), first)

@@ -43,6 +43,16 @@ def test_three_ranks_resume_what_two_saved():
     assert_equal(resumed(*MODELS))
 
 
+@pytest.mark.slow
+def test_two_stages_of_two_shards_each():
+    """torch's FSDP2 inside of stages; ties across stages are refused, and the other two models have some."""
+    assert_equal(on_ranks("shard", 4, "vit"))
+    assert_equal(resumed("vit", save="shardsave", saving=4))
+    assert_equal(resumed("vit", resume="shardresume", world=4))
+    for _, output in launch("shard", "gpt", worker=WORKER, world=4, fork=True):
+        assert "fully_shard cannot shard one parameter in two modules" in output, output
+
+
 @pytest.mark.full
 def test_every_way():
     for way, run in every_way():

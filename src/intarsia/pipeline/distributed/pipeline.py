@@ -49,6 +49,7 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint
 from intarsia.pipeline.distributed.scaling import own_scale, share_overflow
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
+from intarsia.pipeline.distributed.sharded import shard_stages
 from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, find_forms
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
@@ -102,7 +103,7 @@ class DistributedPipeline(RankStages):
         group: the process group of the pipeline's ranks.
         mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
             them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
-            the loss are those of all batches together.
+            the loss are those of all batches together. A dimension "shard" shards stages by `fully_shard`.
         seed: of all random numbers, with the numbers of step and micro-batch; by default the first rank's
             `torch.initial_seed()`. `seed` and `steps` (how many there were) are saved in checkpoints.
         weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
@@ -175,6 +176,10 @@ class DistributedPipeline(RankStages):
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
+        if world.shard is not None:
+            if scaler is not None:
+                raise PartitionError("a scaler beside a mesh that shards stages is not handled; use bfloat16")
+            shard_stages(parts, stages, world.shard)
         self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(
@@ -228,7 +233,11 @@ class DistributedPipeline(RankStages):
     ) -> StepResult:
         own = partial(own_scale, self.scaler, self.parameters(), self.device)
         batch = agree(self._terms, args, kwargs, target, loss, own)
-        self._sizes, scale = batch.sizes, batch.scale
+        # FSDP2 gives the mean of its replicas' gradients, where the others' are summed.
+        self._sizes, scale = (
+            batch.sizes,
+            batch.scale * (1 if self.world.shard is None else self.world.replicas),
+        )
         for norm in self._deferred:
             norm.begin(self.n_microbatches)
         borders, run = self._schedule(loss, batch)

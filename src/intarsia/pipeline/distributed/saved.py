@@ -25,6 +25,7 @@ from intarsia.pipeline.distributed.optimizer_options import (
     set_options,
 )
 from intarsia.pipeline.distributed.placement import global_rank
+from intarsia.pipeline.distributed.sharded import empty_like_parameter
 
 _MODEL, _OPTIMIZER, _OPTIONS, _COUNTERS = "model/", "optimizer/", "options/", "counters/"
 
@@ -83,7 +84,9 @@ def load_checkpoint(
                 name, _, slot = key.removeprefix(_OPTIMIZER).rpartition("/")
                 if key.startswith(_OPTIMIZER) and name in names:
                     slots[key] = (name, slot)
-            flat |= {key: _empty(stored[key]) for key in slots}
+            for key, (name, _) in slots.items():
+                meta = stored[key]
+                flat[key] = empty_like_parameter(names[name], meta.size, meta.properties.dtype)
     except Exception as error:
         refusal = error
     _raise_together(refusal, group)

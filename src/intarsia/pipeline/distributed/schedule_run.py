@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from intarsia.pipeline.distributed.placement import is_folded
 from intarsia.pipeline.distributed.precision import Borders
+from intarsia.pipeline.distributed.sharded import is_sharded
 from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
 from intarsia.pipeline.stages.signature import TensorSpec
@@ -151,8 +152,11 @@ def _splits_backward(plan: RunPlan, i: int) -> bool:
 
     A recomputed stage would be computed again for every group of weights that waits, and torch's pass for
     the weights walks a part of the graph twice if a weight is used in several places (ALBERT's layers).
+    FSDP2 reduces gradients at the end of a backward pass.
     """
-    return SPLITS_BACKWARD and i not in plan.recompute and not getattr(plan.parts[i], "reuses_weights", False)
+    part = plan.parts[i]
+    whole = i in plan.recompute or getattr(part, "reuses_weights", False) or is_sharded(part)
+    return SPLITS_BACKWARD and not whole
 
 
 class _Guarded(nn.Module):

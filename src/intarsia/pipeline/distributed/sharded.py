@@ -23,9 +23,6 @@ def shard_stages(parts: Mapping[int, nn.Module], stages: StageSequence, mesh: De
         )
     for part in parts.values():
         fully_shard(part, mesh=mesh)
-        assert isinstance(part, FSDPModule)
-        # The loss is divided by what all replicas together average over, so gradients are summed.
-        part.set_gradient_divide_factor(1.0)
 
 
 def is_sharded(stage: nn.Module) -> bool:
