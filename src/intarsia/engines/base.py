@@ -64,7 +64,7 @@ class Engine(abc.ABC):
        `intarsia.compare.disagreement`; in shorter arithmetic, `coarsest` says what it may round.
     5. `pack` when the module is saved, and `unpack` when it is loaded.
 
-    What a method raises concerns its piece alone: the piece goes to another engine, and the plan has the reason.
+    What a method raises concerns its piece alone: that goes to another engine, and the plan has the reason.
     """
 
     name: ClassVar[str]
