@@ -51,7 +51,8 @@ def checked(
     if forward.encoder is not None:
         with torch.no_grad():
             given, states = _encoded(forward, rows, made)
-        most = relative_error(*states, rows=rows)
+        compiled, own = states
+        most = relative_error(compiled, own, rows=rows)
         if not most <= allowed:
             return Checked(most, f"is off by {most:.3g} of the largest state of the encoder")
         told |= given | {"encoder_outputs": (states[1],)}
@@ -86,7 +87,8 @@ def _errors(
                 call(**given, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
                 for call, cache in zip(forwards, caches, strict=True)
             ]
-        yield end, relative_error(*answers, rows=len(ids))
+        answer, truth = answers
+        yield end, relative_error(answer, truth, rows=len(ids))
 
 
 def _encoded(
