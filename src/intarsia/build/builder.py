@@ -17,6 +17,7 @@ from intarsia.build.trial import Case, Failure, Rewrite, Tried, run_in_pytorch, 
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.graph.nodes import compute_nodes
+from intarsia.logs import log_refusals
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
@@ -71,6 +72,7 @@ class Builder:
             programs, refusals = self._build_all(pieces)
             if not refusals:
                 return plan, pieces, programs
+            log_refusals(refusals)
             repaired = repair(self.module, plan, table, refusals, self.options)
             if repaired is None:
                 table = table.with_refusals(refusals)
