@@ -66,9 +66,32 @@ def test_every_page_is_in_the_navigation_and_every_link_to_the_site_has_a_page()
 def test_the_architecture_page_names_what_there_is() -> None:
     page, source = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "intarsia"
     paths = set(re.findall(r"`([\w/]+(?:/|\.py))`", page))
-    inside = {"fusions/", "aten/", "guards/", "base.py", "job.py", "gpipe/", "stages/", "distributed/"}
+    inside = {
+        "fusions/",
+        "aten/",
+        "guards/",
+        "base.py",
+        "job.py",
+        "gpipe/",
+        "stages/",
+        "distributed/",
+        "plan/",
+    }
     assert {path for path in paths - inside if not (source / path).exists()} == set()
     packages = {f"{folder.name}/" for folder in source.iterdir() if (folder / "__init__.py").exists()}
     assert packages - paths == set()
     glossary = page.partition("## Glossary")[2]
     assert len(re.findall(r"^\| (?!word|---)", glossary, re.M)) <= 25
+
+
+def test_the_commands_of_the_pages_are_those_of_the_command_line() -> None:
+    from typer.main import get_command
+
+    from intarsia.cli.main import app
+
+    commands = set(get_command(app).commands)
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    code = re.compile(r"(?:^|`)intarsia ([a-z]+)\b", re.M)
+    assert {name for page in pages for name in code.findall(page.read_text())} <= commands
+    reference = (ROOT / "docs" / "command_line.md").read_text()
+    assert {name for name in commands if f"`intarsia {name}" not in reference} == set()

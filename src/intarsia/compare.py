@@ -12,9 +12,9 @@ from intarsia.plain_tensors import is_traceable_subclass, plain_tensors
 from intarsia.slices import slices_of
 
 ROUNDINGS = 4  # an element may always be off by so many of its own roundings
-# Values of one magnitude may be off by so many roundings of float32 (of float64) each: about what a matrix
-# product of 4096 terms makes. Most answers are found right by this, without a run in float64.
-_ALIKE = 64
+# Values of one magnitude may be off by so many roundings of float32 (of float64) each: the worst of six
+# million logits of GPT-2 is off by 79 on OpenVINO. Most answers are right by this, without a run in float64.
+_ALIKE = 128
 MULTIPLE = 4  # or by so many times the error of PyTorch's own answer
 FURTHER_RUNS = (0, 1, 8)  # more runs to see what rounding does, each only where one would condemn
 _LEAST_ROW = 1e-6  # of the largest value of a result: what a row is measured by at least

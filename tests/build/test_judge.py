@@ -185,7 +185,7 @@ def test_an_engine_about_as_near_to_float64_as_pytorch_is_right(
         precise = copy.deepcopy(model).double()(x.double())
         eager = float((model(x) - precise).abs().max())
     assert fast.plan.on_engines == 1.0, str(fast.plan)
-    assert float((fast(x) - precise).abs().max()) <= 4 * eager + 64 * torch.finfo(torch.float32).eps
+    assert float((fast(x) - precise).abs().max()) <= 4 * eager + 128 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)

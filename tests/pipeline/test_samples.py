@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from intarsia.errors import PartitionError
+from intarsia.errors import DifferenceWarning, PartitionError
 from intarsia.pipeline import mixed_samples, split
 
 
@@ -236,6 +237,15 @@ def test_stages_of_modules_are_compared_too():
             parts.gpipe(chunks=2)
 
 
+def test_a_difference_that_is_not_seen_is_a_warning():
+    """The largest value of all samples cancels out in a softmax."""
+    x = torch.randn(6, 8)
+    with pytest.warns(
+        DifferenceWarning, match=r"samples may be mixed: max_1 at test_samples\.py:\d+ .* no difference"
+    ):
+        split(Model(APART["largest of all, for stability"]), (x,), stages=2, by="memory")
+
+
 def test_a_loss_computed_inside_is_no_mixing():
     class WithLoss(Model):
         def forward(self, x):
@@ -279,3 +289,31 @@ def test_on_the_meta_device_the_graph_alone_decides():
     options = {"stages": 2, "by": "memory"}
     assert "roll" in split(mixed, (x,), **options).signature.mixes
     assert split(apart, (x,), **options).signature.mixes == ""
+
+
+def test_deferred_statistics_are_those_of_the_whole_batch():
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(6, 8) * 3 + 1
+    whole = copy.deepcopy(model)
+    whole(x)
+    parts = split(model, (x,), stages=2, by="memory")
+    pipe = parts.gpipe(chunks=3, deferred_batch_norm=True, checkpoint="always")
+    answer = pipe(x)
+    answer.sum().backward()
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(model.norm, name), getattr(whole.norm, name))
+    # Each micro-batch is normalised by its own statistics, deferred or not.
+    plain = copy.deepcopy(model)
+    torch.testing.assert_close(answer, torch.cat([plain(part) for part in x.chunk(3)]))
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    pipe(x)
+    assert int(model.norm.num_batches_tracked) == 2
+    parts.gpipe(chunks=3)(x)  # without it every micro-batch counts again
+    assert int(model.norm.num_batches_tracked) == 5
+
+
+def test_what_cannot_defer_says_so():
+    x = torch.randn(6, 8)
+    parts = split(Normed(), (x,), stages=2, by="memory", checkpoint=["a"])
+    with pytest.raises(PartitionError, match="does not go with modules that are computed again by name"):
+        parts.gpipe(chunks=2, deferred_batch_norm=True)

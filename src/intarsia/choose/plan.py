@@ -68,4 +68,4 @@ def measured_plan(plan: Plan, findings: Findings) -> MeasuredPlan:
         }
         segments.append(replace(segment, reasons=kept))
     strategy = f"measurement ({findings.objective})"
-    return MeasuredPlan(tuple(segments), strategy, plan.details, findings)
+    return MeasuredPlan(tuple(segments), strategy, plan.bodies, plan.details, findings)

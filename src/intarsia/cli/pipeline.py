@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from intarsia.cli.arguments import AsJson, Full, Model, print_json
-from intarsia.errors import InputError, PartitionError
+from intarsia.errors import InputError, IntarsiaError, PartitionError
 
 app = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
 
@@ -112,10 +112,10 @@ def run(
     imports: Imports = None,
 ) -> None:
     """Train a model over several processes: your own, or a small one checked against the plain model."""
-    from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+    from intarsia.pipeline.schedules import find_schedule
 
     _import(imports)
-    definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+    definition = find_schedule(schedule)
     per_rank = 1 if definition is None else definition.per_rank
     if "RANK" not in os.environ:
         _check_positive(ranks=ranks, microbatches=microbatches, steps=steps, timeout=timeout)
@@ -127,6 +127,10 @@ def run(
             raise PartitionError(f"--curve {curve}: the picture is an SVG; give a name that ends in .svg")
         if model is None and (text or save or curve or recompute):
             raise PartitionError("--text, --save, --curve and --recompute need a model to train")
+        if model is not None:
+            from intarsia.cli.pipeline_model import find_factory
+
+            find_factory(model)  # a name that means nothing is refused here, and not on every rank
         raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
     if model is None:
         from intarsia.cli.pipeline_demo import run_rank
@@ -151,10 +155,10 @@ def _check_positive(**options: float) -> None:
 def _check_schedule(schedule: str, ranks: int, microbatches: int) -> None:
     """Refuse, before a process is started, what every rank would refuse."""
     from intarsia.pipeline.distributed.placement import schedule_class
-    from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+    from intarsia.pipeline.schedules import find_schedule
 
     schedule_class(schedule)
-    definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+    definition = find_schedule(schedule)
     reason = None if definition is None else definition.refusal(ranks, microbatches)
     if reason is not None:
         raise PartitionError(reason)
@@ -180,11 +184,25 @@ def _as_typed(options: Mapping[str, Any]) -> list[str]:
 
 def _under_torchrun(ranks: int, options: list[str]) -> int:
     """Start this command again, once a rank."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = [sys.executable, "-m", "intarsia.cli.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*torchrun, "-m", "intarsia.cli.pipeline", "run", *options]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+def _run_rank() -> None:
+    """The command on one rank: an error a user can act on goes to the launcher, which says it once."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        app()
+    except IntarsiaError as error:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            get_error_handler().record_exception(error)
+        else:
+            typer.secho(str(error), fg="red", err=True)
+        raise SystemExit(1) from None
+
+
 if __name__ == "__main__":
-    app()
+    _run_rank()

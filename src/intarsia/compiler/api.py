@@ -65,8 +65,8 @@ def compile(
         verify: compare the graph, every piece and the whole with the model, at the example and at the ends of
             sizes that vary. Nodes that answer otherwise stay in PyTorch.
         cuda_graphs: False launches kernel by kernel on a GPU. `"static"` returns the memory of the graph,
-            which
-            the next call overwrites. By default, the module is one CUDA graph, and results are copied out.
+            which the next call overwrites. By default, the module is one CUDA graph, and results are
+            copied out.
         build_limit_s: seconds after which an engine that does not answer is given up.
         fallback: what happens to a model that `torch.export` cannot take. `"parts"` compiles its submodules,
             `"eager"` returns the model as it is, `"error"` raises.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from intarsia.engines.guards.cached_squares import forget, stacked, tell_zeros, write
+from intarsia.engines.guards.inputs import forget, stacked, tell_zeros, write
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types

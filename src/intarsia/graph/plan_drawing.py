@@ -10,7 +10,7 @@ from torch import fx
 from intarsia.drawing import Drawing, DrawnLayers, DrawnNode, DrawnSegment
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
-from intarsia.graph.plan_text import heading, ops_text
+from intarsia.graph.plan_text import ops_text
 from intarsia.graph.segment import Segment
 from intarsia.graph.shapes import segment_shapes, value_shape
 
@@ -27,7 +27,7 @@ class PlanDetails:
 DetailsSource = Callable[[Sequence[Segment]], PlanDetails]
 
 
-def plan_drawing(segments: Sequence[Segment], strategy: str, details: PlanDetails) -> Drawing:
+def plan_drawing(segments: Sequence[Segment], title: str, details: PlanDetails) -> Drawing:
     """The drawing of these segments."""
     homes = {node: number for number, segment in enumerate(segments) for node in segment.nodes}
     graph = next(iter(homes)).graph if homes else fx.Graph()
@@ -50,7 +50,7 @@ def plan_drawing(segments: Sequence[Segment], strategy: str, details: PlanDetail
         )
         for number, (segment, shape) in enumerate(zip(segments, shapes[: len(segments)], strict=True))
     )
-    return Drawing(heading(segments, strategy), nodes, drawn, advice=details.advice)
+    return Drawing(title, nodes, drawn, advice=details.advice)
 
 
 def _node(

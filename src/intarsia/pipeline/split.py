@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,9 +20,8 @@ from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.stages.batch import BatchDims
-from intarsia.pipeline.stages.computed import computed_buffers
 from intarsia.pipeline.stages.cut import choose_cuts
-from intarsia.pipeline.stages.devices import buffers_on_meta, is_on_meta, to_meta
+from intarsia.pipeline.stages.devices import buffers_on_meta, computed_buffers, is_on_meta, to_meta
 from intarsia.pipeline.stages.profile import DeviceSpeed, cost_source, memory_costs, profile
 from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.sequence import SplitReport
@@ -100,6 +100,11 @@ def split(
         raise PartitionError(f"slack={slack} must be 0 or more")
     if in_flight < 1:
         raise PartitionError(f"in_flight={in_flight} must be 1 or more")
+    if in_flight > 1 and by != "memory" and memory is None:
+        raise PartitionError(
+            f"in_flight={in_flight} has no effect: it counts micro-batches that wait for backward, where"
+            " by='memory' or memory= is given"
+        )
     count = _count(stages, cuts)
     if not isinstance(costs, DeviceSpeed) and costs not in ("measured", "analytic"):
         raise PartitionError(f"costs={costs!r} is neither 'measured' nor 'analytic' nor a DeviceSpeed")
@@ -143,6 +148,14 @@ def split(
                 f"the graph cannot be captured ({error}); along its modules a model is cut by running it,"
                 " which the meta device cannot"
             ) from error
+        unused = {"costs": costs != "measured", "dynamic_shapes": dynamic_shapes is not None}
+        without_effect = [f"{name}=" for name, is_given in unused.items() if is_given]
+        if without_effect:
+            warnings.warn(
+                f"{' and '.join(without_effect)} have no effect: the model is cut along its modules,"
+                f" since its graph cannot be captured ({error})",
+                stacklevel=2,
+            )
         parts = split_tree(
             model,
             args,
@@ -260,5 +273,7 @@ def _report(
         waists,
         source,
         captured.changed_buffers(),
+        captured.checkpointed,
+        next((part.unheeded for part in parts if part.unheeded), ""),
         captured.signature.mixes,
     )

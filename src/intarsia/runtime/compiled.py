@@ -27,6 +27,7 @@ from intarsia.runtime.input_checks import Check, FixedInput
 from intarsia.runtime.ownership import constants_of
 from intarsia.runtime.results import ResultPlan
 from intarsia.runtime.weights import FrozenWeights
+from intarsia.tracing import is_traced
 
 Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, everything it returns out, flat
 
@@ -38,6 +39,13 @@ GLOBAL_HOOKS = tuple(
     getattr(torch_module, name, {}) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
 )
 
+# What torch.func works on (vmap, grad, jvp); torch has no public way to ask for it.
+_TRANSFORMED: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+
+NOT_TRANSFORMED = (
+    "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot look into; transform the model it"
+    " was made from, or compile a module that calls the transformation"
+)
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
 
 
@@ -78,7 +86,8 @@ class _Fit:
         checks: Sequence[Check] | None,
     ) -> None:
         model = source.model
-        self.lowered, self.plan, self.body_plans = lowered, assembly.plan, dict(assembly.body_plans)
+        self.lowered, self.body_plans = lowered, dict(assembly.body_plans)
+        self.plan = replace(assembly.plan, bodies=self.body_plans) if self.body_plans else assembly.plan
         self.inlay = Inlay(lowered.module.graph, assembly.pieces, assembly.programs)
         self.interface = CallInterface.of(lowered, source.signature, checks)
         self.results = ResultPlan(lowered, assembly.pieces, assembly.programs)
@@ -276,11 +285,14 @@ class Compiled(nn.Module):
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
         fit = self._fit
-        if torch.is_autocast_enabled(self._kind) and fit.eager is None:
-            raise InputError(under_autocast(self._kind))
+        if fit.eager is None:
+            if torch.is_autocast_enabled(self._kind):
+                raise InputError(under_autocast(self._kind))
+            if _TRANSFORMED() is not None:
+                raise InputError(NOT_TRANSFORMED)
         if fit.checks_weights:
             fit.weights.check()
-        if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
+        if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS) or is_traced():
             return super().__call__(*args, **kwargs)
         direct = fit.direct
         if direct is not None:
@@ -319,7 +331,8 @@ class Compiled(nn.Module):
             return _run_eagerly(fit.eager, args, kwargs)
         fit.results.check_written(flat)
         inputs = fit.interface.feed(flat)
-        return fit.results.finish(flat, fit.run(inputs) if fit.whole is None else fit.whole(*inputs))
+        whole = None if is_traced() else fit.whole  # the run has a name for each segment
+        return fit.results.finish(flat, fit.run(inputs) if whole is None else whole(*inputs))
 
     # What torch asks of any module, answered by one whose weights are frozen.
 

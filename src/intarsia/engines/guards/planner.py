@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from intarsia.engines.guards.divisors import divides_by_floats, may_be_denormal
-from intarsia.engines.guards.factors import merged_out_of_range
+from intarsia.engines.guards.constants import divides_by_floats, may_be_denormal, merged_out_of_range
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.engines.guards.limits import Limits

@@ -19,9 +19,8 @@ from intarsia.engines.base import (
     WeightFile,
     Workload,
 )
-from intarsia.engines.guards.checks import Checks
-from intarsia.engines.onnxruntime.cuda import CudaSession
-from intarsia.engines.onnxruntime.providers import missing_provider, providers
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, providers
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports

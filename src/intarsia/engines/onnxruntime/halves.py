@@ -17,7 +17,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import NodeProto, TensorProto, helper
 
-from intarsia.engines.onnxruntime.protos import bodies_in, names_read
+from intarsia.engines.onnxruntime.corrections import bodies_in, names_read
 from intarsia.network import Network
 from intarsia.network.ops import MOVES_DATA
 

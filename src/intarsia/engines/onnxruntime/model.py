@@ -11,15 +11,16 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.guards.checks import Checks
-from intarsia.engines.guards.kinds import Guards
+from intarsia.engines.guards.kinds import Checks, Guards
 from intarsia.engines.guards.planner import plan_guards
-from intarsia.engines.onnxruntime.casts import cast_through_int64, keep_casts_apart
-from intarsia.engines.onnxruntime.checks import add_checks
+from intarsia.engines.onnxruntime.checks import OnnxRuntimeLimits, RoundedProductLimits, add_checks
+from intarsia.engines.onnxruntime.corrections import (
+    cast_through_int64,
+    divide_for_reciprocals,
+    keep_casts_apart,
+    keep_signed_zeros,
+)
 from intarsia.engines.onnxruntime.halves import compute_in_float32
-from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits, RoundedProductLimits
-from intarsia.engines.onnxruntime.reciprocals import divide_for_reciprocals
-from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network
 from intarsia.network.ops import MULTIPLIES_WEIGHTS, RECURRENT

@@ -17,10 +17,9 @@ from intarsia.engines.base import (
     WeightFile,
     Workload,
 )
-from intarsia.engines.guards.checks import Checks
+from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.openvino.core import core, last_line
-from intarsia.engines.openvino.packing import export, imported
-from intarsia.engines.openvino.program import CompiledModel
+from intarsia.engines.openvino.program import CompiledModel, export, imported
 from intarsia.engines.openvino.snippets import settings
 from intarsia.engines.ports import Ports
 from intarsia.engines.threads import thread_count
@@ -88,7 +87,7 @@ class OpenVINO(NetworkEngine):
         return self.probe_all([net])[0]
 
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
-        from intarsia.engines.openvino.probe import refusals
+        from intarsia.engines.openvino.model import refusals
 
         return refusals(nets, self.precision, self.guards)
 

@@ -49,15 +49,18 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint
 from intarsia.pipeline.distributed.scaling import own_scale, share_overflow
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
+from intarsia.pipeline.distributed.sharded import shard_stages
 from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, find_forms
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
-from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+from intarsia.pipeline.gpipe.keyed_random import RandomKey
+from intarsia.pipeline.schedules import find_schedule
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.statistics import defer_statistics
 from intarsia.pipeline.stages.tied import TiedGradients
 from intarsia.pipeline.stages.weights import Weights
 
@@ -88,6 +91,8 @@ class DistributedPipeline(RankStages):
             "equal"; see `MicrobatchLoss` for what is recognised without it.
         reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
+        deferred_batch_norm: whether batch norms' running statistics are those of the whole batch; else every
+            micro-batch changes them. It is normalised by its own statistics either way.
         checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
             (True), none, or some by number; or modules, by name or pattern (`"h.*.mlp"`).
         scaler: a `torch.amp.GradScaler`, one on each rank that learns, None on one whose stages are frozen:
@@ -98,7 +103,9 @@ class DistributedPipeline(RankStages):
         group: the process group of the pipeline's ranks.
         mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
             them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
-            the loss are those of all batches together.
+            the loss are those of all batches together. A dimension "shard" shards stages by `fully_shard`.
+        seed: of all random numbers, with the numbers of step and micro-batch; by default the first rank's
+            `torch.initial_seed()`. `seed` and `steps` (how many there were) are saved in checkpoints.
         weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
             its own stages and no others; `Weights(path, ...)` for more. Stages on the meta device need it.
     """
@@ -113,12 +120,14 @@ class DistributedPipeline(RankStages):
         loss_weight: LossWeight | None = None,
         reduction: Reduction = "mean",
         check_loss: bool = True,
+        deferred_batch_norm: bool = False,
         checkpoint: bool | Collection[int | str] = False,
         scaler: torch.amp.GradScaler | None = None,
         target_axis: int = 0,
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        seed: int | None = None,
         weights: str | Path | Weights | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -138,7 +147,7 @@ class DistributedPipeline(RankStages):
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
         self.stage_ranks = stage_ranks(len(stages), world.size, self.schedule_class)
-        definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+        definition = find_schedule(schedule)
         reason = None if definition is None else definition.refusal(world.size, n_microbatches)
         if reason is not None:
             raise PartitionError(reason)
@@ -159,11 +168,18 @@ class DistributedPipeline(RankStages):
             materialise(stages, source, held, self.device, world)
         parts = {i: placed(stages[i], self.device) for i in held}
         super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, world, self.device)
+        self.layers = stages.layers
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
+        self.seed, self.steps, self._inferences = world.agreed_seed(seed), 0, 0
+        self._deferred = defer_statistics(parts.values(), deferred_batch_norm)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
+        if world.shard is not None:
+            if scaler is not None:
+                raise PartitionError("a scaler beside a mesh that shards stages is not handled; use bfloat16")
+            shard_stages(parts, stages, world.shard)
         self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(
@@ -217,7 +233,13 @@ class DistributedPipeline(RankStages):
     ) -> StepResult:
         own = partial(own_scale, self.scaler, self.parameters(), self.device)
         batch = agree(self._terms, args, kwargs, target, loss, own)
-        self._sizes, scale = batch.sizes, batch.scale
+        # FSDP2 gives the mean of its replicas' gradients, where the others' are summed.
+        self._sizes, scale = (
+            batch.sizes,
+            batch.scale * (1 if self.world.shard is None else self.world.replicas),
+        )
+        for norm in self._deferred:
+            norm.begin(self.n_microbatches)
         borders, run = self._schedule(loss, batch)
         fresh = [p for p in self.parameters() if p.requires_grad and p.grad is None]
         if loss is not None:
@@ -234,7 +256,7 @@ class DistributedPipeline(RankStages):
             nullcontext() if loss is None else self._tied.collecting(),
             _dense_gradients(self.parameters()),
         ):
-            chunks = run.step(batch.tensors if self.is_first else (), options)
+            chunks = run.step(batch.tensors if self.is_first else (), options, self._key(loss is not None))
         result = StepResult(None, None)
         if self.is_last and run.failure.error is None:
             try:
@@ -246,6 +268,10 @@ class DistributedPipeline(RankStages):
             loss.end()
         used = self._raise_together(run)
         if loss is not None:
+            self.steps += 1
+        else:
+            self._inferences += 1
+        if loss is not None:
             self._unused.forget(fresh, used)
         if loss is not None and batch.is_scaled:
             share_overflow(self.parameters(), self.world, self.device)
@@ -253,6 +279,11 @@ class DistributedPipeline(RankStages):
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
         return result
+
+    def _key(self, training: bool) -> RandomKey:
+        """The key of this replica's first micro-batch: micro-batches are numbered over the whole batch."""
+        seed = self.seed if training else RandomKey(self.seed).at(f"inference {self._inferences}")
+        return RandomKey(seed, self.steps, self.world.replica * self.n_microbatches)
 
     def _result(
         self,

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from intarsia.compare import disagreement
+from intarsia.errors import DifferenceWarning
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
 from intarsia.pipeline.stages.batch import Axes, BatchDims
@@ -75,13 +76,15 @@ def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mappi
         if fixed:
             return captured  # nor does the plain model take a larger batch
         if doubt is not None and not doubt.proved:
-            warnings.warn(f"samples may be mixed: {doubt.reason}, and {error}", stacklevel=3)
+            message = f"samples may be mixed: {doubt.reason}, and {error}"
+            warnings.warn(message, DifferenceWarning, stacklevel=3)
         difference = doubt.reason if doubt is not None and doubt.proved else ""
     else:
         if not difference and proved:
             assert doubt is not None
             warnings.warn(
                 f"samples may be mixed: {doubt.reason}; a forward pass of the example shows no difference",
+                DifferenceWarning,
                 stacklevel=3,
             )
         if difference and doubt is not None and (doubt.proved or fixed):
@@ -92,8 +95,8 @@ def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mappi
 def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> str:
     """How the model's answer for two batches at once differs from its answers for each; empty if it does not.
 
-    The model runs in evaluation mode, and in training mode too where that draws no random numbers and no
-    batch norm normalises by the batch's own statistics.
+    The model runs in evaluation mode, and in training mode too where no batch norm normalises by the batch's
+    own statistics. What draws random numbers answers otherwise each time, and is not compared.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
@@ -108,7 +111,7 @@ def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
         with trial(model), _mode(model, mode), torch.no_grad():
             state = torch.get_rng_state()
             whole, halves = _attempt(leaves, axes, lambda lanes: [answers(lane) for lane in lanes])
-            if mode and not torch.equal(state, torch.get_rng_state()):
+            if not torch.equal(state, torch.get_rng_state()):
                 continue
         for number, (one, first, second) in enumerate(zip(whole, *halves, strict=True)):
             if _agree(one, (first, second)) is False:
