@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,7 @@ class GeneratingForward(ReplacedForward):
         self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
         self.room = anatomy.room(max_length)
         self.encoder = encoder
+        self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
         self.tolerance: float | None = None  # that its programs were compiled with
         self.programs = [
             program
@@ -88,11 +89,16 @@ class GeneratingForward(ReplacedForward):
 
     def put(self) -> None:
         super().put()
+        if self.loop is not None:
+            self.module.__dict__["generate"] = self.loop
         if self.encoder is not None:
             self.encoder.put()
 
     def take_out(self) -> None:
         super().take_out()
+        if self.loop is not None and vars(self.module).get("generate") is self.loop:
+            del self.module.__dict__["generate"]
+            self.loop = None  # and its graphs
         if self.encoder is not None:
             self.encoder.take_out()
 
@@ -169,6 +175,10 @@ class GeneratingForward(ReplacedForward):
             counts = counts_tokens(self.module, self.own, self.anatomy, masked=masked)
             self._counted_tokens[masked] = counts
         return self._counted_tokens[masked]
+
+    def layers_of(self, cache: Any, rows: int) -> list[StoredLayer] | str:
+        """The layers of a decoder's cache, in memory for so many rows; why they are not, if they cannot be."""
+        return stored(cache, self.room, self._like[rows][0])
 
     def _memory(self, call: Call, rows: int) -> _Memory | str:
         source, (like, like_states) = self.anatomy.source, self._like[rows]

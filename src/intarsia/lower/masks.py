@@ -18,7 +18,7 @@ from intarsia.lower.index_values import All, IndexValues, Known, Never, Sum
 from intarsia.lower.purity import is_pure
 
 aten = torch.ops.aten
-_ANDS = (aten.logical_and.default, aten.bitwise_and.Tensor, getattr(aten, "__and__").Tensor)
+_ANDS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor)
 MOST_ELEMENTS = 1 << 24  # of a mask that is computed to be looked at
 
 
@@ -83,7 +83,7 @@ def _replace_expanded(node: fx.Node, by: Any) -> None:
         node.replace_all_uses_with(expanded)
 
 
-def _size(before: fx.Node, size: int | torch.SymInt) -> int | fx.Node | None:
+def _size(before: fx.Node, size: Any) -> Any:
     """A size as an argument: a number, or the node before this one that has it."""
     if isinstance(size, int):
         return size

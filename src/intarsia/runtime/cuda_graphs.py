@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import fx
@@ -24,6 +24,7 @@ from intarsia.graph.nodes import is_compute, is_control_flow, is_ordered, wherea
 from intarsia.runtime.compiled import Compiled, Run
 
 Results = Literal["fresh", "static"]
+Result = TypeVar("Result")
 
 SHAPES = 512  # graphs a module may have, one for each set of input shapes
 _SHARE = 8  # one part in so many of the GPU's memory is for inputs and results of graphs
@@ -72,9 +73,18 @@ def depends_on_values(node: fx.Node) -> bool:
 
 
 def use_cuda_graphs(
-    compiled: Compiled, graph: fx.Graph, *, capturable: bool, results: Results, example: Sequence[Any]
+    compiled: Compiled,
+    graph: fx.Graph,
+    *,
+    capturable: bool,
+    results: Results,
+    examples: Sequence[Sequence[Any]],
 ) -> None:
-    """Let a compiled module run as one CUDA graph; where that cannot be, a note of the module says why."""
+    """Let a compiled module run as one CUDA graph; where that cannot be, a note of the module says why.
+
+    It is recorded for the examples now: for the first with all checks, for the largest sizes so that the
+    memory that graphs share is there when calls come.
+    """
     programs = [_innermost(step.program) for step in compiled.inlay.steps]
     reason = not_capturable(graph, capturable) or _waits(programs)
     if reason is not None:
@@ -84,7 +94,8 @@ def use_cuda_graphs(
     graphs = CudaGraphs(compiled.inlay.results, graph, results, shared, compiled.weights.check)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # told by the notes
-        graphs.record(example)
+        for example in examples:
+            graphs.record(example)
     compiled.note(*graphs.notes)
     compiled.run_by(graphs, checks_weights=True)
 
@@ -134,8 +145,8 @@ class _Recorded:
 class CudaGraphs:
     """Calls `run` through a CUDA graph for each set of shapes; what cannot be recorded runs as before.
 
-    To record a call takes about as long as to launch its kernels one by one, so a set of shapes is recorded at
-    its first call. All graphs of a module share one pool of memory, since they run one after another; each
+    To record a call takes about as long as to launch its kernels one by one, so a set of shapes is recorded
+    at its first call. All graphs of a module share one pool of memory, since they run one after another; each
     keeps its inputs and results. The graph that was used least recently goes where there are too many.
     Calls from several threads take turns; a call on another stream waits for the one before. With
     `results="static"` a call returns the graph's own memory, which the next call overwrites.
@@ -256,7 +267,8 @@ class CudaGraphs:
 
     def _warmed_up(self, inputs: list[Any], device: torch.device) -> list[Any]:
         """What a plain run gives, after which libraries are set up and have chosen their kernels."""
-        side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(_WARMUPS):
@@ -268,20 +280,15 @@ class CudaGraphs:
     def _captured(
         self, inputs: list[Any], device: torch.device
     ) -> tuple[torch.cuda.CUDAGraph, list[Any], list[Any]]:
-        """A graph of one run; `torch.cuda.graph` would also empty torch's cache of memory, for 50 ms."""
+        """A graph of one run, and what it reads and writes."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             # Products keep working memory for each stream. On one where none ran yet it is taken from the
             # graph's own memory; another's could be given back while the graph still writes to it, as
             # torch.compile does for all streams whenever it records a graph.
             self._recording = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._recording):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                results = self._run(inputs)
-            finally:
-                graph.capture_end()
+        assert self._recording is not None
+        graph, results = captured(lambda: self._run(inputs), self._recording, self._pool)
         return graph, inputs, results
 
     def _launch(self, recorded: _Recorded, inputs: Sequence[Any]) -> list[Any]:
@@ -297,6 +304,23 @@ class CudaGraphs:
             made[place] if place is not None else plain if given is None else inputs[given]
             for given, place, plain in recorded.results
         ]
+
+
+def captured(
+    run: Callable[[], Result], stream: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A graph of what `run` launches, and what it returns; its memory is the pool's.
+
+    `torch.cuda.graph` would also empty torch's cache of memory, which takes 50 ms.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            results = run()
+        finally:
+            graph.capture_end()
+    return graph, results
 
 
 def _check(graph: torch.cuda.CUDAGraph, results: list[Any], expected: list[Any]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.engines.attention_ops import SIZES, masked_attention
 from intarsia.engines.graph_rewrites.constants import arguments
+from intarsia.engines.kernels.operators import SIZES, masked_attention
 
 aten = torch.ops.aten
 _MOST = 256  # features of a head that the flash kernel knows

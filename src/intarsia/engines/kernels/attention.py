@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-_LOG2E = 1.4426950408889634
-
 
 # Lengths and the mask's strides vary from call to call: a kernel must not be compiled anew for some of them.
 @triton.jit(do_not_specialize=["queries", "keys", "mask_row", "mask_head", "mask_query", "mask_key"])  # type: ignore[untyped-decorator]
@@ -47,7 +45,9 @@ def _masked(  # type: ignore[no-untyped-def]
             mask = tl.load(mask_ptrs + place * mask_key, mask=inside, other=0)[None]
         else:
             pairs = here[:, None] & inside[None]
-            mask = tl.load(mask_ptrs + at_q[:, None] * mask_query + place[None] * mask_key, mask=pairs, other=0)
+            mask = tl.load(
+                mask_ptrs + at_q[:, None] * mask_query + place[None] * mask_key, mask=pairs, other=0
+            )
         if IS_BOOL:
             scores = tl.where(inside[None] & (mask != 0), scores, -float("inf"))
         else:
@@ -88,26 +88,44 @@ def masked_attention(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _token(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, mask_ptr, out_ptr,
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, mask_ptr, cos_ptr, sin_ptr, out_ptr, slice_ptr,
     q_row, q_head, k_row, k_head, k_place, v_row, v_head, v_place,
-    new_k_row, new_k_head, new_v_row, new_v_head, mask_row,
+    new_k_row, new_k_head, new_v_row, new_v_head, mask_row, cos_row, sin_row, slice_part,
     kv_heads, room, scale,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """The heads that share one head of keys, for one row: the filled places of a cache, then the token."""
+    """The heads that share one head of keys, for one row: the filled places of a cache, then the token.
+
+    With TURNS, the token's query and key are turned by its position first, and its key and value are written
+    out, as the cache will hold them.
+    """
     row, kv = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     member, within, at_k = tl.arange(0, PADDED), tl.arange(0, SIZE), tl.arange(0, KEYS)
     real = member < GROUP
     head = kv * GROUP + member
-    q_ptrs = q_ptr + row * q_row + head[:, None] * q_head + within[None]
-    q = tl.load(q_ptrs, mask=real[:, None], other=0.0)
-    k = tl.load(new_k_ptr + row * new_k_row + kv * new_k_head + within)
-    v = tl.load(new_v_ptr + row * new_v_row + kv * new_v_head + within)
+    q_ptrs = q_ptr + row * q_row + head[:, None] * q_head
+    new_k_ptrs = new_k_ptr + row * new_k_row + kv * new_k_head
+    q = tl.load(q_ptrs + within[None], mask=real[:, None], other=0.0)
+    new_k = tl.load(new_k_ptrs + within)
+    new_v = tl.load(new_v_ptr + row * new_v_row + kv * new_v_head + within)
+    if TURNS:
+        other = (within + SIZE // 2) % SIZE
+        sign = tl.where(within < SIZE // 2, -1.0, 1.0)
+        cos = tl.load(cos_ptr + row * cos_row + within).to(tl.float32)
+        sin = tl.load(sin_ptr + row * sin_row + within).to(tl.float32) * sign
+        crossed = tl.load(q_ptrs + other[None], mask=real[:, None], other=0.0).to(tl.float32)
+        q = (q.to(tl.float32) * cos[None] + crossed * sin[None]).to(q.dtype)
+        new_k = (new_k.to(tl.float32) * cos + tl.load(new_k_ptrs + other).to(tl.float32) * sin).to(
+            new_k.dtype
+        )
+        slice_ptrs = slice_ptr + (row * kv_heads + kv) * SIZE + within
+        tl.store(slice_ptrs, new_k)
+        tl.store(slice_ptrs + slice_part, new_v)
     factor = scale * 1.4426950408889634
     # A token always attends to itself: the running sums begin with it.
-    highest = tl.sum(q.to(tl.float32) * k[None].to(tl.float32), 1) * factor
+    highest = tl.sum(q.to(tl.float32) * new_k[None].to(tl.float32), 1) * factor
     total = tl.full([PADDED], 1.0, tl.float32)
-    mixed = tl.zeros([PADDED, SIZE], tl.float32) + v[None].to(tl.float32)
+    mixed = tl.zeros([PADDED, SIZE], tl.float32) + new_v[None].to(tl.float32)
     k_base, v_base = k_ptr + row * k_row + kv * k_head, v_ptr + row * v_row + kv * v_head
     for start in range(0, room, KEYS):
         place = start + at_k
@@ -134,20 +152,29 @@ def token_attention(
     new_value: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
-) -> torch.Tensor:
-    """Attention of one token to a cache and itself; the mask is (rows or 1, 1, 1, room + 1)."""
+    turn: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one token to a cache and itself; the mask is (rows or 1, 1, 1, room + 1).
+
+    `turn` are cosines and sines of the token's position, (rows or 1, 1, 1, size). With them the second result
+    are its key and value for the cache, (2, rows, heads, 1, size).
+    """
     rows, heads, _, size = query.shape
     kv_heads, room = past_keys.shape[1:3]
     group = heads // kv_heads
     out = query.new_empty(rows, 1, heads, size)
+    new = query.new_empty(2 if turn else 0, rows, kv_heads, 1, size)
     seen = mask.view(torch.uint8).expand(rows, 1, 1, room + 1)
+    cos, sin = (x.expand(rows, 1, 1, size) for x in turn) if turn else (out, out)
     arguments: tuple[Any, ...] = (
-        query, past_keys, past_values, new_key, new_value, seen, out,
+        query, past_keys, past_values, new_key, new_value, seen, cos, sin, out, new,
         *query.stride()[:2], *past_keys.stride()[:3], *past_values.stride()[:3],
-        *new_key.stride()[:2], *new_value.stride()[:2], seen.stride(0), kv_heads, room, scale,
+        *new_key.stride()[:2], *new_value.stride()[:2], seen.stride(0), cos.stride(0), sin.stride(0),
+        new.stride(0), kv_heads, room, scale,
     )  # fmt: skip
     padded = max(16, triton.next_power_of_2(group))
     _token[(rows * kv_heads,)](
-        *arguments, GROUP=group, PADDED=padded, SIZE=size, KEYS=64, num_warps=4, num_stages=2
-    )
-    return out.transpose(1, 2)
+        *arguments, GROUP=group, PADDED=padded, SIZE=size, KEYS=64, TURNS=turn is not None,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out.transpose(1, 2), new
