@@ -18,13 +18,17 @@ from intarsia.generation.loop import LoopedGenerate
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def made(request: pytest.FixtureRequest) -> Iterator[Generation]:
     """On a CPU a step is run, not replayed; all else is what a GPU does."""
-    with intarsia.compile_generation(tiny(request.param), max_length=40, batch=(1, 3), engines="pytorch") as made:
+    with intarsia.compile_generation(
+        tiny(request.param), max_length=40, batch=(1, 3), engines="pytorch"
+    ) as made:
         made.forward.loop = LoopedGenerate(made.forward)
         made.forward.put()
         yield made
 
 
-def generated(made: Generation, rows: int, seed: int = 0, **asked: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+def generated(
+    made: Generation, rows: int, seed: int = 0, **asked: Any
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Tokens by steps, the model's own, and how many steps there were."""
     ids = torch.randint(3, 128, (rows, 7), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)

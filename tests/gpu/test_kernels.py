@@ -56,7 +56,9 @@ def test_token_attention(groups: int, room: int, turns: bool) -> None:
     if turns:
         angles = drawn(3, 1, 1, 64), drawn(3, 1, 1, 64, seed=5)
         found = operators.turned_token_attention(*operands, *angles)
-        expected = operators.turned_token_attention(*(x.cpu() for x in wide), 0.125, *(x.cpu().float() for x in angles))
+        expected = operators.turned_token_attention(
+            *(x.cpu() for x in wide), 0.125, *(x.cpu().float() for x in angles)
+        )
         assert off(found[1].cpu(), expected[1]) < 1e-2
         assert off(found[0].cpu(), expected[0]) < 1e-2
     else:
@@ -64,7 +66,9 @@ def test_token_attention(groups: int, room: int, turns: bool) -> None:
         assert off(operators.token_attention(*operands).cpu(), expected_out) < 1e-2
 
 
-@pytest.mark.parametrize(("inner", "outputs"), [(64, 96), (1024, 1536), (4096, 1024), (1000, 7), (11008, 512)])
+@pytest.mark.parametrize(
+    ("inner", "outputs"), [(64, 96), (1024, 1536), (4096, 1024), (1000, 7), (11008, 512)]
+)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("around", [False, True])
 def test_row_product(inner: int, outputs: int, gated: bool, around: bool) -> None:

@@ -3,8 +3,9 @@
     host     load state ──▶ launch ─▶ launch ─▶ launch ─▶ ...   (looks now and then whether all rows have ended)
     GPU                      token     token     token
 
-A step reads a token, computes its logits, lets transformers' own processors change them, chooses the next token
-and writes everything where the next step reads it: keys and values into the cache, the token into the sequence.
+A step reads a token, computes its logits, lets transformers' own processors change them, chooses the next
+token and writes everything where the next step reads it: keys and values into the cache, the token into the
+sequence.
 """
 
 from __future__ import annotations
@@ -36,11 +37,16 @@ PROCESSORS = (
 )
 # What a call of `generate` may say; of anything else transformers' own loop knows what to do.
 ARGUMENTS = frozenset(
-    "inputs input_ids attention_mask generation_config past_key_values max_new_tokens max_length do_sample"
-    " temperature top_k top_p min_p repetition_penalty eos_token_id pad_token_id bos_token_id use_cache"
-    " num_return_sequences num_beams min_length renormalize_logits".split()
+    ["inputs", "input_ids", "attention_mask", "generation_config", "past_key_values", "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "num_return_sequences", "num_beams", "min_length", "renormalize_logits"]
 )
-_GIVEN = ("attention_mask", "past_key_values", "use_cache", "position_ids", "logits_to_keep", "cache_position")
+_GIVEN = (
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "position_ids",
+    "logits_to_keep",
+    "cache_position",
+)
 _MODES = ("greedy_search", "sample")
 _LOOK = 8  # steps between two looks at whether all rows have ended
 _AHEAD = 2  # looks that may be under way before the host waits
@@ -210,7 +216,9 @@ class LoopedGenerate:
             return None
         if not any(type(one) is kinds[0] for one in criteria):
             return None
-        ends = [int(e) for one in criteria if type(one) is kinds[1] for e in one.eos_token_id.flatten().tolist()]
+        ends = [
+            int(e) for one in criteria if type(one) is kinds[1] for e in one.eos_token_id.flatten().tolist()
+        ]
         padding = config._pad_token_tensor
         if ends and padding is None:
             return None

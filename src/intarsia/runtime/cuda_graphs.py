@@ -315,11 +315,21 @@ def captured(
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            results = run()
-        finally:
-            graph.capture_end()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                results = run()
+            finally:
+                graph.capture_end()
+        except Exception:
+            # A capture that fails leaves torch's generator inside it, so that the next random number of
+            # anybody would be an error (torch 2.11). One that succeeds takes it out.
+            torch.cuda.synchronize()
+            clean, something = torch.cuda.CUDAGraph(), torch.empty((), device="cuda")
+            clean.capture_begin()
+            something.zero_()
+            clean.capture_end()
+            raise
     return graph, results
 
 

@@ -1,8 +1,8 @@
 """Attention by one kernel that keeps no scores: flash without a mask, one of ours with a mask.
 
-PyTorch takes cuDNN's kernel on Hopper GPUs, which clears memory first; for short sequences flash is faster. With
-a mask PyTorch makes numbers of booleans in every layer, lays them out in rows of a multiple of 8, and takes
-slower kernels.
+PyTorch takes cuDNN's kernel on Hopper GPUs, which clears memory first; for short sequences flash is faster.
+With a mask PyTorch makes numbers of booleans in every layer, lays them out in rows of a multiple of 8, and
+takes slower kernels.
 """
 
 from __future__ import annotations

@@ -115,10 +115,10 @@ def _is_sum(node: fx.Node) -> bool:
     )
 
 
-def _normed(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:
+def _normed(module: fx.GraphModule, node: Any) -> tuple[fx.Node, fx.Node, float] | None:
     """What an RMS norm is given, its weight and epsilon, as models write it; None for anything else."""
     if node.target is aten.slice.Tensor and shape_of(node) == shape_of(node.args[0]):
-        node = node.args[0]  # type: ignore[assignment]  # the last token, of one
+        node = node.args[0]  # the last token, of one
     if node.target is not aten.mul.Tensor:
         return None
     weights = [arg for arg in node.args if constant(module, arg) is not None]

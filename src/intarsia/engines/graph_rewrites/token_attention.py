@@ -1,4 +1,4 @@
-"""Attention of a decoder's token: rotary embeddings in its kernel, and what the cache gets put together at once."""
+"""Attention of a decoder's token: its kernel turns queries and keys, and writes what the cache gets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def turned_attention(module: fx.GraphModule) -> int:
     found = 0
     graph = module.graph
     slices: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
-    for node in list(graph.nodes):
+    nodes: list[Any] = list(graph.nodes)
+    for node in nodes:
         if node.op != "call_function" or node.target is not token_attention._opoverload:
             continue
         query, past_keys, past_values, key, value, mask, scale = node.args
@@ -52,10 +53,12 @@ def _turned(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
         or node.kwargs
     ):
         return None
+    plain: Any
+    crossed: Any
     plain, crossed = node.args
     if not all(isinstance(arg, fx.Node) and arg.target is aten.mul.Tensor for arg in (plain, crossed)):
         return None
-    (x, cos), (swapped, sin) = plain.args, crossed.args  # type: ignore[union-attr]
+    (x, cos), (swapped, sin) = plain.args, crossed.args
     shape = shape_of(x)
     if (
         shape is None
@@ -73,16 +76,17 @@ def _turned(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     return (x, cos, sin) if _is_part(negated.args[0], x, half, shape[3]) else None
 
 
-def _is_part(node: fx.Node, x: fx.Node, start: int, end: int) -> bool:
+def _is_part(node: Any, x: fx.Node, start: int, end: int) -> bool:
     if node.target is not aten.slice.Tensor or node.args[0] is not x or len(node.args) != 4:
         return False
     axis, begin, stop = node.args[1:]
-    return axis in (3, -1) and begin == start and (stop == end or (end > start > 0 and stop >= end))  # type: ignore[operator]
+    return axis in (3, -1) and begin == start and (stop == end or (end > start > 0 and stop >= end))
 
 
 def _stack(graph: fx.Graph, slices: dict[tuple[fx.Node, fx.Node], fx.Node]) -> None:
     """Where keys and values of all layers are stacked in turn, stack what the kernels have written."""
-    for node in list(graph.nodes):
+    nodes: list[Any] = list(graph.nodes)
+    for node in nodes:
         if node.op != "call_function" or node.target is not aten.stack.default:
             continue
         parts, axis = node.args[0], node.args[1] if len(node.args) > 1 else 0

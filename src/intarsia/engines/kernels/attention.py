@@ -1,7 +1,7 @@
 """Triton kernels of attention: with a mask, and of one token to a cache. Imported on a GPU only.
 
-Each block of scores is computed, masked and summed up in registers (the running maximum of a row rescales what
-was summed before), so that neither scores nor a mask of numbers are ever written to memory.
+Each block of scores is computed, masked and summed up in registers (the running maximum of a row rescales
+what was summed before), so that neither scores nor a mask of numbers are ever written to memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def _masked(  # type: ignore[no-untyped-def]
     q_row, q_head, q_place, k_row, k_head, k_place, v_row, v_head, v_place, out_row, out_head, out_place,
     mask_row, mask_head, mask_query, mask_key,
     heads, shared, queries, keys, scale,
-    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, IS_BOOL: tl.constexpr, IS_ROW: tl.constexpr,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    IS_BOOL: tl.constexpr, IS_ROW: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of one head: all keys, with a mask of booleans or of numbers to add."""
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads

@@ -10,6 +10,8 @@ import importlib.util
 
 import torch
 
+from intarsia.lower.purity import pure_operators
+
 SIZES = (16, 32, 64, 128, 256)  # features of a head that the kernels know
 
 
@@ -24,7 +26,7 @@ def has_kernels(query: torch.Tensor) -> bool:
 def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` with a mask; heads may share keys. A row that sees nothing gives zeros."""
+    """`scaled_dot_product_attention` with a mask. Heads may share keys; a row that sees nothing gives zeros."""
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if has_kernels(query):
         from intarsia.engines.kernels.attention import masked_attention as kernel
@@ -178,6 +180,10 @@ def stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
 @stacked.register_fake
 def _(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0].new_empty(sum(x.shape[0] for x in tensors), *tensors[0].shape[1:])
+
+
+for _operator in (masked_attention, token_attention, turned_token_attention, row_product, stacked):
+    pure_operators.add(_operator._opoverload)
 
 
 def _crossed(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""A Triton kernel of products of one row, with the norm before and the gate or sum behind. Imported on a GPU only."""
+"""A Triton kernel of products of one row, with the norm before and the gate or sum behind.
+
+Imported on a GPU only.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE = 8192  # elements of the weight that a program of four warps holds in registers
+_TILE = 4096  # elements of the weight that a program of four warps asks for at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -67,6 +70,6 @@ def row_product(
         x, weight, *(x if given is None else given for given in (bias, norm, residual)), out, outputs, eps,
         INNER=inner, BLOCK=block, ROWS=rows,
         HAS_BIAS=bias is not None, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None,
-        IS_GATED=gated, num_warps=4 if block <= _TILE else 8,
+        IS_GATED=gated, num_warps=4 if block <= 2 * _TILE else 8,
     )  # fmt: skip
     return out
