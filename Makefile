@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: coverage fuzz install demo lint models types test pytest test-slow test-full clean
+.PHONY: coverage docs fuzz install demo lint models types test pytest test-slow test-full clean
 
 install: $(STAMP)
 
@@ -51,6 +51,10 @@ coverage: install
 	$(BIN)/python -m tests.convert.edges --samples 4 --keep .edges.json
 	$(BIN)/python -m tests.convert.coverage $(DTYPES:%=--all %) --core 0 --jobs 2 \
 		--keep .coverage.json --edges .edges.json > docs/coverage.md
+
+# The documentation site, into site/; a warning is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Random models against eager PyTorch; stopped and started again, it goes on where it was.
 fuzz: install

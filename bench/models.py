@@ -9,11 +9,11 @@ with `--docs` also the figures in the documents.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +35,6 @@ _COLOURS = {
     "torch.compile": "#b7950b",
     "torch.compile, freezing": "#7d6608",
 }
-_LEFT, _WIDTH, _ROW, _TOP = 150, 620, 22, 64
 
 
 def bench(
@@ -231,48 +230,39 @@ def cell(peer: Mapping[str, Any] | None) -> str:
 
 
 def chart(results: Sequence[Mapping[str, Any]]) -> str:
-    """An SVG of the results that have a time for eager.
+    """An SVG of the results that have a time for eager: a row a model, a point a peer.
 
     >>> times = {"eager": {"median_ms": 2.0}, "intarsia": {"median_ms": 1.0}}
-    >>> "2.00x" in chart([{"name": "bert", "peers": times}])
+    >>> "bert" in chart([{"name": "bert", "peers": times}])
     True
     """
-    rows = [(result["name"], _speeds(result)) for result in results if _speeds(result)]
-    every = [1.0, *(speed for _, speeds in rows for speed in speeds.values())]
-    low, high = math.log2(min(every) * 0.95), math.log2(max(every) * 1.05)
-    height = _TOP + _ROW * len(rows) + 30
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
-    def x(speed: float) -> float:
-        return _LEFT + (math.log2(speed) - low) / max(high - low, 1e-9) * _WIDTH
-
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 70}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">',
-        f'<rect width="{_LEFT + _WIDTH + 70}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="18">speed in multiples of eager PyTorch (further right is faster)</text>',
-    ]
-    for place, (name, colour) in enumerate(_COLOURS.items()):
-        column, line = place % 3, place // 3
-        lines += [
-            f'<circle cx="{_LEFT + 6 + column * 215}" cy="{32 + 16 * line}" r="5" fill="{colour}"/>',
-            f'<text x="{_LEFT + 16 + column * 215}" y="{36 + 16 * line}">{escape(name)}</text>',
-        ]
-    for power in range(math.ceil(low), math.floor(high) + 1):
-        at = x(2.0**power)
-        lines += [
-            f'<line x1="{at:.1f}" y1="{_TOP}" x2="{at:.1f}" y2="{height - 24}" stroke="#ddd"/>',
-            f'<text x="{at:.1f}" y="{height - 8}" text-anchor="middle">{2.0**power:g}x</text>',
-        ]
-    for number, (name, speeds) in enumerate(rows):
-        y = _TOP + _ROW * number + _ROW / 2
-        lines.append(f'<text x="{_LEFT - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(str(name))}</text>')
-        for peer, speed in reversed(speeds.items()):
-            size = 6 if peer == "intarsia" else 4
-            lines.append(
-                f'<circle cx="{x(speed):.1f}" cy="{y:.1f}" r="{size}" fill="{_COLOURS[peer]}">'
-                f"<title>{escape(peer)}: {speed:.2f}x</title></circle>"
-            )
-    return "\n".join([*lines, "</svg>", ""])
+    rows = [(str(result["name"]), speeds) for result in results if (speeds := _speeds(result))]
+    # Text stays text, and the same results make the same file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "intarsia"}):
+        figure = Figure(figsize=(9, 1.6 + 0.27 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        for peer, colour in _COLOURS.items():
+            points = [(speeds[peer], place) for place, (_, speeds) in enumerate(rows) if peer in speeds]
+            if points:
+                size, above = (70, 3) if peer == OURS else (28, 2)
+                axes.scatter(*zip(*points, strict=True), s=size, color=colour, label=peer, zorder=above)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda speed, _: f"{speed:g}x"))
+        axes.set_yticks(range(len(rows)), [name.replace("$", r"\$") for name, _ in rows])
+        axes.invert_yaxis()
+        axes.axvline(1.0, color="#777777", linewidth=1)
+        axes.grid(color="#dddddd", linewidth=0.6, zorder=0)
+        axes.set_axisbelow(True)
+        axes.set_xlabel("times as fast as eager PyTorch (further right is faster)")
+        if rows:
+            figure.legend(loc="outside upper center", ncols=3, frameon=False)
+        picture = io.StringIO()
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    return picture.getvalue()
 
 
 def _speeds(result: Mapping[str, Any]) -> dict[str, float]:

@@ -22,8 +22,8 @@ from torch import nn
 from intarsia.cli.pipeline_demo import TinyGPT
 from intarsia.pipeline import split
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.schedule.schedules import schedule
-from intarsia.pipeline.schedule.simulate import simulate
+from intarsia.pipeline.plan.simulate import simulate
+from intarsia.pipeline.schedules import schedule
 
 
 def mlp(width: int, depth: int) -> nn.Module:

@@ -33,15 +33,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed as dist
+from intarsia.pipeline.plan.play import order, play
 from torch import nn
 from torch.nn import functional as F
 
 from intarsia.cli.pipeline_demo import TinyGPT, next_token_loss
 from intarsia.pipeline import Stages, split
-from intarsia.pipeline.cluster.cluster import Link
-from intarsia.pipeline.cluster.layers import StageTable
-from intarsia.pipeline.cluster.play import order, play
-from intarsia.pipeline.schedule.schedules import refusal
+from intarsia.pipeline.plan.cluster import Link
+from intarsia.pipeline.plan.layers import StageTable
+from intarsia.pipeline.schedules import refusal
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble"]
 

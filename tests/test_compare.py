@@ -161,33 +161,6 @@ def test_results_of_odd_kinds_are_judged() -> None:
     assert relative_error(torch.ones(2, 3), torch.ones(3, 2)) == float("inf")
 
 
-class Linear(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self.inner(torch.relu(x)),)
-
-
-def test_no_run_is_made_where_the_last_rounding_alone_explains_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is one that runs confirm: a sum over 64 terms is moved by the root of 64 roundings."""
-    x, model = torch.randn(32, 64), Linear().eval()
-    graph: Any = torch.export.export(model, (x,)).run_decompositions({}).module()
-    truth = graph(x)
-    rounding = Rounding(graph, (x,), truth)
-    share = rounding.least(0)
-    assert share == pytest.approx(torch.finfo(torch.float32).eps * (64 / 3) ** 0.5)
-    spread = rounding.spread(1)[0]
-    assert spread is not None
-    moved = spread.square().mean().sqrt() / truth[0].double().square().mean().sqrt()
-    assert float(moved) >= 0.9 * share
-    unrun = Rounding(graph, (x,), truth)
-    monkeypatch.setattr(unrun, "spread", lambda samples: pytest.fail("a run was made"))
-    assert disagreement([truth[0] * (1 + 2e-6)], truth, unrun) is None
-    assert disagreement([truth[0] * 1.01], truth, rounding) is not None
-
-
 class Product(torch.nn.Module):
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
         return (x @ w,)
@@ -207,38 +180,3 @@ def test_short_floats_are_added_up_in_long_ones(dtype: torch.dtype, wrong: float
     assert isinstance(in_blocks, torch.Tensor)
     assert disagreement([in_blocks.to(dtype)], truth, rounding) is None
     assert disagreement([(x.double() @ w.double()).to(dtype)], truth, rounding) is None
-
-
-ENDINGS = {
-    "a product": lambda x, w: x @ w,
-    "a product, converted down": lambda x, w: (x @ w).to(torch.bfloat16),
-    "a short product, converted up": lambda x, w: (x.bfloat16() @ w.bfloat16()).float(),
-    "written in place": lambda x, w: (x @ w).mul_(1e-6).add_(1000.5),
-    "a view": lambda x, w: (x @ w).t()[1:],
-    "a sum": lambda x, w: (x @ w).sum(0),
-    "elementwise": lambda x, w: torch.tanh(x @ w) * 1e3,
-    "an input": lambda x, w: x.t(),
-    "whole numbers": lambda x, w: (x @ w).round(),
-}
-
-
-class Ends(torch.nn.Module):
-    def __init__(self, ending: str) -> None:
-        super().__init__()
-        self.ending = ENDINGS[ending]
-
-    def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self.ending(x, w),)
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_what_is_known_without_a_run_is_no_more_than_runs_show(ending: str) -> None:
-    x, w = torch.randn(40, 64), torch.randn(64, 30)
-    graph: Any = torch.export.export(Ends(ending), (x, w)).graph_module
-    (truth,) = graph(x, w)
-    rounding = Rounding(graph, (x, w), (truth,))
-    spread = rounding.spread(1)[0]
-    assert spread is not None
-    wide = truth.double()
-    least = wide.abs().mul(rounding.least(0)).mul(wide != wide.trunc())
-    assert float(least.square().mean()) <= 1.2 * float(spread.square().mean())

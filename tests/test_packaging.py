@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
+import urllib.request
+import venv
 import zipfile
 from collections.abc import Iterator
 from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "intarsia"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # A feature that needs an extra may import it at the top of its own files; all others, inside a function.
 FEATURES = {"generation": "generation", "serve": "serve"}
-FOR_DEVELOPERS = ("dev", "models")
+FOR_DEVELOPERS = ("dev", "docs", "models")
 
 
 def _modules(requirements: list[str]) -> set[str]:
@@ -60,40 +65,140 @@ def test_every_import_is_a_dependency() -> None:
     assert undeclared == []
 
 
-@pytest.mark.slow
-def test_the_wheel_runs_without_the_repository(tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the source distribution, as a package index serves both."""
     pytest.importorskip("hatchling", reason="the tool that builds the wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
-    target = tmp_path / "installed"
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    _run([*build, "-t", "sdist"], cwd=ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    _run([*build, "-t", "wheel"], cwd=folder / sdist.name.removesuffix(".tar.gz"))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        archive.extractall(target)
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        (entry_points,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+        facts = HeaderParser().parsestr(archive.read(metadata).decode())
+        commands = archive.read(entry_points).decode()
     assert {name.split("/")[0] for name in names} == {"intarsia", f"intarsia-{PROJECT['version']}.dist-info"}
-    (metadata,) = target.glob("*.dist-info/METADATA")
-    requires = HeaderParser().parsestr(metadata.read_text()).get_all("Requires-Dist") or []
-    assert {"safetensors", "torch>=2.11"} <= set(requires)
-    (entry_points,) = target.glob("*.dist-info/entry_points.txt")
-    assert "intarsia = intarsia.cli.main:main" in entry_points.read_text()
+    assert "intarsia/py.typed" in names
+    assert {"safetensors", "torch>=2.11"} <= set(facts.get_all("Requires-Dist") or [])
+    assert {"Homepage", "Documentation", "Issues", "Changelog"} == {
+        url.split(",")[0] for url in facts.get_all("Project-URL") or []
+    }
+    assert "intarsia = intarsia.cli.main:main" in commands
+    description = facts.get_payload()
+    # A package index shows the README alone: a link into the repository would lead nowhere.
+    assert re.findall(r"\]\((?!https?://|#)[^)]*\)", description) == []
 
-    script = (
-        "import intarsia, torch\n"
-        f"assert intarsia.__file__.startswith({str(target)!r})\n"
-        "model, x = torch.nn.Linear(3, 4).eval(), torch.ones(2, 3)\n"
-        "fast = intarsia.compile(model, (x,), min_block_size=1)\n"
-        f"intarsia.save(fast, {str(tmp_path / 'saved')!r})\n"
-        f"torch.testing.assert_close(intarsia.load({str(tmp_path / 'saved')!r})(x), model(x))\n"
+
+MODEL = """
+import torch
+from torch import nn
+
+
+def make():
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval(), (torch.randn(4, 64),)
+"""
+SCRIPT = """
+import sys
+import intarsia, torch
+from model import make
+
+assert intarsia.__file__.startswith(sys.prefix), intarsia.__file__
+model, args = make()
+fast = intarsia.compile(model, args, min_block_size=1)
+intarsia.save(fast, "saved.intarsia")
+torch.testing.assert_close(intarsia.load("saved.intarsia")(*args), model(*args))
+"""
+
+
+class Environment:
+    """An empty environment with the wheel and one extra; of this one's packages it has torch alone.
+
+    pip finds torch's metadata, so torch is not downloaded, and what torch requires is installed.
+    """
+
+    def __init__(self, folder: Path, wheel: Path, extra: str) -> None:
+        venv.create(folder, with_pip=True, symlinks=True)
+        self.bin, (site,) = folder / "bin", folder.glob("lib/python*/site-packages")
+        ours = Path(torch.__file__).parents[1]
+        for path in [
+            *ours.glob("torch"),
+            *ours.glob("torch-*"),
+            *ours.glob("torchgen"),
+            *ours.glob("functorch"),
+        ]:
+            (site / path.name).symlink_to(path)
+        target = f"{wheel}[{extra}]" if extra else str(wheel)
+        install = [self.bin / "python", "-m", "pip", "install", "--quiet", "--no-compile", target]
+        _run([*install, "--constraint", ROOT / "constraints.txt"], cwd=folder)
+
+    def run(self, *words: str, cwd: Path) -> str:
+        """What a command of the environment prints."""
+        return _run([self.bin / words[0], *words[1:]], cwd=cwd, env=self._variables(cwd))
+
+    def serve(self, file: str, cwd: Path) -> dict[str, object]:
+        """What a server says of a file at GET /."""
+        command = [self.bin / "intarsia", "serve", file, "--port", "0"]
+        with subprocess.Popen(
+            command, cwd=cwd, env=self._variables(cwd), stdout=subprocess.PIPE, text=True
+        ) as server:
+            assert server.stdout is not None
+            try:
+                address = next(
+                    found[0] for line in server.stdout if (found := re.search(r"http://[^ ]+", line))
+                )
+                with urllib.request.urlopen(address, timeout=60) as answer:
+                    return json.load(answer)  # type: ignore[no-any-return]
+            finally:
+                server.terminate()
+
+    def _variables(self, home: Path) -> dict[str, str]:
+        return {"PATH": "/usr/bin:/bin", "HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+
+def _run(command: list[str | Path], cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False
     )
-    commands = (["-m", "intarsia", "--help"], ["-m", "intarsia", "engines"], ["-c", script])
-    for command in commands:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(target), "HOME": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, (command, done.stderr)
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+EXTRAS = ["", *(name for name in PROJECT["optional-dependencies"] if name not in FOR_DEVELOPERS)]
+_ALWAYS = ("", "onnxruntime", "serve", "all")  # the others take as long, and show little that these do not
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [pytest.param(e, marks=pytest.mark.slow if e in _ALWAYS else pytest.mark.full) for e in EXTRAS],
+)
+def test_an_extra_installs_what_it_needs(extra: str, wheel: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "env", wheel, extra)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "model.py").write_text(MODEL)
+    assert "Usage" in environment.run("intarsia", "--help", cwd=folder)
+    engines = json.loads(environment.run("intarsia", "engines", "--json", cwd=folder))
+    expected = {"onnxruntime": {"onnxruntime"}, "openvino": {"openvino"}, "nncf": {"openvino"}}
+    for name in expected.get(extra, {"onnxruntime", "openvino"} if extra == "all" else set()):
+        assert engines[name]["usable"], engines[name]
+    environment.run("python", "-c", SCRIPT, cwd=folder)
+    assert "wrote" in environment.run(
+        "intarsia", "compile", "model.py:make", "-o", "own.intarsia", cwd=folder
+    )
+    assert "float32 (4, 8)" in environment.run("intarsia", "run", "own.intarsia", cwd=folder)
+    if extra in ("generation", "all"):
+        assert "bert" in environment.run("intarsia", "demo", "--list", cwd=folder)
+        assert "Plan by" in environment.run("intarsia", "explain", "bert", cwd=folder)
+    if extra in ("serve", "all"):
+        assert environment.serve("own.intarsia", folder)["outputs"] == ["output"]

@@ -16,11 +16,9 @@ ROOT = Path(__file__).parents[1]
 # The blocks of docs/pipeline.md run in several processes; tests/pipeline runs them.
 PAGES = [
     ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.stem != "pipeline"),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.stem != "pipeline"),
 ]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", re.S)
-
-pytestmark = [pytest.mark.slow, pytest.mark.openvino]
 
 
 def _blocks(page: Path) -> list[tuple[str, str | None]]:
@@ -29,6 +27,8 @@ def _blocks(page: Path) -> list[tuple[str, str | None]]:
     return [block for block in blocks if not block[0].startswith(">>>")]
 
 
+@pytest.mark.slow
+@pytest.mark.openvino
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page)], ids=lambda page: page.stem)
 def test_blocks_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page share their names, as a reader who types them in order has them."""
@@ -43,3 +43,55 @@ def test_blocks_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.M
             exec(compile(code, "example.py", "exec"), module.__dict__)
         if expected is not None:
             assert printed.getvalue() == expected
+
+
+def test_the_gains_of_the_readme_are_those_of_the_measurements() -> None:
+    gains = (
+        (ROOT / "README.md").read_text().partition("## What it gains")[2].partition("## What it promises")[0]
+    )
+    figures = re.findall(r"\d+\.\d+", gains)
+    measured = (ROOT / "docs" / "measurements.md").read_text()
+    assert len(figures) > 8
+    assert [figure for figure in figures if figure not in measured] == []
+
+
+def test_every_page_is_in_the_navigation_and_every_link_to_the_site_has_a_page() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if f": {page}" not in navigation} == set()
+    links = re.findall(r"https://intarsia\.github\.io/intarsia/([\w/]+)/", (ROOT / "README.md").read_text())
+    assert len(links) > 10 and {link for link in links if f"{link}.md" not in pages} == set()
+
+
+def test_the_architecture_page_names_what_there_is() -> None:
+    page, source = (ROOT / "docs" / "architecture.md").read_text(), ROOT / "src" / "intarsia"
+    paths = set(re.findall(r"`([\w/]+(?:/|\.py))`", page))
+    inside = {
+        "fusions/",
+        "aten/",
+        "guards/",
+        "base.py",
+        "job.py",
+        "gpipe/",
+        "stages/",
+        "distributed/",
+        "plan/",
+    }
+    assert {path for path in paths - inside if not (source / path).exists()} == set()
+    packages = {f"{folder.name}/" for folder in source.iterdir() if (folder / "__init__.py").exists()}
+    assert packages - paths == set()
+    glossary = page.partition("## Glossary")[2]
+    assert len(re.findall(r"^\| (?!word|---)", glossary, re.M)) <= 25
+
+
+def test_the_commands_of_the_pages_are_those_of_the_command_line() -> None:
+    from typer.main import get_command
+
+    from intarsia.cli.main import app
+
+    commands = set(get_command(app).commands)
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    code = re.compile(r"(?:^|`)intarsia ([a-z]+)\b", re.M)
+    assert {name for page in pages for name in code.findall(page.read_text())} <= commands
+    reference = (ROOT / "docs" / "command_line.md").read_text()
+    assert {name for name in commands if f"`intarsia {name}" not in reference} == set()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from intarsia.refitting import set_maker
+from intarsia.refitting import set_maker as _set_maker
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from intarsia.archive import load as load
     from intarsia.archive import save as save
+    from intarsia.archive.plain import export as export
     from intarsia.capture.annotate import run_on as run_on
     from intarsia.capture.input import Input as Input
     from intarsia.choose import Measured as Measured
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from intarsia.generation.compile import compile_generation as compile_generation
     from intarsia.lower.decompositions import register_decomposition as register_decomposition
     from intarsia.report import explain as explain
+    from intarsia.report.check import check as check
     from intarsia.runtime import Compiled as Compiled
     from intarsia.runtime import PartlyCompiled as PartlyCompiled
     from intarsia.tuning.recording import recording as recording
@@ -46,6 +48,8 @@ _HOMES = {
     "compile_generation": "intarsia.generation.compile",
     "register_decomposition": "intarsia.lower.decompositions",
     "explain": "intarsia.report",
+    "export": "intarsia.archive.plain",
+    "check": "intarsia.report.check",
     "Compiled": "intarsia.runtime",
     "PartlyCompiled": "intarsia.runtime",
     "load": "intarsia.archive",
@@ -62,7 +66,7 @@ def _make_refittable(loaded: Any, captured: Any) -> None:
     make_refittable(loaded, captured)
 
 
-set_maker(_make_refittable)
+_set_maker(_make_refittable)
 
 if not TYPE_CHECKING:
 

@@ -8,38 +8,48 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
+from intarsia.plain_tensors import is_traceable_subclass, plain_tensors
 from intarsia.slices import slices_of
 
 ROUNDINGS = 4  # an element may always be off by so many of its own roundings
-MARGIN = 16  # and by so many times what rounding was seen to do to it and to values like it
-SAMPLES = (1, 8)  # runs to see that in; more than one only where one would condemn
-_UNKNOWN = 64  # without such runs: values like it are taken to carry so many roundings each
+# Values of one magnitude may be off by so many roundings of float32 (of float64) each: the worst of six
+# million logits of GPT-2 is off by 79 on OpenVINO. Most answers are right by this, without a run in float64.
+_ALIKE = 128
+MULTIPLE = 4  # or by so many times the error of PyTorch's own answer
+FURTHER_RUNS = (0, 1, 8)  # more runs to see what rounding does, each only where one would condemn
+_LEAST_ROW = 1e-6  # of the largest value of a result: what a row is measured by at least
 _SPECIAL = "has NaN or infinity where PyTorch has not, or the reverse"
 _GAP = 10  # octaves without a value between values that are not alike
 _EXPONENTS = 1 << 11  # of a double
 
 
-class Spread(Protocol):
+class Noise(Protocol):
     """What rounding does to each output; see `rounding.Rounding`."""
 
-    def least(self, index: int) -> float: ...
+    def error(self, index: int, answer: torch.Tensor) -> torch.Tensor | None: ...
 
-    def late(self, index: int) -> torch.Tensor | None: ...
-
-    def spread(self, samples: int) -> Sequence[torch.Tensor | None]: ...
+    def change(self, index: int, further_runs: int) -> torch.Tensor | None: ...
 
 
 def disagreement(
-    answers: Sequence[Any], expected: Sequence[Any], rounding: Spread | None = None
+    answers: Sequence[Any],
+    expected: Sequence[Any],
+    rounding: Noise | None = None,
+    tolerance: float | None = None,
+    rows: int = 1,
 ) -> str | None:
     """What is wrong with an answer, in a clause; None if it agrees.
 
     Integers and booleans must be equal, except where rounding flips PyTorch's own. A float may be off by some
-    times what rounding does to it, or to values of its magnitude: a masked logit of -1e9 excuses no other.
+    times the error that rounding makes of PyTorch's own answer, there or in values of its magnitude: a
+    masked logit of -1e9 excuses no other. With a `tolerance` a result may also be off by that share of its
+    largest value, in each of its `rows`.
 
     >>> truth = torch.tensor([-1e9, 0.04, 0.03])
     >>> disagreement([torch.tensor([-1e9, 1.0, 0.03])], [truth])
     'output 0 is off by 0.96 at (1,): 1 where PyTorch makes 0.04'
+    >>> disagreement([truth * 1.1], [truth], tolerance=0.02)
+    'output 0 is off by 0.1 of its largest value, and tolerance=0.02'
     """
     if len(answers) != len(expected):
         return f"it gives {len(answers)} results; PyTorch gives {len(expected)}"
@@ -48,15 +58,33 @@ def disagreement(
             if isinstance(answer, torch.Tensor) or answer != truth:
                 return f"output {index} is {answer!r}; PyTorch makes {truth!r}"
             continue
+        error = None if tolerance is None else _error_of_floats(answer, truth, rows)
+        if error is not None and error <= tolerance:  # type: ignore[operator]
+            continue
         wrong = _wrong(answer, truth, rounding, index)
+        if wrong is not None and error is not None:
+            wrong = f"is off by {error:.2g} of its largest value, and tolerance={tolerance:g}"
         if wrong is not None:
             return f"output {index} {wrong}"
     return None
 
 
-def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int) -> str | None:
+def _error_of_floats(answer: Any, truth: torch.Tensor, rows: int) -> float | None:
+    """The relative error of a result; None where no tolerance applies."""
+    if not isinstance(answer, torch.Tensor) or not (truth.is_floating_point() or truth.is_complex()):
+        return None
+    if answer.dtype != truth.dtype or answer.shape != truth.shape or truth.layout is not torch.strided:
+        return None
+    return relative_error(answer, truth, rows)
+
+
+def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int) -> str | None:
     if not isinstance(answer, torch.Tensor):
         return f"is a {type(answer).__name__}; PyTorch makes a tensor"
+    if truth.is_nested or is_traceable_subclass(truth):  # sizes of jagged tensors equal only themselves
+        if type(answer) is not type(truth):
+            return f"is a {type(answer).__name__}; PyTorch makes a {type(truth).__name__}"
+        return disagreement(plain_tensors(answer), plain_tensors(truth))
     if answer.dtype != truth.dtype or answer.shape != truth.shape:
         return f"is {answer.dtype} {tuple(answer.shape)}; PyTorch makes {truth.dtype} {tuple(truth.shape)}"
     if answer.device != truth.device:
@@ -85,32 +113,28 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Spread | None, index: int
     answer, truth = answer.detach(), truth.detach()
     if special:  # as doubles: short floats have no such operator
         answer, truth = (torch.nan_to_num(x.double(), 0.0, 0.0, 0.0) for x in (answer, truth))
-    alike = _Alike(truth)
-    if (
-        rounding is not None
-        and (share := rounding.least(index))
-        and _worst(answer, truth, _least(truth, share), alike, limits) is None
-    ):
-        return None  # the runs would say the same
-    late = None if rounding is None else rounding.late(index)
-    if late is not None and _worst(answer, truth, late, alike, limits) is None:
+    alike, size = _Alike(truth), truth.double().abs()
+    floor = size.mul(_share(limits))
+    place = _worst(answer, truth, floor, alike, limits)
+    if place is None:
         return None
-    for samples in SAMPLES if rounding is not None else (0,):
-        noise = rounding.spread(samples)[index] if rounding is not None else None
-        if noise is None:
-            noise = truth.double().abs().mul_(_UNKNOWN / MARGIN * limits.eps)
-        place = _worst(answer, truth, noise, alike, limits)
-        if place is None:
+    for further in FURTHER_RUNS:
+        change = None if rounding is None else rounding.change(index, further)
+        if rounding is None or change is None:
+            break
+        allowed = change.mul_(MULTIPLE).add_(floor)
+        place = _worst(answer, truth, allowed, alike, limits)
+        if place is None or (not further and _no_worse((answer, truth), allowed, alike, rounding, index)):
             return None
     where = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), truth.shape))
     made, meant = float(answer[where]), float(truth[where])
     return f"is off by {abs(made - meant):.3g} at {where}: {made:.6g} where PyTorch makes {meant:.6g}"
 
 
-def _least(truth: torch.Tensor, share: float) -> torch.Tensor:
-    """This share of every number but whole ones, which rounding is taken to leave alone."""
-    wide = truth.double()
-    return wide.abs().mul_(share).mul_(wide != wide.trunc())
+def _share(limits: torch.finfo) -> float:
+    """What values of one magnitude may always be off by, as a share of it."""
+    # PyTorch adds up short floats in float32 and rounds once: more terms are no excuse for more.
+    return max(ROUNDINGS * limits.eps, _ALIKE * min(limits.eps, torch.finfo(torch.float32).eps))
 
 
 def _roundings(size: torch.Tensor, limits: torch.finfo) -> torch.Tensor:
@@ -126,7 +150,7 @@ def _worst(
     worst, place, start = 0.0, None, 0
     for given, right, seen in slices_of(answer, truth, noise):
         b = right.double()
-        allowed = torch.maximum(seen, alike.of(typical, b)).mul_(MARGIN).add_(_roundings(b.abs(), limits))
+        allowed = torch.maximum(seen, alike.of(typical, b)).add_(_roundings(b.abs(), limits))
         excess = (given.double() - b).abs_().sub_(allowed)
         if not float(most := excess.max()) <= worst:  # nor is NaN
             worst, place = float(most), start + int(excess.argmax())
@@ -134,11 +158,28 @@ def _worst(
     return place
 
 
-def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Spread | None, index: int) -> str | None:
+def _no_worse(
+    answers: Sequence[torch.Tensor], allowed: torch.Tensor, alike: _Alike, noise: Noise, index: int
+) -> bool:
+    """Whether answers are as near to float64 as they may be, though they are off at other elements.
+
+    So they are where their largest error is allowed, and their typical one. `F.interpolate` is off most
+    where neighbours differ most, and a step is taken at another value.
+    """
+    typical, largest = alike.typical(allowed), alike.largest(allowed)
+    for each in answers:
+        error = noise.error(index, each)
+        if error is None:
+            return False
+        if bool((alike.typical(error) > typical).any()) or bool((alike.largest(error) > largest).any()):
+            return False
+    return True
+
+
+def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Noise | None, index: int) -> str | None:
     wrong = answer != truth
-    for samples in SAMPLES if rounding is not None and bool(wrong.any()) else ():
-        assert rounding is not None
-        flips = rounding.spread(samples)[index]
+    for further in FURTHER_RUNS if rounding is not None and bool(wrong.any()) else ():
+        flips = rounding.change(index, further)  # type: ignore[union-attr]
         if flips is not None and bool((flips[wrong] > 0).all()):
             return None
     count = int(wrong.sum())
@@ -188,6 +229,15 @@ class _Alike:
             counts += torch.bincount(groups, minlength=len(squares))
         return (squares / counts.clamp_(min=1)).sqrt_()
 
+    def largest(self, noise: torch.Tensor) -> torch.Tensor:
+        """The largest noise of each group."""
+        if not self._several:
+            return noise.max()
+        most = torch.zeros(len(self._group), dtype=torch.double, device=noise.device)
+        for part, seen in slices_of(self._values, noise):
+            most.scatter_reduce_(0, self._groups(part.double()), seen, "amax")
+        return most
+
     def of(self, typical: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """What is typical of the group of each of these values."""
         return typical[self._groups(values)] if self._several else typical
@@ -201,8 +251,15 @@ def _exponents(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.int64).bitwise_right_shift(52).bitwise_and_(_EXPONENTS - 1)
 
 
-def relative_error(answer: object, truth: object) -> float:
-    """The largest difference between two results (any nesting), as a share of the largest value."""
+def relative_error(answer: object, truth: object, rows: int = 1) -> float:
+    """The largest difference between two results (any nesting), as a share of the largest value.
+
+    Of results with that many rows each row counts by itself: a row of large values excuses no other.
+
+    >>> truth = torch.tensor([[1000.0, 0.0], [1.0, 2.0]])
+    >>> relative_error(truth + 1, truth), relative_error(truth + 1, truth, rows=2)
+    (0.001, 0.5)
+    """
     worst = 0.0
     for a, b in zip(pytree.tree_leaves(answer), pytree.tree_leaves(truth), strict=True):
         if not isinstance(b, torch.Tensor) or b.numel() == 0:
@@ -211,39 +268,22 @@ def relative_error(answer: object, truth: object) -> float:
             a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
         if a.shape != b.shape:
             return float("inf")
-        error = size = 0.0
-        for given, right in slices_of(a, b):
-            pair = _finite(given, right)
-            if pair is None:
-                return float("inf")
-            if len(pair[1]):
-                error = max(error, float((pair[0] - pair[1]).abs_().max()))
-                size = max(size, float(pair[1].abs().max()))
-        worst = max(worst, error / max(size, 1e-30))
+        has_rows = rows > 1 and b.ndim > 1 and len(b) == rows
+        pairs = [_error_and_size(*pair) for pair in (zip(a, b, strict=True) if has_rows else [(a, b)])]
+        # Rows of zeros, as of padding, have no scale of their own.
+        least = max(1e-30, _LEAST_ROW * max(size for _, size in pairs))
+        worst = max(worst, *(error / max(size, least) for error, size in pairs))
     return worst
 
 
-def beyond_tolerance(answers: Sequence[Any], expected: Sequence[Any], tolerance: float) -> str | None:
-    """How an answer in shorter arithmetic is off by more than allowed, in a clause; None where it is not.
-
-    The largest error of an output, as a share of its largest value, may be `tolerance`; whole numbers,
-    booleans, NaN and infinities must be PyTorch's.
-
-    >>> truth = [torch.tensor([1.0, -2.0])]
-    >>> beyond_tolerance([torch.tensor([1.0, -1.9])], truth, 0.02)
-    'output 0 is off by 0.05 of its largest value, and tolerance=0.02'
-    """
-    if len(answers) != len(expected):
-        return f"it gives {len(answers)} results; PyTorch gives {len(expected)}"
-    for index, (answer, truth) in enumerate(zip(answers, expected, strict=True)):
-        inexact = isinstance(truth, torch.Tensor) and (truth.is_floating_point() or truth.is_complex())
-        same_kind = isinstance(answer, torch.Tensor) and inexact
-        if not same_kind or answer.dtype != truth.dtype or answer.shape != truth.shape:
-            wrong = disagreement([answer], [truth])
-            if wrong is not None:
-                return wrong.replace("output 0", f"output {index}", 1)
-            continue
-        error = relative_error(answer, truth)
-        if error > tolerance:
-            return f"output {index} is off by {error:.2g} of its largest value, and tolerance={tolerance:g}"
-    return None
+def _error_and_size(answer: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
+    """The largest difference and the largest value, where they are finite; infinite where one is not."""
+    error = size = 0.0
+    for given, right in slices_of(answer, truth):
+        pair = _finite(given, right)
+        if pair is None:
+            return float("inf"), 0.0
+        if len(pair[1]):
+            error = max(error, float((pair[0] - pair[1]).abs_().max()))
+            size = max(size, float(pair[1].abs().max()))
+    return error, size

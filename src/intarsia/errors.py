@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn the user at the innermost line of a call that is not this package's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
 
 class IntarsiaError(Exception):
     """The root of every error this package raises on purpose."""
 
 
+class InternalError(IntarsiaError):
+    """Something failed inside Intarsia or torch that should not; the message says what, when and where."""
+
+
+class DifferenceWarning(UserWarning):
+    """A compiled module can answer otherwise than the model; the message says when, and how to avoid it."""
+
+
 class CaptureError(IntarsiaError):
     """The model could not be turned into a graph."""
+
+
+class UnrepeatableError(CaptureError):
+    """A run of the model does what a graph of it does not repeat, such as seeding a generator."""
 
 
 class LoweringError(IntarsiaError):

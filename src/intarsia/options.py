@@ -43,9 +43,10 @@ class Accuracy:
     """How exact the results must be, and how that is checked.
 
     Args:
-        precision: the only shorter arithmetic that engines may use; None for any that the tolerance allows.
-        tolerance: how far results may be off, as a share of the largest value; None for the model's own
-            arithmetic.
+        precision: the only shorter arithmetic that engines may use, "fp32" for none; None for any, where
+            measuring decides.
+        tolerance: how far results may be off, as a share of the largest value (in each row of a batch); None
+            for as far as rounding in the model's own arithmetic takes them.
         examples: further calls on which the error is measured, as positional arguments.
         verify: whether everything that is built is compared with the model.
     """
@@ -60,11 +61,6 @@ class Accuracy:
             raise InputError(f"verify={self.verify!r}; give True or False")
         allowed_arithmetic(self.precision, self.tolerance, verify=self.verify)
         further_calls(self.examples, {})
-
-    @property
-    def arithmetic(self) -> tuple[str, ...]:
-        """The kinds of arithmetic shorter than the model's own that engines may use."""
-        return allowed_arithmetic(self.precision, self.tolerance, verify=self.verify)
 
 
 @dataclass(frozen=True)
@@ -112,12 +108,28 @@ class CompileOptions:
         if self.cuda_graphs not in (None, True, False, "static"):
             raise InputError(f"cuda_graphs={self.cuda_graphs!r}; give True, False, 'static' or None")
         is_measured = self.partition is None or isinstance(self.partition, Measured)
-        if self.accuracy.arithmetic and not is_measured:
+        if self.arithmetic and not is_measured:
             raise InputError(
-                f"tolerance={self.accuracy.tolerance!r} needs partition=Measured(), not {self.partition!r}"
+                f"precision={self.accuracy.precision!r} needs partition=Measured(), not {self.partition!r}"
             )
         if not is_measured:
             find_strategy(self.partition)  # type: ignore[arg-type]
+
+    @property
+    def arithmetic(self) -> tuple[str, ...]:
+        """The kinds of arithmetic shorter than the model's own that engines may use.
+
+        A measurement shows which pay. Where a strategy decides, a tolerance is a bound and no more.
+        """
+        accuracy, is_measured = self.accuracy, isinstance(self.partition, Measured | None)
+        if accuracy.precision is None and not is_measured:
+            return ()
+        return allowed_arithmetic(accuracy.precision, accuracy.tolerance, verify=accuracy.verify)
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a model that cannot be compiled as a whole is an error."""
+        return self.fallback == "error" or self.limits.require_full_compilation
 
     @property
     def placement(self) -> Placement:
@@ -129,7 +141,7 @@ class CompileOptions:
             return Placement(find_strategy("dependency"), self.partition)
         if self.partition is not None:
             return Placement(find_strategy(self.partition))
-        measured = Measured(budget_s=SHORTENING_S) if self.accuracy.arithmetic else None
+        measured = Measured(budget_s=SHORTENING_S) if self.arithmetic else None
         return Placement(find_strategy("dependency"), measured)
 
     @classmethod

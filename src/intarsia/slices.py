@@ -1,4 +1,8 @@
-"""Large tensors a slice at a time: what is computed of a slice stays in a cache."""
+"""Large tensors a slice at a time: what is computed of a slice stays in a cache.
+
+Logits are millions of numbers. Comparing them as float64 with a dozen temporaries took a third of compiling
+GPT-2.
+"""
 
 from __future__ import annotations
 

@@ -58,6 +58,8 @@ def test_loop(engine: str) -> None:
     x = torch.randn(2, 4)
     torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
     assert len(fast.body_plans) == 2
+    assert fast.plan.on_engines >= 0.75, "all that is computed is computed in the bodies"
+    assert f"in while_loop.while_loop_body_graph_0: 3 nodes on {engine}" in str(fast.plan)
     assert all(plan.engines == (engine,) for plan in fast.body_plans.values())
 
 

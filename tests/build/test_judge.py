@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.nn import functional as F
 
 import intarsia
+from intarsia.engines import GraphEngine, Program
 from intarsia.errors import PartitionError
 from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
 
@@ -86,10 +90,10 @@ class Lots(nn.Module):
         return torch.relu(x) * (time.perf_counter_ns() % 1009)
 
 
-def test_a_model_that_draws_lots_is_not_compared_and_says_so() -> None:
-    x = torch.randn(3, 4)
-    fast = intarsia.compile(Lots(), (x,))
-    assert any("two runs of the model itself differ" in note for note in fast.notes)
+def test_a_model_that_reads_a_clock_runs_as_it_is_and_says_so() -> None:
+    fast = intarsia.compile(Lots(), (torch.randn(3, 4),))
+    assert any("two runs of the model with the same random numbers differ" in note for note in fast.notes)
+    assert fast.plan.engines == ("pytorch",)
 
 
 def test_a_model_that_draws_from_torch_is_compared_from_one_random_state() -> None:
@@ -159,3 +163,56 @@ def test_the_ends_of_a_range_are_judged() -> None:
     fast = intarsia.compile(Largest(), (torch.randn(3, 4),), dynamic_shapes={"x": {0: batch}})
     x = torch.randn(8, 4)
     torch.testing.assert_close(fast(x), Largest()(x))
+
+
+class Resized(nn.Module):
+    """PyTorch finds the weights of its neighbours in float32, so the image's far end is off by most."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.interpolate(x, scale_factor=1.5, mode="bilinear")
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize(
+    ("model", "size"), [(Resized(), 64), (Resized(), 224), (nn.LayerNorm([3, 224, 224]), 224)]
+)
+def test_an_engine_about_as_near_to_float64_as_pytorch_is_right(
+    model: nn.Module, size: int, engine: str
+) -> None:
+    x = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0)) + 1
+    fast = intarsia.compile(model.eval(), (x,), engines=engine, min_block_size=1)
+    with torch.no_grad():
+        precise = copy.deepcopy(model).double()(x.double())
+        eager = float((model(x) - precise).abs().max())
+    assert fast.plan.on_engines == 1.0, str(fast.plan)
+    assert float((fast(x) - precise).abs().max()) <= 4 * eager + 128 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Approximate(GraphEngine):
+    """An engine of float32 that takes another formula for GELU, off by 2e-4."""
+
+    name: ClassVar[str] = "approximate"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def build(self, module: fx.GraphModule) -> Program:
+        quick = copy.deepcopy(module)
+        for node in quick.graph.nodes:
+            if node.target is torch.ops.aten.gelu.default:
+                node.kwargs = {"approximate": "tanh"}
+        quick.recompile()
+        return lambda *inputs: tuple(quick(*inputs))
+
+
+def test_a_tolerance_is_a_bound_and_permits_nothing_else() -> None:
+    """It holds for engines of the model's own arithmetic; nothing shorter is tried where nobody measures."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval(), torch.linspace(-4, 4, 64).reshape(8, 8)
+    asked: dict[str, Any] = {"engines": [Approximate()], "min_block_size": 1}
+    assert intarsia.compile(model, (x,), **asked).plan.on_engines < 1.0
+    for more in ({"partition": "dependency"}, {"precision": "fp32"}):
+        fast = intarsia.compile(model, (x,), tolerance=1e-2, **more, **asked)
+        assert fast.plan.engines == ("approximate",) and not fast.notes
+        exact = intarsia.compile(model, (x,), tolerance=1e-7, **more, **asked)
+        assert exact.plan.on_engines < 1.0 and "tolerance=1e-07" in str(exact.plan)

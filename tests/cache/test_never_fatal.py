@@ -10,6 +10,7 @@ from torch import nn
 
 import intarsia
 from intarsia.cache.machine import machine_key, package_version, processor_name
+from intarsia.engines import OnnxRuntime
 from intarsia.pipeline import balance_by_time
 from intarsia.rewrite.benefit import Benefits, engine_key
 
@@ -23,7 +24,7 @@ def prepare(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         place.write_text("here")
     if kind in ("binary junk", "a list", "wrong types"):
         place.mkdir()
-        key = engine_key("onnxruntime")
+        key = engine_key(OnnxRuntime())
         junk = {
             "binary junk": b"\x00\xff" * 50,
             "a list": b"[1]",
@@ -46,16 +47,16 @@ def test_compile_and_balance(tmp_path: Path, kind: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("value", ["0.5", True, None, [0.5], -1, float("nan")])
 def test_a_ratio_that_is_none_is_unknown(tmp_path: Path, value: object) -> None:
     known = Benefits(tmp_path / "known.json")
-    known.store.update({engine_key("onnxruntime"): {"silu": value}})
-    assert known.get("onnxruntime", "silu") is None
+    known.store.update({engine_key(OnnxRuntime()): {"silu": value}})
+    assert known.get(OnnxRuntime(), "silu") is None
 
 
 def test_the_key_names_what_a_measurement_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     import onnxruntime
 
-    key = engine_key("onnxruntime")
+    key = engine_key(OnnxRuntime())
     for part in ("onnxruntime", onnxruntime.__version__, processor_name(), package_version("intarsia")):
         assert part in key
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert "77 of" in machine_key() and engine_key("onnxruntime") != key
+    assert "77 of" in machine_key() and engine_key(OnnxRuntime()) != key
     assert package_version("no_such_module") == "?"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import search, worth
+from intarsia.choose import search, when_to_measure
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor
 from intarsia.engines.inductor import engine as inductor_engine
@@ -198,7 +198,7 @@ def test_the_budget_is_kept_when_calls_are_slow(monkeypatch: pytest.MonkeyPatch)
 
 def _token(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, torch.Tensor]:
     """A model in bfloat16 that reads its weights for one row, and is worth measuring."""
-    monkeypatch.setattr(worth, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(when_to_measure, "LEAST_WORK", 0.0)
     return Net(128).bfloat16().eval(), torch.randn(1, 128).bfloat16()
 
 

@@ -1,4 +1,4 @@
-"""The root command line: each command prints what it promises, and what is wrong in one sentence."""
+"""Every command through the entry point: it prints what it promises, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -8,54 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from intarsia.cli import zoo
-from intarsia.cli.main import app, main
-from intarsia.errors import IntarsiaError
-
-
-def run(*words: str) -> str:
-    result = CliRunner().invoke(app, list(words), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def test_engines_says_which_are_usable() -> None:
-    printed = run("engines")
-    for name in ("openvino", "onnxruntime", "pytorch"):
-        assert name in printed
-    assert "yes" in printed
-
-
-def test_demo_lists_the_architectures() -> None:
-    assert run("demo", "--list").split() == zoo.names()
-
-
-def test_demo_compares_every_engine_with_eager() -> None:
-    printed = run("demo", "resnet50", "--no-full")
-    assert "Plan by" in printed and "PyTorch eager" in printed and "error" in printed
-
-
-OWN_MODEL = """
 import torch
+from tests.cli.command import Command
 
-def make():
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU()), (torch.randn(2, 4),)
-
-def wrong():
-    return torch.nn.Linear(4, 8)
-"""
-
-
-def test_bench_times_a_model_of_the_users_own(tmp_path: Path) -> None:
-    file = tmp_path / "own_model.py"
-    file.write_text(OWN_MODEL)
-    printed = run("bench", f"{file}:make", "--no-torch-compile", "--seconds", "0.2")
-    assert "Sequential" in printed and "PyTorch eager" in printed and "intarsia, measured" in printed
-    failed = CliRunner().invoke(app, ["bench", f"{file}:wrong"])
-    assert isinstance(failed.exception, IntarsiaError)
-    assert "must return (model, args) or (model, args, kwargs), not Linear" in str(failed.exception)
+import intarsia as package
+from intarsia.cli import zoo
 
 
 def test_help_imports_neither_torch_nor_an_engine() -> None:
@@ -69,39 +26,174 @@ def test_help_imports_neither_torch_nor_an_engine() -> None:
     assert "explain" in done.stdout and "pipeline" in done.stdout
 
 
-def test_explain_prints_a_plan_or_json() -> None:
-    assert "Plan by" in run("explain", "bert")
-    assert json.loads(run("explain", "bert", "--json"))["segments"]
+def test_naming_compile_does_not_import_the_compiler() -> None:
+    script = (
+        "import sys, intarsia\nintarsia.compile\n"
+        "assert not {'torch', 'sympy', 'onnx', 'onnx_ir', 'rich'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
-def test_pipeline_is_a_command_of_the_root() -> None:
-    assert "rank 0" in run("pipeline", "draw", "--ranks", "2", "--microbatches", "2")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["explain", "no-such-model"], "no-such-model"),
-        (["demo", "no-such-model"], "no-such-model"),
-        (["pipeline", "draw", "--ranks", "0"], "0"),
-        (["pipeline", "draw", "--picture", "/no/such/folder/a.svg"], "/no/such/folder"),
-        (["pipeline", "draw", "--schedule", "Fancy"], "Fancy"),
-    ],
-)
-def test_mistakes_are_one_sentence(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["intarsia", *words])
-    with pytest.raises(SystemExit) as ended:  # any other exception would be a traceback
-        main()
-    told = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
-    assert ended.value.code not in (0, None)
-    assert said in told and "Traceback" not in told
-
-
-def test_a_mistake_ends_the_process_with_one_sentence() -> None:
-    command = [sys.executable, "-c", "from intarsia.cli.main import main; main()", "explain", "no-such-model"]
+def test_the_process_ends_with_one_sentence_and_a_code() -> None:
+    command = [sys.executable, "-m", "intarsia", "explain", "no-such-model"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert "no-such-model" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+    assert "no-such-model" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_version(intarsia: Command) -> None:
+    assert intarsia.good("--version").strip() == package.__version__
+
+
+def test_completion_is_offered(intarsia: Command) -> None:
+    assert "--show-completion" in intarsia.good("--help")
+
+
+def test_debug_shows_the_traceback(intarsia: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["--debug", "explain", "no-such-model"], ["explain", "no-such-model", "--debug"]):
+        with pytest.raises(package.errors.InputError, match="no-such-model"):
+            intarsia(*words)
+
+
+def test_engines(intarsia: Command) -> None:
+    printed = intarsia.good("engines")
+    assert "openvino" in printed and "yes" in printed
+    assert json.loads(intarsia.good("engines", "--json"))["pytorch"] == {"usable": True, "reason": None}
+
+
+def test_env(intarsia: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_MEASURE", "0")
+    assert torch.__version__ in intarsia.good("env")
+    facts = json.loads(intarsia.good("env", "--json"))
+    assert facts["torch"] == torch.__version__ and "pytorch" in facts["engines"]
+    assert facts["settings"]["INTARSIA_MEASURE"] == "0"
+
+
+def test_cache(intarsia: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    from intarsia.cache.store import JsonStore
+
+    (tmp_path / "mine.json").write_text("{}")  # a file of the user's
+    JsonStore(tmp_path / "costs.json").update({"a": 1})
+    (tmp_path / "built").mkdir()
+    (tmp_path / "built" / "0123").write_bytes(b"module")
+    assert intarsia.good("cache", "where").strip() == str(tmp_path)
+    listed = {entry["file"]: entry["bytes"] for entry in json.loads(intarsia.good("cache", "ls", "--json"))}
+    assert listed["built/0123"] == 6 and "costs.json" in listed and "mine.json" not in listed
+    assert "built/0123" in intarsia.good("cache", "ls")
+    assert "deleted 3 files" in intarsia.good("cache", "clear")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["mine.json"]
+
+
+def test_demo(intarsia: Command) -> None:
+    assert intarsia.good("demo", "--list").split() == zoo.names()
+    printed = intarsia.good("demo", "resnet50", "--no-full")
+    assert "Plan by" in printed and "PyTorch eager" in printed and "error" in printed
+
+
+def test_bench(intarsia: Command, models: str) -> None:
+    words = ("bench", f"{models}:make", "--no-torch-compile", "--seconds", 0.2)
+    printed = intarsia.good(*words)
+    assert "Sequential" in printed and "PyTorch eager" in printed and "intarsia, measured" in printed
+    peers = json.loads(intarsia.good(*words, "--engines", "onnxruntime", "--json"))["peers"]
+    assert list(peers) == ["PyTorch eager", "intarsia, onnxruntime alone", "intarsia, measured"]
+    assert all(peer["error"] < 1e-5 and peer["median_ms"] > 0 for peer in peers.values())
+
+
+def test_explain(intarsia: Command, models: str) -> None:
+    assert "Plan by" in intarsia.good("explain", f"{models}:make")
+    words = ("explain", f"{models}:make", "--engines", "onnxruntime", "-O", "min_block_size=1", "--json")
+    assert [segment["engine"] for segment in json.loads(intarsia.good(*words))["segments"]] == ["onnxruntime"]
+    intarsia.good("explain", f"{models}:make", "--html", "report.html")
+    assert "<html" in Path("report.html").read_text().lower()
+
+
+def test_compile_then_explain_run_and_bench_the_file(intarsia: Command, models: str) -> None:
+    words = ("compile", f"{models}:make", "--engines", "onnxruntime", "-O", "min_block_size=1")
+    printed = intarsia.good(*words, "-o", "one.intarsia")
+    assert "Plan by" in printed and "wrote one.intarsia" in printed
+    told = json.loads(intarsia.good(*words, "-o", "two.intarsia", "--json"))
+    assert told["file"] == "two.intarsia" and told["plan"]["segments"][0]["engine"] == "onnxruntime"
+    assert told["bytes"] == Path("two.intarsia").stat().st_size
+    assert "onnxruntime" in intarsia.good("explain", "one.intarsia")
+    assert "float32 (2, 3)" in intarsia.good("run", "one.intarsia")
+    ran = json.loads(intarsia.good("run", "one.intarsia", "--json", "--rounds", 3))
+    assert list(ran["inputs"]) == ["input"] and ran["times"]["median_ms"] > 0
+    printed = intarsia.good("bench", "one.intarsia", "--no-torch-compile", "--seconds", 0.2)
+    assert "PyTorch eager" in printed
+
+
+def test_a_budget_measures(intarsia: Command, models: str) -> None:
+    words = ("compile", f"{models}:make", "-o", "a.intarsia", "--budget", 0.5)
+    assert "Plan by measurement" in intarsia.good(*words)
+
+
+BACKENDS = """
+import torch
+
+def scaled(model):
+    return lambda *args: model(*args) * 1.5
+
+def eager(model):
+    return torch.compile(model, backend="eager")
+"""
+
+
+def test_check(intarsia: Command, models: str) -> None:
+    Path("backends.py").write_text(BACKENDS)
+    name = f"{models}:make"
+    assert "computes what the model does, to rounding" in intarsia.good("check", name)
+    words = ("--against", "backends.py:eager", "--no-edges", "--draws", 1)
+    report = json.loads(intarsia.good("check", name, *words, "--json"))
+    assert report["equal"] and [c["inputs"] for c in report["comparisons"]] == [
+        "the example",
+        "drawn inputs 0",
+    ]
+    outcome = intarsia("check", name, "--against", "backends.py:scaled")
+    assert outcome.code == 1 and "differs from the model" in outcome.out
+
+
+def test_check_and_diff_of_a_file(intarsia: Command, models: str) -> None:
+    words = ("--engines", "onnxruntime", "-O", "min_block_size=1")
+    intarsia.good("compile", f"{models}:make", *words, "-o", "a.intarsia")
+    assert "a.intarsia computes" in intarsia.good("check", f"{models}:make", "--against", "a.intarsia")
+    assert "computes what the model does" in intarsia.good("check", "a.intarsia")
+    (segment,) = json.loads(intarsia.good("diff", "a.intarsia", "--json"))["segments"]
+    assert segment["engine"] == "onnxruntime" and 0 <= segment["own"] < 1e-5
+    assert "own error" in intarsia.good("diff", f"{models}:make", *words)
+
+
+def test_diff_of_short_arithmetic_is_a_difference(intarsia: Command, models: str) -> None:
+    short = ("--engines", "openvino-bf16", "-O", "tolerance=0.1", "-O", "min_block_size=1")
+    outcome = intarsia("diff", f"{models}:make", *short)
+    assert outcome.code in (0, 1), outcome.err
+    assert ("differs:" in outcome.out) == (outcome.code == 1)
+
+
+def test_export(intarsia: Command, models: str) -> None:
+    words = ("export", f"{models}:make", "-O", "min_block_size=1", "--to")
+    assert "wrote make.onnx, a plain file" in intarsia.good(*words, "onnx")
+    told = json.loads(intarsia.good(*words, "openvino", "-o", "net.xml", "--json"))
+    assert told == {"path": "net.xml", "is_folder": False, "settings": {"INFERENCE_PRECISION_HINT": "f32"}}
+    intarsia.good(*words, "pt2", "-o", "net.pt2")
+    for file in ("make.onnx", "net.xml", "net.pt2"):
+        intarsia.good("check", f"{models}:make", "--against", file, "--no-edges")
+
+
+def test_split(intarsia: Command, models: str) -> None:
+    assert "stage 1" in intarsia.good("split", f"{models}:make")
+    told = json.loads(intarsia.good("split", f"{models}:make", "--by", "memory", "--json"))
+    assert len(told["stages"]) == 2 and told["by"] == "memory"
+
+
+def test_pipeline_is_a_command_of_the_root(intarsia: Command) -> None:
+    assert "rank 0" in intarsia.good("pipeline", "draw", "--ranks", 2, "--microbatches", 2)
+
+
+def test_tune(intarsia: Command, models: str) -> None:
+    script = Path("script.py")
+    script.write_text("from models import make\nmodel, args = make()\nfor _ in range(4):\n    model(*args)\n")
+    outcome = intarsia("tune", "--always", "--engines", "onnxruntime", "--json", script)
+    assert outcome.code == 0
+    assert json.loads(outcome.err)["modules"]

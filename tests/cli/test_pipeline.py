@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from intarsia.cli.main import main
 from intarsia.cli.pipeline import app
-from intarsia.pipeline.schedule.draw import ascii_gantt
-from intarsia.pipeline.schedule.schedules import schedule
+from intarsia.pipeline.plan.draw import ascii_gantt
+from intarsia.pipeline.schedules import schedule
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -49,6 +49,8 @@ def test_draw(tmp_path):
         (["run", "--microbatches", "0"], "--microbatches=0"),
         (["run", "--schedule", "Fancy"], "Fancy"),
         (["run", "--ranks", "4", "--microbatches", "3"], "microbatches=3 is less than 4"),
+        (["run", "nosuch"], "'nosuch' is no model type of Hugging Face"),
+        (["run", "nosuch.py:make"], "nosuch.py"),
     ],
 )
 def test_a_bad_value_is_one_sentence(options, value, monkeypatch, capsys):
@@ -84,3 +86,16 @@ def test_run_under_torchrun(name):
     assert done.stdout.count("gradients equal the plain model's") == 2
     assert "tied: tokens.weight is held by stages 0, 1" in done.stdout
     assert "loss" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_ranks_refuse_is_one_sentence(tmp_path):
+    """Every rank finds it out; it is said once, without a traceback and without torchrun's report."""
+    (tmp_path / "job.py").write_text("def make():\n    return 7\n", encoding="utf-8")
+    command = [sys.executable, "-m", "intarsia", "pipeline", "run", "job.py:make", "--steps", "1"]
+    ran = subprocess.run(
+        command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ran.returncode == 1 and ran.stdout == ""
+    (said,) = [line for line in ran.stderr.splitlines() if "Warning" not in line and line.strip()]
+    assert said == "job.py:make must return (model, data, loss) or a model, not int"

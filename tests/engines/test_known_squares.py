@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import intarsia
-from intarsia.engines.guards.cached_squares import (
+from intarsia.engines.guards.inputs import (
     is_known_to_hold,
     known_squares,
     squares_of,

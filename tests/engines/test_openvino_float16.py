@@ -21,10 +21,10 @@ from intarsia.convert import convert
 from intarsia.engines import OpenVINOFp16
 from intarsia.engines.guards.kinds import NonZero, ValueGuard
 from intarsia.engines.guards.overflow import overflow_guards
+from intarsia.engines.openvino.arm import add_up_in_parts
 from intarsia.engines.openvino.checks import _number_in_float16
 from intarsia.engines.openvino.core import core
 from intarsia.engines.openvino.model import read
-from intarsia.engines.openvino.partial_sums import add_up_in_parts
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Network

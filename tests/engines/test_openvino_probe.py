@@ -7,7 +7,7 @@ import torch
 from tests.convert.one_node import network_of
 
 from intarsia.engines import OpenVINO
-from intarsia.engines.openvino import probe
+from intarsia.engines.openvino import model
 from intarsia.network import Network
 
 pytestmark = pytest.mark.openvino
@@ -23,8 +23,8 @@ def networks() -> list[Network]:
 
 def test_many_are_answered_by_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    own = probe._supported
-    monkeypatch.setattr(probe, "_supported", lambda *told: (asked.append(1), own(*told))[1])
+    own = model._supported
+    monkeypatch.setattr(model, "_supported", lambda *told: (asked.append(1), own(*told))[1])
     assert OpenVINO().probe_all(networks()) == [None, None, None]
     assert len(asked) == 1
 
@@ -38,7 +38,7 @@ def test_one_that_is_refused_takes_nobody_along() -> None:
 
 
 def test_what_fails_together_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = probe._supported
+    own = model._supported
 
     def fails(model: object, precision: str) -> object:
         kinds = {op.get_type_name() for op in model.get_ops()}  # type: ignore[attr-defined]
@@ -46,14 +46,14 @@ def test_what_fails_together_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("no sums today")
         return own(model, precision)
 
-    monkeypatch.setattr(probe, "_supported", fails)
+    monkeypatch.setattr(model, "_supported", fails)
     assert OpenVINO().probe_all(networks()) == [None, "OpenVINO refuses it: no sums today", None]
 
 
 def test_what_the_plugin_leaves_out_is_told_of_its_own_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = probe._supported
+    own = model._supported
     monkeypatch.setattr(
-        probe,
+        model,
         "_supported",
         lambda *told: {name: d for name, d in own(*told).items() if "add" not in name.lower()},
     )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import intarsia
-from intarsia.engines.openvino.tied import separate
+from intarsia.engines.openvino.corrections import separate
 
 pytestmark = pytest.mark.openvino
 

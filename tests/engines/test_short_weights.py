@@ -26,8 +26,8 @@ from intarsia.engines import (
     OpenVINOInt4Weights,
     OpenVINOInt8Weights,
 )
-from intarsia.engines.onnxruntime.silent import silent_tool
-from intarsia.engines.openvino import compressed
+from intarsia.engines.onnxruntime.nbits import silent_tool
+from intarsia.engines.openvino import short
 from intarsia.engines.openvino.program import CompiledModel
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
@@ -167,6 +167,6 @@ def test_without_nncf_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_others_print_is_printed() -> None:
     out = io.StringIO()
-    mine = compressed._Filtered(out, {threading.get_ident()})
-    other = compressed._Filtered(out, set())
+    mine = short._Filtered(out, {threading.get_ident()})
+    other = short._Filtered(out, set())
     assert mine.write("heard") == other.write("other") == 5 and out.getvalue() == "heard"

@@ -1,4 +1,4 @@
-"""Tokens chosen step by step without transformers' loop: the same tokens, and its loop for what is not known."""
+"""Tokens chosen step by step without transformers' loop: the same tokens, or its loop."""
 
 from __future__ import annotations
 

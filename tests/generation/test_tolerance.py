@@ -26,6 +26,7 @@ from intarsia.generation import making, programs
 from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import Checked
 from intarsia.generation.programs import compiled_prompts, compiled_token
+from intarsia.options import CompileOptions
 
 ROOM = 24
 PROMPT = torch.randint(3, 128, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -104,8 +105,9 @@ def test_a_tolerance_too_small_keeps_tokens_exact(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("fits", "short"), [("token", ["token"]), ("nothing", [])])
 def test_errors_that_add_up_over_tokens(fits: str, short: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def program(options: Mapping[str, Any]) -> Any:
-        name = "onnxruntime-int8-weights" if "tolerance" in options else "onnxruntime"
+    def program(options: CompileOptions) -> Any:
+        is_short = options.accuracy.tolerance is not None
+        name = "onnxruntime-int8-weights" if is_short else "onnxruntime"
         return SimpleNamespace(plan=SimpleNamespace(engines=(name,)), notes=())
 
     def used(forward: Any) -> list[str]:
@@ -131,9 +133,14 @@ def test_examples_are_calls_of_the_model(family: str, monkeypatch: pytest.Monkey
     anatomy = anatomy_of(model, ROOM)
     with torch.no_grad():
         expected = model(PROMPT).logits[:, -1]
-    monkeypatch.setattr(programs, "compile", lambda step, feed, **told: (step, [feed, *told["examples"]]))
-    prompts = compiled_prompts(model, anatomy, 1, ROOM, True, [PROMPT, PROMPT.flip(1), PROMPT], {})
-    token = compiled_token(model, anatomy, 1, ROOM, [PROMPT, PROMPT.flip(1), PROMPT], {})
+
+    def calls_of(options: CompileOptions, step: Any, feed: Any, dynamic_shapes: Any = None) -> Any:
+        return step, [feed, *options.accuracy.examples]
+
+    monkeypatch.setattr(programs, "compile_with", calls_of)
+    examples = [PROMPT, PROMPT.flip(1), PROMPT]
+    prompts = compiled_prompts(model, anatomy, 1, ROOM, True, examples, CompileOptions())
+    token = compiled_token(model, anatomy, 1, ROOM, examples, CompileOptions())
     for made in [*prompts, token]:
         if made is None:
             continue

@@ -87,7 +87,7 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside(gpt2: Generation) -> N
 
 
 def test_of_a_cache_that_nobody_touches_the_sums_are_known(gpt2: Generation) -> None:
-    from intarsia.engines.guards.cached_squares import known_squares
+    from intarsia.engines.guards.inputs import known_squares
 
     with torch.no_grad():
         cache: Any = DynamicCache(config=gpt2.model.config)

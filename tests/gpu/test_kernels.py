@@ -1,4 +1,4 @@
-"""Our kernels on a CUDA device against PyTorch in float32, with heads that share keys, at lengths of no use."""
+"""Our kernels on a CUDA device against PyTorch in float32, at lengths that fill no block."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.distributed.saved import read_checkpoint
 from intarsia.pipeline.planner import plan_pipeline
-from intarsia.pipeline.schedule.schedules import SCHEDULES as PLANNED
+from intarsia.pipeline.schedules import SCHEDULES as PLANNED
 from intarsia.pipeline.split import split
 
 

@@ -239,6 +239,21 @@ def killed():
     os._exit(0)
 
 
+def killed_of_three():
+    """Rank 1 dies; rank 0, whose process holds the store, waits until rank 2 has read of it."""
+    model, x = make("mlp")[0], torch.randn(8, 8)
+    pipe = split(model, (x,), stages=3, by="memory").distributed("GPipe", 4, loss_fn=loss_of)
+    pipe.step(x, target=torch.arange(8))
+    if dist.get_rank() == 1:
+        os._exit(9)
+    if dist.get_rank() == 2:
+        time.sleep(8)  # it meets the broken connection when rank 0 has long known
+    with pytest.raises(PipelineError, match=r"lost rank 1 in the middle of a step|lost rank 1 between steps"):
+        pipe.step(x, target=torch.arange(8))
+    print("killed ok", flush=True)
+    os._exit(0)
+
+
 def run_cases(cases):
     """Each argument is a case, `name` or `name:argument:argument`; one process group serves them all.
 

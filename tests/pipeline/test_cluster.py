@@ -14,16 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.cluster.bounds import least_memory, least_seconds, near_memory, near_seconds
-from intarsia.pipeline.cluster.cluster import Cluster
-from intarsia.pipeline.cluster.layers import LayerLine, StageTable, merge
-from intarsia.pipeline.cluster.play import order, peak_memory, play
-from intarsia.pipeline.cluster.search import search, simulate_layout
-from intarsia.pipeline.cluster.space import Layout, Space
 from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.plan.cluster import Cluster
+from intarsia.pipeline.plan.layers import LayerLine, merge
+from intarsia.pipeline.plan.search import search, simulate_layout
+from intarsia.pipeline.plan.simulate import StageTable, end_times, peak_memory, simulate
+from intarsia.pipeline.plan.space import Layout, Space, near_memory, near_seconds
 from intarsia.pipeline.planner import plan_pipeline
-from intarsia.pipeline.schedule.schedules import SCHEDULES, refusal, schedule
-from intarsia.pipeline.schedule.simulate import simulate
+from intarsia.pipeline.schedules import SCHEDULES, Action, Slot, schedule, slot_table
 
 FAST = {"bandwidth": 1e9, "latency": 1e-5}
 SLOW = {"bandwidth": 1e7, "latency": 1e-3}
@@ -95,47 +93,64 @@ def schedules(draw):
 
 @given(schedules())
 def test_arrays_of_slots_are_the_schedule(problem):
-    name, ranks, m, per_rank = problem
-    slots = schedule(name, ranks, m, per_rank)
-    arrays = order(name, ranks, m, per_rank)
-    letters = "FBIW"
-    for rank, steps in enumerate(slots.ranks):
-        columns = zip(
-            arrays.stages[rank].tolist(),
-            arrays.actions[rank].tolist(),
-            arrays.microbatches[rank].tolist(),
-            strict=True,
-        )
-        assert [f"{s}{letters[a]}{i}" for s, a, i in columns] == list(map(str, steps))
+    slots, arrays = schedule(*problem), slot_table(*problem)
+    assert [list(rank) for rank in slots.ranks] == [
+        [
+            Slot(int(s), Action(a), int(m))
+            for s, a, m in zip(arrays.stages[b:e], arrays.actions[b:e], arrays.microbatches[b:e], strict=True)
+        ]
+        for b, e in itertools.pairwise(arrays.begins)
+    ]
+
+
+def played(plan, costs, links, checkpoint):
+    """The end of every slot, one slot after the other: what the arrays must give."""
+    ends, clock = {}, [0.0] * len(plan.ranks)
+    waiting = [list(rank) for rank in plan.ranks]
+
+    def length(slot):
+        c = costs[slot.stage]
+        whole = c.backward + c.forward * checkpoint
+        parts = (whole, 0.0) if checkpoint else (c.backward_input, c.backward_weight + c.apart)
+        return (c.forward, whole, *parts)[slot.action]
+
+    def ready(slot):
+        stage, action, m = slot
+        if action is Action.FORWARD:
+            return ends.get((stage - 1, "F", m), None if stage else 0.0), links[stage - 1] if stage else 0.0
+        if action is Action.WEIGHT:
+            return 0.0, 0.0
+        last = stage + 1 == plan.stages
+        return (0.0 if last else ends.get((stage + 1, "G", m))), 0.0 if last else links[stage]
+
+    while any(waiting):
+        for rank, slots in enumerate(waiting):
+            while slots and (when := ready(slots[0]))[0] is not None:
+                slot = slots.pop(0)
+                clock[rank] = max(clock[rank], sum(when)) + length(slot)
+                if slot.action is not Action.WEIGHT:
+                    ends[slot.stage, "F" if slot.action is Action.FORWARD else "G", slot.microbatch] = clock[
+                        rank
+                    ]
+    return clock
 
 
 @given(schedules(), st.data())
-def test_the_fast_simulation_is_the_slow_one(problem, data):
-    name, ranks, m, per_rank = problem
-    count = ranks * per_rank
-    costs = data.draw(
-        st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=count, max_size=count).map(
-            lambda rows: [Cost(*row, saved=3 + i, weights=5 * i) for i, row in enumerate(rows)]
-        )
-    )
+def test_the_simulation_by_arrays_is_that_of_one_slot_after_the_other(problem, data):
+    count = problem[1] * problem[3]
+    row = st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+    costs = [Cost(*r[:3], apart=r[3]) for r in data.draw(st.lists(row, min_size=count, max_size=count))]
     links = data.draw(st.lists(NUMBERS, min_size=count - 1, max_size=count - 1))
     recompute = data.draw(st.booleans())
-    borders = list(range(1, count))
-    want = simulate(
-        schedule(name, ranks, m, per_rank), costs, links=links, borders=borders, checkpoint=recompute
-    )
-    table = StageTable(
-        np.array([[c.forward, c.backward_input, c.backward_weight] for c in costs]).T.reshape(3, count),
-        np.array([float(c.saved) for c in costs]),
-        np.array([float(c.weights) for c in costs]),
-        np.array(borders, float),
-    )
-    slots = order(name, ranks, m, per_rank)
-    ends = play(slots, table, np.array(links, float), recompute)
-    assert ends.max() == pytest.approx(want.step_time, rel=1e-12)
-    # A pass of no length holds nothing in the slow one, which looks at times; here every pass does.
-    if all(min(c.forward, c.backward_input, c.backward_weight) > 0 for c in costs):
-        assert peak_memory(slots, table, recompute, 4).tolist() == list(want.peak_memory_by_rank)
+    plan = schedule(*problem)
+    found = simulate(plan, costs, links=links, checkpoint=recompute)
+    assert found.step_time == pytest.approx(max(played(plan, costs, links, recompute)), rel=1e-12)
+    table = StageTable.of(costs)
+    for limit in (found.step_time * 0.7, found.step_time * 1.3 + 1):
+        ends = end_times(plan.table, table, np.array(links, float), recompute, limit)
+        assert ends.max() == pytest.approx(found.step_time) or (
+            np.isinf(ends.max()) and limit <= found.step_time
+        )
 
 
 @st.composite
@@ -144,7 +159,7 @@ def spaces(draw):
     seconds = st.floats(0.01, 2).map(lambda x: round(x, 2))
 
     def rows(strategy):
-        return np.array([[draw(strategy) for _ in range(n)] for _ in range(3)])
+        return np.array([[draw(strategy) for _ in range(n)] for _ in range(4)])
 
     line = LayerLine(
         rows(st.sampled_from([0.0, 0.5])),
@@ -178,7 +193,7 @@ def every_layout(space):
             SCHEDULES, range(1, space.cluster.devices // replicas + 1), (False, True)
         ):
             per_rank = 2 if name == "Interleaved1F1B" else 1
-            if ranks * per_rank > len(space.line) or refusal(name, ranks, m) is not None:
+            if ranks * per_rank > len(space.line) or SCHEDULES[name].refusal(ranks, m) is not None:
                 continue
             if (name in ("Interleaved1F1B", "ZeroBubble") and ranks == 1) or (per_rank > 1 and m % ranks):
                 continue
@@ -186,10 +201,11 @@ def every_layout(space):
 
 
 def test_nobody_asks_the_first_stage_for_a_gradient_of_inputs():
-    line = LayerLine.measured([(1, [Cost(1.0, 2.0, 3.0)] * 4)], [0.0] * 4, [0.0] * 4)
-    table = StageTable.of(line, [2], 1)
-    assert table.seconds.T.tolist() == [[2.0, 0.0, 10.0], [2.0, 4.0, 6.0]]
+    line = LayerLine.of([(1, [Cost(1.0, 2.0, 3.0, apart=0.5)] * 4)], [0.0] * 4, [0.0] * 4)
+    table = line.stages([2], 1)
+    assert table.seconds.T.tolist() == [[2.0, 0.0, 10.0, 0.0], [2.0, 4.0, 6.0, 1.0]]
     assert table.work(False).tolist() == [12.0, 12.0]
+    assert table.work(False, splits_backward=True).tolist() == [12.0, 13.0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -209,31 +225,26 @@ def test_the_search_never_leaves_the_best_out(space):
 @given(spaces())
 def test_bounds_are_below_what_is_simulated(space):
     for layout in every_layout(space):
-        group = (
-            layout.schedule,
-            layout.per_rank,
-            layout.checkpoint,
-            layout.replicas,
-            layout.microbatches,
-            layout.samples,
-        )
         ranks = np.array([layout.ranks])
         for by_memory in (False, True):
             _, table = space.table(layout, by_memory)
             links, averaging = space.links(layout, table), space.averaging(layout, table)
-            slots = order(layout.schedule, layout.ranks, layout.microbatches, layout.per_rank)
-            time = float((play(slots, table, links, layout.checkpoint) + averaging).max())
+            slots = slot_table(layout.schedule, layout.ranks, layout.microbatches, layout.per_rank)
+            ends = end_times(slots, table, links, layout.checkpoint)
+            time = float((np.maximum.reduceat(ends, slots.begins[:-1]) + averaging).max())
             memory = peak_memory(slots, table, layout.checkpoint, 4)
+            memory = memory.reshape(layout.per_rank, layout.ranks).sum(axis=0)
             near = near_seconds(layout, table, links, averaging)
-            assert float(least_seconds(space, group, ranks)[0]) <= time * (1 + 1e-9)
+            assert float(space.least_seconds(layout, ranks)[0]) <= time * (1 + 1e-9)
             assert near <= time * (1 + 1e-9)
-            assert float(least_memory(space, group, ranks)[0]) <= memory.max()
+            assert float(space.least_memory(layout, ranks)[0]) <= memory.max()
             assert (near_memory(layout, table, 4) <= memory).all()
 
 
 @pytest.mark.slow
 def test_a_thousand_layers_on_a_thousand_devices_take_seconds():
-    n, each = 1000, np.full((3, 1000), 1e-3)
+    n, each = 1000, np.full((4, 1000), 1e-3)
+    each[3] = 0
     line = LayerLine(0.1 * each, each, np.full(n, 2e7), np.full(n, 2e8), np.full(n, 4e6))
     cluster = Cluster.of(
         {
@@ -258,7 +269,7 @@ def test_nodes_are_merged_into_layers():
 
 
 def test_noise_never_makes_a_larger_micro_batch_cheaper():
-    line = LayerLine.measured([(2, [Cost(4.0)]), (8, [Cost(3.0)])], [0.0], [0.0])
+    line = LayerLine.of([(2, [Cost(4.0)]), (8, [Cost(3.0)])], [0.0], [0.0])
     assert line.seconds(2)[0, 0] <= line.seconds(8)[0, 0]
 
 

@@ -11,10 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from intarsia.pipeline.cost import Cost, total
-from intarsia.pipeline.stages import step_cost
-from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
+from intarsia.pipeline.plan.simulate import simulate
+from intarsia.pipeline.schedules import schedule
+from intarsia.pipeline.stages import stopwatch
+from intarsia.pipeline.stages.profile import memory_costs, profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.stage import build_stages
-from intarsia.pipeline.stages.step_cost import measure_passes
+from intarsia.pipeline.stages.stopwatch import measure_passes
 from intarsia.pipeline.stages.trace import trace
 
 
@@ -87,7 +89,7 @@ def test_nodes_add_up_to_the_passes_of_a_step(monkeypatch):
         measured.append(found[0])
         return found
 
-    monkeypatch.setattr(step_cost, "measure_passes", noted)
+    monkeypatch.setattr(stopwatch, "measure_passes", noted)
     whole = total(profile(captured, list(args), repeats=1))
     assert len(measured) == 1
     assert whole.forward == pytest.approx(measured[0].forward)
@@ -98,13 +100,11 @@ def test_nodes_add_up_to_the_passes_of_a_step(monkeypatch):
 def test_a_step_in_stretches_gives_what_the_model_gives(name):
     model, args, kwargs = make(name)
     captured = trace(model.eval(), args, kwargs)
-    costs = [
-        Cost(saved=s, weights=w) for s, w in zip(saved_bytes(captured), weight_bytes(captured), strict=True)
-    ]
+    costs = memory_costs(captured)
     whole = sum(2 * c.saved + c.weights for c in costs)
-    places = step_cost.stretches(captured, costs, whole // 2)
+    places = stopwatch.stretches(captured, costs, whole // 2)
     assert places and set(places) <= set(captured.line.allowed)
-    assert step_cost.stretches(captured, costs, whole) == []
+    assert stopwatch.stretches(captured, costs, whole) == []
     values = captured.signature.flatten(args, kwargs)
     for stage in build_stages(captured, places):
         passes, values = measure_passes(stage, values, 1)
@@ -126,3 +126,26 @@ def test_a_step_is_measured_without_the_models_hooks_and_gradients():
     measure_passes(stage, args, 1)
     assert not fired
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+
+
+def test_a_backward_pass_in_two_parts_has_a_price():
+    """Torch's two parts have no public names; without them the price would be nothing."""
+    assert stopwatch._two_parts() is not None
+    model, args, kwargs = make("gpt2")
+    captured = trace(model, args, kwargs)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    tensors = captured.signature.flatten(args, kwargs)
+    whole = total(profile(captured, tensors, repeats=1, apart=True))
+    # A graph of small nodes: searching it in Python takes longer than its kernels save.
+    assert whole.apart > 0
+    assert total(profile(captured, tensors, repeats=1)).apart == 0
+    assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_zero_bubble_is_not_free():
+    free, priced = ([Cost(1.0, 1.0, 1.0, apart=apart)] * 3 for apart in (0.0, 1.0))
+    plan, plain = schedule("ZeroBubble", 3, 6), schedule("1F1B", 3, 6)
+    assert simulate(plan, free).step_time < simulate(plain, free).step_time
+    assert simulate(plan, priced).step_time > simulate(plain, priced).step_time
+    assert simulate(plain, priced).step_time == simulate(plain, free).step_time

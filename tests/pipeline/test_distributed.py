@@ -56,6 +56,7 @@ def ranks(tmp_path_factory) -> list[tuple[int, str]]:
         "rank_training.bad_loss",
         "rank_training.plans:4",
         "rank_plans.clusters",
+        "rank_schedules.deferred",
         "rank_training.clipping",
         f"rank_training.checkpoints:{folder / 'saved'}",
         f"rank_states.optimizers:{folder / 'optimizers'}",
@@ -182,3 +183,9 @@ def test_without_a_process_group():
     )
     with pytest.raises(PartitionError, match="run under torchrun"):
         parts.distributed()
+
+
+@pytest.mark.slow
+def test_the_rank_that_holds_the_store_lets_the_others_read_who_died():
+    (first, told), _, (third, also) = launch("killed_of_three", world=3)
+    assert first == third == 0 and "killed ok" in told and "killed ok" in also, told + also

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
-from intarsia.pipeline.schedule.schedules import SCHEDULES, Action, Schedule, Slot, schedule
-from intarsia.pipeline.schedule.simulate import simulate
+from intarsia.pipeline.plan.draw import ascii_gantt, html_gantt, svg_gantt
+from intarsia.pipeline.plan.simulate import simulate
+from intarsia.pipeline.schedules import SCHEDULES, Action, Schedule, Slot, schedule
 
 F, B, I, W = Action.FORWARD, Action.BACKWARD, Action.INPUT, Action.WEIGHT  # noqa: E741
 UNIT = Cost(1.0, 1.0, 1.0, saved=1)

@@ -106,8 +106,6 @@ def test_refusals():
     parts = split(model, args, stages=2, by="memory")
     with pytest.raises(PartitionError, match="chunks=0"):
         parts.gpipe(chunks=0)
-    with pytest.raises(PartitionError, match="deferred_batch_norm=True"):
-        parts.gpipe(chunks=2, deferred_batch_norm=True)
 
     class Mean(nn.Module):
         def forward(self, x):

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.schedule.schedules import Action, Schedule, Slot, refusal, schedule
-from intarsia.pipeline.schedule.simulate import simulate
+from intarsia.pipeline.plan.simulate import simulate
+from intarsia.pipeline.schedules import SCHEDULES, Action, Schedule, Slot, schedule
 
 CHECK = settings(deadline=None, max_examples=40)
 PASS = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -22,7 +22,7 @@ NAMES = ["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble"]
 def slots(row) -> tuple[Slot, ...]:
     """What a rank computes, in torch's order; its other actions (reducing gradients, say) are no passes."""
     found = [PASS.fullmatch(str(action)) for action in row if action is not None]
-    return tuple(Slot(int(m[1]), Action(m[2]), int(m[3])) for m in found if m)
+    return tuple(Slot(int(m[1]), Action("FBIW".index(m[2])), int(m[3])) for m in found if m)
 
 
 def torchs(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> list[tuple[Slot, ...]]:
@@ -42,7 +42,7 @@ def test_1f1b(ranks, more):
     assert list(ours.ranks[:-1]) == theirs[:-1]
     # The table that torch draws counts the last rank's forward passes from 1, though it runs them from 0.
     first = theirs[-1][0].microbatch
-    last = [Slot(s.stage, s.action, s.microbatch - first * (s.action == "F")) for s in theirs[-1]]
+    last = [Slot(s.stage, s.action, s.microbatch - first * (s.action is Action.FORWARD)) for s in theirs[-1]]
     assert list(ours.ranks[-1]) == last
 
 
@@ -79,6 +79,6 @@ def test_what_torch_refuses_is_known(name, ranks, microbatches):
     try:
         get_schedule_ops(kind, ranks, microbatches)
     except ValueError:
-        assert refusal(name, ranks, microbatches) is not None
+        assert SCHEDULES[name].refusal(ranks, microbatches) is not None
     else:
-        assert refusal(name, ranks, microbatches) is None
+        assert SCHEDULES[name].refusal(ranks, microbatches) is None

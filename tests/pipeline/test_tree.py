@@ -398,3 +398,43 @@ def test_the_first_block_of_the_document_runs_as_typed():
     assert len(known["stages"]) == 4 and len(known["fast"]) == 2
     plain = known["model"](known["ids"], use_cache=False).logits
     torch.testing.assert_close(known["fast"](known["ids"], use_cache=False).logits, plain)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.branch = Branch()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.branch(x)
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) if bool(x.detach().sum() > -1e9) else x
+
+
+def test_an_export_that_fails_is_told_once(capfd):
+    """Torch writes the whole graph, and warnings, at every attempt to export it."""
+    parts = split(Branching(), (torch.randn(4, 4),), stages=2)
+    assert parts.report.way == "modules" and "data-dependent" in parts.report.reason
+    written = capfd.readouterr()
+    assert written.out == "" and written.err == ""
+
+
+def test_arguments_without_effect_are_told():
+    x = torch.randn(4, 4)
+    shapes = {"x": {0: torch.export.Dim("n", min=2)}}
+    with pytest.warns(UserWarning, match="costs= and dynamic_shapes= have no effect: the model is cut along"):
+        split(Branching(), (x,), stages=2, costs="analytic", dynamic_shapes=shapes)
+    with pytest.raises(PartitionError, match="in_flight=4 has no effect"):
+        split(Branching(), (x,), stages=2, in_flight=4)
+    with pytest.raises(PartitionError, match="in_flight=4 has no effect"):
+        split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (x,), stages=2, in_flight=4)

@@ -51,7 +51,7 @@ def test_all_patterns_on(name: str) -> None:
         expected = flat(model(*specimen.args, **specimen.kwargs))
     for engine in ENGINES:
         net = convert(lowered.module)
-        log = apply(net, engine=engine.name, patterns=True)
+        log = apply(net, engine=engine, patterns=True)
         assert not log.broken
         assert set(log.counts()) >= QUICK.get(name, set())
         net.verify()

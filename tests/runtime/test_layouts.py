@@ -154,3 +154,21 @@ def test_what_is_no_layout_or_view_in_a_file_is_refused() -> None:
         views_from_json([{"graph": None, "reads": [3], "of": []}], 2, lambda graph: graph)
     with pytest.raises(ArchiveError, match="results \\(0,\\), which are none"):
         views_from_json([{"graph": None, "reads": [], "of": [0]}], 2, lambda graph: graph)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES[:3], None])
+@pytest.mark.parametrize("compiled_for", [torch.contiguous_format, torch.channels_last])
+@torch.no_grad()
+def test_results_follow_the_layout_of_the_call_as_eagers(
+    compiled_for: torch.memory_format, engine: str | None, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    x = torch.randn(2, 3, 8, 8)
+    engines = None if engine is None else [engine]
+    fast = intarsia.compile(model, (x.to(memory_format=compiled_for),), engines=engines, min_block_size=1)
+    intarsia.save(fast, tmp_path / "model.intarsia")
+    for module in (fast, intarsia.load(tmp_path / "model.intarsia")):
+        for layout in (torch.contiguous_format, torch.channels_last):
+            given = x.to(memory_format=layout)
+            assert module(given).stride() == model(given).stride()
+            torch.testing.assert_close(module(given), model(given), atol=1e-5, rtol=1e-4)

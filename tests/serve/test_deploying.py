@@ -17,7 +17,7 @@ import torch
 from tests.serve.harness import running
 
 import intarsia
-from intarsia.cli.main import serve
+from intarsia.cli.running import serve
 from intarsia.serve.options import Options
 
 ROOT = Path(__file__).parents[2]
@@ -33,13 +33,20 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 4)
     with running(loaded, linger_s=0) as server:
         assert str(server.service.queue.batching) == "up to 32 rows a call"
-        answer = torch.tensor(names["ask"](server.port, x.tolist()))
+        answer = torch.tensor(names["predict"](server.port, x.tolist()))
     torch.testing.assert_close(answer, names["model"](x).detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_guide_names_options_that_exist() -> None:
     text = (ROOT / "docs/deploying.md").read_text()
-    named = set(re.findall(r"--([a-z][a-z-]+)", text)) - {"size", "inputs", "outputs", "rounds", "import"}
+    named = set(re.findall(r"--([a-z][a-z-]+)", text)) - {
+        "size",
+        "inputs",
+        "outputs",
+        "rounds",
+        "import",
+        "to",
+    }
     known = {field.name.replace("_", "-") for field in fields(Options)}
     assert named and named <= known
 

@@ -43,15 +43,24 @@ def _drop(model: nn.Sequential) -> None:
     model[2].train()
 
 
-@pytest.mark.parametrize("change", [_hook, _pre_hook, _replace, _append, _drop])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (_hook, "0 has a hook that it had not when compiled"),
+        (_pre_hook, "0 has a hook that it had not when compiled"),
+        (_replace, "the model itself holds other modules than when compiled"),
+        (_append, "the model itself holds other modules than when compiled"),
+        (_drop, r"2 is in another mode \(training\) than when compiled"),
+    ],
+)
 @torch.no_grad()
-def test_the_answer_is_the_changed_models(change: Callable[[nn.Sequential], None]) -> None:
+def test_the_answer_is_the_changed_models(change: Callable[[nn.Sequential], None], sentence: str) -> None:
     model = _model()
     tuned = intarsia.tune(model, lambda: model(X), only_if_faster=False, rounds=1)
     before = model(X)
     change(model)
     torch.manual_seed(1)
-    with pytest.warns(UserWarning, match="inside"):
+    with pytest.warns(UserWarning, match=f"runs in PyTorch for this call: {sentence}"):
         made = model(X)
     tuned.restore()
     torch.manual_seed(1)

@@ -61,4 +61,4 @@ def test_the_answer_is_the_scripts_own(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_script_that_is_not_there_is_told() -> None:
     made = CliRunner().invoke(app, ["tune", "nowhere.py"])
-    assert made.exit_code == 2 and "there is no script 'nowhere.py'" in made.output
+    assert "there is no script 'nowhere.py'" in str(made.exception)

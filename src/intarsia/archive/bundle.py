@@ -1,4 +1,7 @@
-"""Several compiled modules in one file: an archive of each, and a manifest that says what they are for."""
+"""Several compiled modules in one file: an archive of each, and a manifest that says what they are for.
+
+Members share one container, so one reader checks digests, places and hostile names.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def open_bundle(path: str | os.PathLike[str], name: str, version: int) -> Reader
 
 def check_member(where: str, program: Compiled) -> None:
     """ArchiveError for a program that changes buffers, or returns weights, of a module outside the file."""
-    program.weights.check()
+    program.weights.check(thorough=True)
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
         raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")

@@ -57,9 +57,9 @@ def captured_from_json(
     data: memoryview, tensors: Mapping[str, torch.Tensor], read_module: ReadModule, devices: Devices
 ) -> fx.GraphModule:
     """The graph again; operators are looked up by name, as in all graphs of an archive."""
-    found = json.loads(bytes(data))
-    read = graph_from_json(found["graph"], tensors, read_module, devices)
+    table = json.loads(bytes(data))
+    read = graph_from_json(table["graph"], tensors, read_module, devices)
     root = dict(read.root)
-    for name in found["parameters"]:
+    for name in table["parameters"]:
         root[name] = nn.Parameter(root[name], requires_grad=False)
     return fx.GraphModule(root, read.graph)

@@ -52,6 +52,6 @@ class Checksum:
 
     def hexdigest(self) -> str:
         """The digest of all bytes so far."""
-        made = self._sums.copy()
-        made.update(self._rest)
-        return made.hexdigest()
+        sums = self._sums.copy()
+        sums.update(self._rest)
+        return sums.hexdigest()

@@ -3,6 +3,9 @@
 Stored and aligned members can be used where the file is mapped into memory. The last member is the digest of
 the manifest, which has the digests of all others: a flipped bit anywhere that matters is found before that
 member is given out or, in a large one that is checked while others are read, before loading ends.
+
+The digests tell damage from forgery, not who wrote the file: members whose digests fit are parsed as hostile
+all the same.
 """
 
 from __future__ import annotations
@@ -131,16 +134,16 @@ class Reader:
         It is read from the file once more: checked where it is mapped, it would take up memory at once.
         """
         start, size = self._places[name]
-        told, found = self.manifest["members"][name], Checksum()
+        entry, checksum = self.manifest["members"][name], Checksum()
 
         def read() -> None:
             if self._file is None:
-                found.update(self._buffer[start : start + size])
+                checksum.update(self._buffer[start : start + size])
                 return
             self._file.seek(start)
             buffer, left = memoryview(bytearray(_READ)), size
             while left and (count := self._file.readinto(buffer[: min(left, _READ)])):  # type: ignore[attr-defined]
-                found.update(buffer[:count])
+                checksum.update(buffer[:count])
                 left -= count
 
         thread = threading.Thread(target=read, name="intarsia-checksum", daemon=True)
@@ -149,7 +152,7 @@ class Reader:
             yield self._buffer[start : start + size]
         finally:
             thread.join()
-            if size != told["size"] or found.hexdigest() != told["sums"]:
+            if size != entry["size"] or checksum.hexdigest() != entry["sums"]:
                 raise ArchiveError(f"{name} does not fit its digest")
 
     def place(self, address: int, size: int) -> int | None:
@@ -162,16 +165,16 @@ class Reader:
         if self._file is None or self.path is None:
             return False
         try:
-            found = os.stat(self.path)
+            status = os.stat(self.path)
         except OSError:
             return False
-        return os.path.samestat(found, os.fstat(self._file.fileno()))
+        return os.path.samestat(status, os.fstat(self._file.fileno()))
 
     def member(self, name: str) -> memoryview:
         """A member where the file is mapped; what is written there stays in this process."""
         start, size = self._places[name]
-        view, told = self._buffer[start : start + size], self.manifest["members"][name]
-        if size != told["size"] or hashlib.sha256(view).hexdigest() != told["sha256"]:
+        view, entry = self._buffer[start : start + size], self.manifest["members"][name]
+        if size != entry["size"] or hashlib.sha256(view).hexdigest() != entry["sha256"]:
             raise ArchiveError(f"{name} does not fit its digest")
         return view
 
@@ -245,9 +248,9 @@ class _File(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         end = len(self._buffer) if size is None or size < 0 else self._at + size
-        found = bytes(self._buffer[self._at : end])
-        self._at += len(found)
-        return found
+        data = bytes(self._buffer[self._at : end])
+        self._at += len(data)
+        return data
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
@@ -255,20 +258,20 @@ def _parsed(text: bytes) -> dict[str, Any]:
         raise ArchiveError(f"its manifest holds the number {name}")
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
+        table = dict(pairs)
+        if len(table) != len(pairs):
             raise ArchiveError("its manifest names something twice")
-        return made
+        return table
 
     try:
-        found = json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
+        value = json.loads(text, parse_constant=refuse, object_pairs_hook=distinct)
     except RecursionError as error:
         raise ArchiveError("its manifest is nested too deeply") from error
     except ValueError as error:
         raise ArchiveError(f"its manifest is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ArchiveError("its manifest is no JSON object")
-    return found
+    return value
 
 
 def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO, str], None]) -> None:

@@ -1,4 +1,8 @@
-"""Engines by name and options: those of this process are used, the file only says which."""
+"""Engines by name and options: those of this process are used, the file only says which.
+
+Options of free text are not carried: those of ONNX Runtime and Inductor can name files to write and compilers
+to run.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +54,9 @@ def engines_from_json(
     If `native`, those that run packages of machine code need not be able to build.
     """
     if asked is not None:
-        given = {engine.name: engine for engine in resolve_engines(asked)[0]}
-        notes += [f"{name}: not among the engines given; {_INSTEAD}" for name in found if name not in given]
-        return given
+        by_name = {engine.name: engine for engine in resolve_engines(asked)[0]}
+        notes += [f"{name}: not among the engines given; {_INSTEAD}" for name in found if name not in by_name]
+        return by_name
     usable: dict[str, Engine] = {}
     for name, told in found.items():
         if told["free"]:

@@ -1,4 +1,9 @@
-"""FX graphs as JSON: nodes with the names of their operators, attributes by reference."""
+"""FX graphs as JSON: nodes with the names of their operators, attributes by reference.
+
+`torch.export.save` is not used: its reader calls `pickle.loads` and `torch.load(weights_only=False)` on
+members that a file may choose (torch 2.13, `pt2_archive/_package.py`). Names are looked up in `torch.ops`, so
+a reader can see that a graph runs nothing else.
+"""
 
 from __future__ import annotations
 

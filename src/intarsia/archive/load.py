@@ -31,6 +31,7 @@ from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
+from intarsia.plain_tensors import plain_state
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import Made, Origin, with_fallback
@@ -57,11 +58,11 @@ def load_whole(
     check_version(reader.manifest, FORMAT, VERSION)
     notes: list[str] = []
     contents = reader.manifest["contents"]
-    found = engines_from_json(reader.manifest["engines"], engines, notes, native)
+    engines_in_file = engines_from_json(reader.manifest["engines"], engines, notes, native)
     with _undisturbed(), reader.checking(WEIGHTS) as weights:
-        loader = _Loader(reader, weights, found, _devices(map_location), notes, native)
+        loader = _Loader(reader, weights, engines_in_file, _devices(map_location), notes, native)
         if module is not None:
-            loader.take(contents["state"], module.state_dict())
+            loader.take(contents["state"], plain_state(module.state_dict()))
         with loader.unpacking(contents["inlay"], packed):
             return loader.compiled(contents, module)
 
@@ -115,13 +116,13 @@ def complaining(complaint: str) -> Iterator[None]:
     except (EngineError, OSError):
         raise  # these name what they are about: an engine the user asked for, a file that is not there
     except (IntarsiaError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        said = next(iter(str(error).splitlines()), "")
+        reason = next(iter(str(error).splitlines()), "")
         raise ArchiveError(
-            f"{complaint}: its contents do not fit together ({type(error).__name__}: {said})"
+            f"{complaint}: its contents do not fit together ({type(error).__name__}: {reason})"
         ) from error
     except (RuntimeError, SyntaxError, MemoryError) as error:  # RecursionError is a RuntimeError
-        said = next(iter(str(error).splitlines()), "")
-        raise ArchiveError(f"{complaint}: torch cannot make it ({type(error).__name__}: {said})") from error
+        reason = next(iter(str(error).splitlines()), "")
+        raise ArchiveError(f"{complaint}: torch cannot make it ({type(error).__name__}: {reason})") from error
 
 
 @contextmanager
@@ -210,9 +211,9 @@ class _Loader:
             self._tensors[key] = own
 
     def compiled(self, contents: Json, model: nn.Module | None = None) -> Compiled:
-        call, found = contents["call"], contents["inlay"]
-        told = contents.get("results") or {"views": [], "orders": [], "images": []}  # files of old
-        module = self._graph(found["graph"]).module
+        call, inlay = contents["call"], contents["inlay"]
+        results_table = contents.get("results") or {"views": [], "orders": [], "images": []}  # files of old
+        module = self._graph(inlay["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
         lowered = Lowered(
             module,
@@ -225,14 +226,14 @@ class _Loader:
             ranges_from_json(call["ranges"]),
             tuple(call["guards"]),
             views=views_from_json(
-                told["views"], len(call["checks"]), lambda graph: self._graph(graph).module
+                results_table["views"], len(call["checks"]), lambda graph: self._graph(graph).module
             ),
-            layouts=layouts_from_json(told, len(call["checks"])),
+            layouts=layouts_from_json(results_table, len(call["checks"])),
         )
-        plan, pieces, programs, body_plans = self.pieces(found, module)
+        plan, pieces, programs, body_plans = self.pieces(inlay, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
         state = {name: self._tensors[key] for name, key in contents["state"].items()}
-        made = Compiled(
+        compiled = Compiled(
             lowered,
             Assembly(plan, pieces, programs, body_plans),
             Source(model, signature_from_json(call["signature"]), state),
@@ -242,11 +243,11 @@ class _Loader:
         captured = contents.get("captured") or {}
         if "member" in captured:
             self._reader.member(captured["member"])  # damage is told now, not at a refit
-        made.captured = partial(self._captured, captured)
+        compiled.captured = partial(self._captured, captured)
         results = contents["cuda_graphs"]
         if results in ("fresh", "static") and all(self._engines[name].capturable for name in plan.engines):
-            made.run_by(CudaGraphs(made.inlay.results, module.graph, results))
-        return made
+            compiled.run_by(CudaGraphs(compiled.inlay.results, module.graph, results))
+        return compiled
 
     def _captured(self, told: Json) -> fx.GraphModule:
         if "member" not in told:
@@ -265,9 +266,9 @@ class _Loader:
             return self._graph(held["graph"]).module
         owner = self._graph(held["inlay"]["graph"]).module
         plan, pieces, programs, inner = self.pieces(held["inlay"], owner)
-        made = Inlay(owner.graph, pieces, programs)
-        self._bodies[made] = plan, inner
-        return made
+        inlay = Inlay(owner.graph, pieces, programs)
+        self._bodies[inlay] = plan, inner
+        return inlay
 
     def pieces(
         self, found: Json, owner: fx.GraphModule
@@ -314,8 +315,8 @@ class _Loader:
         try:
             return engine, self._on_engine(item, graph, engine)
         except EngineError as error:
-            said = next(iter(str(error).splitlines()), "")
-            self.notes.append(f"a segment runs in PyTorch: {said}")
+            reason = next(iter(str(error).splitlines()), "")
+            self.notes.append(f"a segment runs in PyTorch: {reason}")
             warnings.warn(self.notes[-1], stacklevel=6)
             return pytorch, pytorch.build(graph.module)
 
@@ -340,18 +341,18 @@ class _Loader:
 
     def _from_package(self, item: Json, graph: ReadGraph, engine: GraphEngine) -> Program | None:
         """The program of machine code in the file, where the caller trusts that and it was made here."""
-        told = item.get("native")
-        if told is None:
+        packed = item.get("native")
+        if packed is None:
             return None
         if not self._native:
             self.notes.append(f"{engine.name} is built anew: the machine code in the file was not asked for")
             return None
-        if told["for"] != packed_for(engine):
+        if packed["for"] != packed_for(engine):
             self.notes.append(
                 f"{engine.name} is built anew: its machine code is for another version or machine"
             )
             return None
-        return engine.load_package(bytes(self._reader.member(told["package"])), graph.module)
+        return engine.load_package(bytes(self._reader.member(packed["package"])), graph.module)
 
     def _network(self, item: Json) -> Network:
         from intarsia.archive.networks import network_from_onnx  # which takes long to import

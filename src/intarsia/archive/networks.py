@@ -22,9 +22,9 @@ def network_to_onnx(net: Network, tensors: TensorTable) -> tuple[bytes, dict[str
     """The model, and under which key each weight that it names is found."""
     proto, weights = to_proto(net)
     for node in proto.graph.node:
-        kept = [entry for entry in node.metadata_props if entry.key != _SOURCE]
+        properties = [entry for entry in node.metadata_props if entry.key != _SOURCE]
         del node.metadata_props[:]
-        node.metadata_props.extend(kept)
+        node.metadata_props.extend(properties)
     keys = {name: tensors.add(_as_torch(array), name) for name, array in weights.items()}
     return proto.SerializeToString(deterministic=True), keys
 
@@ -52,11 +52,11 @@ def network_from_onnx(
     graph = ir.serde.deserialize_model(proto).graph
     for name, key in keys.items():
         weight, value = tensors[key], graph.initializers[name]
-        told = value.const_value
+        content = value.const_value
         if (
-            told is None
-            or told.dtype != dtypes.to_onnx(weight.dtype)
-            or list(told.shape) != list(weight.shape)
+            content is None
+            or content.dtype != dtypes.to_onnx(weight.dtype)
+            or list(content.shape) != list(weight.shape)
         ):
             raise ArchiveError(f"the weight {name} is not of the type and shape its network tells")
         value.const_value = TorchTensor(weight.cpu().contiguous(), name=name)

@@ -56,12 +56,12 @@ def find_operator(name: str) -> Any:
     if parts is None or name in _REFUSED:
         raise ArchiveError(f"the archive names {name!r}, which is no operator that may be loaded")
     try:
-        found = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3])
+        operator = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3])
     except (AttributeError, RuntimeError):
-        found = None
-    if not isinstance(found, torch._ops.OpOverload):
+        operator = None
+    if not isinstance(operator, torch._ops.OpOverload):
         raise ArchiveError(
             f"the archive uses the operator {name}, which is not registered in this process; import the"
             " package that defines it, then load"
         )
-    return found
+    return operator

@@ -1,4 +1,8 @@
-"""A model compiled in parts as a file: an archive of each part, and what a model must be to take them."""
+"""A model compiled in parts as a file: an archive of each part, and what a model must be to take them.
+
+The model's code could be carried only as a pickle or as source text, and either is code. So the user makes
+the model, and all weights are compared by digest.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +34,14 @@ def save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
         member = f"parts/{number}.intarsia"
         programs[member] = program
         parts[where] = {"archive": member, "type": _kind(partly.model.get_submodule(where))}
-    told = {
+    manifest = {
         "model": _kind(partly.model),
         "reason": partly.plan.reason,
         "notes": list(partly.own_notes),
         "weights": weight_digests(partly.model),
         "parts": parts,
     }
-    write_bundle(path, PARTS, _VERSION, told, programs)
+    write_bundle(path, PARTS, _VERSION, manifest, programs)
 
 
 def load_parts(
@@ -47,28 +51,28 @@ def load_parts(
     map_location: Place | None,
 ) -> PartlyCompiled:
     """The parts of a file in a copy of `model`, which must be what they were made of, to the weight."""
-    told = reader.manifest
-    check_version(told, PARTS, _VERSION)
+    manifest = reader.manifest
+    check_version(manifest, PARTS, _VERSION)
     if model is None:
         raise ArchiveError(
-            f"it holds parts of a {told['model']}, whose other modules run by their own Python code, which no"
-            " file holds; make that model with the same weights, and give it: load(path, model=...)"
+            f"it holds parts of a {manifest['model']}, whose other modules run by their own Python code,"
+            " which no file holds; make that model with the same weights, and give it: load(path, model=...)"
         )
-    if _kind(model) != told["model"]:
-        raise ArchiveError(f"it holds parts of a {told['model']}, not of a {_kind(model)}")
+    if _kind(model) != manifest["model"]:
+        raise ArchiveError(f"it holds parts of a {manifest['model']}, not of a {_kind(model)}")
     modules = {where: module for where, module in model.named_modules() if where}
-    for where, part in told["parts"].items():
-        found = _kind(modules[where]) if where in modules else "nothing"
-        if found != part["type"]:
-            raise ArchiveError(f"the model has {found} at {where!r}; the file has a {part['type']} for it")
-    check_weights("the model", model, told["weights"])
+    for where, part in manifest["parts"].items():
+        kind = _kind(modules[where]) if where in modules else "nothing"
+        if kind != part["type"]:
+            raise ArchiveError(f"the model has {kind} at {where!r}; the file has a {part['type']} for it")
+    check_weights("the model", model, manifest["weights"])
     parts = {
         str(where): load_whole(
             Reader(reader.member(part["archive"])), engines, map_location, False, modules[where]
         )
-        for where, part in told["parts"].items()
+        for where, part in manifest["parts"].items()
     }
-    return assembled(model, parts, [str(note) for note in told["notes"]], str(told["reason"]))
+    return assembled(model, parts, [str(note) for note in manifest["notes"]], str(manifest["reason"]))
 
 
 def _kind(module: nn.Module) -> str:

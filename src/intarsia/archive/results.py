@@ -27,6 +27,7 @@ def results_to_json(lowered: Lowered, write_graph: Callable[[fx.GraphModule], Js
         "views": [view_to_json(view) for view in lowered.views],
         "orders": [None if order is None else list(order) for order in layouts.orders],
         "images": [[place, last] for place, last in layouts.images],
+        "others": [None if order is None else list(order) for order in layouts.others],
     }
 
 
@@ -48,14 +49,17 @@ def views_from_json(
 
 def layouts_from_json(found: Mapping[str, Any], inputs: int) -> Layouts:
     """The orders, each of which names every axis once, and which inputs had channels last."""
-    orders = [None if order is None else tuple(map(_place, order)) for order in found["orders"]]
-    for order in orders:
+    orders, others = (
+        [None if order is None else tuple(map(_place, order)) for order in listed]
+        for listed in (found["orders"], found.get("others", ()))  # files of old have no others
+    )
+    for order in (*orders, *others):
         if order is not None and sorted(order) != list(range(len(order))):
             raise ArchiveError(f"a result has its axes in the order {order}, which is none")
     images = [(_place(place), bool(last)) for place, last in found["images"]]
     if strange := [place for place, _ in images if place >= inputs]:
         raise ArchiveError(f"results follow input {strange[0]}, and there are {inputs}")
-    return Layouts(tuple(orders), tuple(images))
+    return Layouts(tuple(orders), tuple(images), tuple(others))
 
 
 def _place(found: Json) -> int:

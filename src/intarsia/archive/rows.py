@@ -1,4 +1,7 @@
-"""Tensors that are rows of others: joined projections hold what they were joined from."""
+"""Tensors that are rows of others: joined projections hold what they were joined from.
+
+OpenVINO's joined projections stood beside the weights that they were joined from: a fifth of BERT's file.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ def rows_of_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, 
     for key, tensor in tensors.items():
         if tensor.dim() > 1 and tensor.nbytes >= _SMALLEST and tensor.is_contiguous() and _is_plain(tensor):
             alike[tensor.dtype, tensor.shape[1:]].append(key)
-    found: dict[str, tuple[str, int]] = {}
+    places: dict[str, tuple[str, int]] = {}
     for keys in alike.values():
         if len({len(tensors[key]) for key in keys}) > 1:
-            found |= _among({key: tensors[key] for key in keys})
-    return {key: found[key] for key in tensors if key in found}
+            places |= _among({key: tensors[key] for key in keys})
+    return {key: places[key] for key in tensors if key in places}
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -40,19 +43,19 @@ def _among(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
     begins: dict[bytes, list[str]] = defaultdict(list)
     for key, tensor in tensors.items():
         begins[next(iter(_beginnings(tensor[:1])))].append(key)
-    found: dict[str, tuple[str, int]] = {}
+    places: dict[str, tuple[str, int]] = {}
     tried = Counter[str]()
     for whole in sorted(tensors, key=lambda key: -len(tensors[key])):
-        if whole in found:
+        if whole in places:
             continue
         for row, beginning in enumerate(_beginnings(tensors[whole])):
             for key in begins.get(beginning, ()):
-                if key in found or tried[key] == _TRIES or not _has_room(tensors[key], tensors[whole], row):
+                if key in places or tried[key] == _TRIES or not _has_room(tensors[key], tensors[whole], row):
                     continue
                 tried[key] += 1
                 if _is_there(tensors[key], tensors[whole], row):
-                    found[key] = whole, row
-    return found
+                    places[key] = whole, row
+    return places
 
 
 def _beginnings(tensor: torch.Tensor) -> Iterable[bytes]:

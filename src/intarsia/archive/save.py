@@ -28,6 +28,7 @@ from intarsia.errors import ArchiveError, EngineError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import Lowered
+from intarsia.plain_tensors import plain_state
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.cuda_graphs import CudaGraphs
 from intarsia.runtime.fallback import WithFallback
@@ -59,7 +60,9 @@ def _prepared(compiled: nn.Module, native: bool = False) -> tuple[dict[str, Json
         raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is no compiled module")
     if not compiled.stands_for_model:
         raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
-    compiled.weights.check()  # those written to since would lie beside what was folded from the old ones
+    compiled.weights.check(
+        thorough=True
+    )  # those written to since would lie beside what was folded from the old ones
     saver = _Saver(compiled.plan.strategy, native)
     manifest = saver.manifest(compiled)
     if native and not saver.packages:
@@ -110,8 +113,8 @@ def _pack(writer: Writer, packing: _Packing, path: str, places: dict[str, int], 
         return  # it is built again when the file is loaded, as any engine without a form of its own
     if packed is not None:
         writer.add(f"{member}.blob", [packed.blob])
-        told = {"blob": f"{member}.blob", "for": packed_for(packing.engine), "about": dict(packed.about)}
-        packing.written["packed"] = told
+        entry = {"blob": f"{member}.blob", "for": packed_for(packing.engine), "about": dict(packed.about)}
+        packing.written["packed"] = entry
 
 
 class _Saver:
@@ -128,12 +131,10 @@ class _Saver:
         self.engines: dict[str, Json] = {}
 
     def manifest(self, compiled: Compiled) -> dict[str, Json]:
-        lowered, state = compiled.lowered, compiled.state_dict()
+        lowered, state = compiled.lowered, plain_state(compiled.state_dict())
         # What a call changes comes first, and alone; then the model's weights, under the model's own names.
         buffers = {name: self.tensors.add(t, name, changing=True) for name, t in lowered.buffers.items()}
-        weights = {
-            name: self.tensors.add(t, name) for name, t in state.items() if isinstance(t, torch.Tensor)
-        }
+        weights = {name: self.tensors.add(tensor, name) for name, tensor in state.items()}
         run = compiled.run
         contents = {
             "call": _call_to_json(compiled, lowered),

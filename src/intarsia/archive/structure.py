@@ -1,4 +1,8 @@
-"""How a call looks: pytrees by the names they are registered with, and the model's signature."""
+"""How a call looks: pytrees by the names they are registered with, and the model's signature.
+
+torch's own reader of pytrees imports modules of enumerations and default factories that the file names.
+Nothing is imported here.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from intarsia.archive.container import ALIGNMENT
 from intarsia.archive.rows import rows_of_others
 from intarsia.archive.values import Devices
 from intarsia.errors import ArchiveError
+from intarsia.plain_tensors import is_opaque, is_traceable_subclass
 
 WEIGHTS = "weights.safetensors"
 MOST_HEADER = 100_000_000  # as safetensors itself has it
@@ -53,6 +54,8 @@ class TensorTable:
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise ArchiveError(f"{name} is a tensor of layout {tensor.layout} without plain elements")
+        if is_traceable_subclass(tensor) or is_opaque(tensor):
+            raise ArchiveError(f"{name} is a {type(tensor).__name__}, a class that a file cannot hold")
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         where = (tensor.untyped_storage().data_ptr(), tensor.device) if tensor.numel() else None

@@ -1,4 +1,8 @@
-"""What engines have packed into a file, made into programs by a thread while the file's graphs are read."""
+"""What engines have packed into a file, made into programs by a thread while the file's graphs are read.
+
+Building took four fifths of loading. Both engines let go of Python's lock, and no garbage is collected
+meanwhile: a collection among all that transformers imports takes 0.1 s, and reading the graphs 0.03 s.
+"""
 
 from __future__ import annotations
 
@@ -57,23 +61,23 @@ class Unpacker:
         return self._made(item, engine) if begun is None else begun.result()
 
     def _fits(self, item: Json, engine: NetworkEngine) -> bool:
-        told = item.get("packed")
-        return told is not None and self._reader.path is not None and told["for"] == packed_for(engine)
+        packed = item.get("packed")
+        return packed is not None and self._reader.path is not None and packed["for"] == packed_for(engine)
 
     def _made(self, item: Json, engine: NetworkEngine) -> Program:
-        told, path = item["packed"], self._reader.path
+        packed, path = item["packed"], self._reader.path
         assert path is not None
         weights = {str(name): self._tensors[key] for name, key in item["weights"].items()}
         places = {name: self._place(tensor) for name, tensor in weights.items()}
         file = WeightFile(str(path), {name: place for name, place in places.items() if place is not None})
         # What the engine has put beside the weights it reads from the file by itself; nobody else checks it.
-        beside = f"{str(told['blob']).removesuffix('.blob')}.constants"
+        beside = f"{str(packed['blob']).removesuffix('.blob')}.constants"
         if beside in self._reader.manifest["members"]:
             self._reader.member(beside)
-        made = engine.unpack(self._reader.member(told["blob"]), told["about"], file, weights)
+        program = engine.unpack(self._reader.member(packed["blob"]), packed["about"], file, weights)
         if not self._reader.is_still_there():  # engines find weights by the name of the file
             raise ArchiveError("it was replaced or removed while it was loaded")
-        return made
+        return program
 
     def _place(self, tensor: torch.Tensor) -> int | None:
         """Where a tensor begins in the file; None for one that is somewhere else, or otherwise, in memory."""

@@ -59,13 +59,13 @@ def to_json(value: Any) -> Json:
     raise ArchiveError(f"a {type(value).__name__} ({value!r}) has no form in an archive")
 
 
-def from_json(found: Json, nodes: Mapping[str, fx.Node] | None = None, devices: Devices = same_device) -> Any:
+def from_json(value: Json, nodes: Mapping[str, fx.Node] | None = None, devices: Devices = same_device) -> Any:
     """The value; nodes are looked up by name."""
-    if isinstance(found, list):
-        return [from_json(item, nodes, devices) for item in found]
-    if not isinstance(found, dict):
-        return found
-    ((kind, inner),) = found.items()
+    if isinstance(value, list):
+        return [from_json(item, nodes, devices) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
     match kind:
         case "node" if nodes is not None:
             return nodes[inner]

@@ -1,4 +1,7 @@
-"""Dynamo's graph with its weights inside: constants of the module, as a model has them."""
+"""Dynamo's graph with its weights inside: constants of the module, as a model has them.
+
+Dynamo passes parameters as inputs, and engines are far slower with weights that they cannot pack.
+"""
 
 from __future__ import annotations
 

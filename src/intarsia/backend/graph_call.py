@@ -1,4 +1,8 @@
-"""What Dynamo calls: a graph compiled for the weights, sizes and numbers it is called with."""
+"""What Dynamo calls: a graph compiled for the weights, sizes and numbers it is called with.
+
+Freezing again takes seconds, so a weight that changed four times becomes an input. One graph serves several
+modules of a class: programs are kept by their weights.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +18,14 @@ from torch import fx
 from intarsia.backend.dynamo_graph import DynamoInput, Kind, apart_from_dynamo
 from intarsia.backend.frozen import Autocast, example_of, freeze, without_autocast
 from intarsia.backend.options import without_name
-from intarsia.backend.program import Program, Stamp, program_of, stamp
+from intarsia.backend.program import Program, program_of
 from intarsia.backend.reports import GraphReport, joined, update
-from intarsia.compiler import compile_with
+from intarsia.compiler.job import compile_whole
 from intarsia.errors import (
     CaptureError,
     InputError,
     IntarsiaError,
+    InternalError,
     LoweringError,
     StaleWeightsError,
     UnknownNameError,
@@ -39,8 +43,8 @@ class GraphCall:
     """A graph of Dynamo, called with all its inputs, weights among them.
 
     The weights are constants of the programs that it is compiled to. A call looks whether they are still the
-    same tensors, in the same place, with the same contents by torch's count, and compiles anew if not; a
-    weight that keeps changing becomes an input. What no program can be made for runs as captured.
+    same tensors, in the same place, with the same contents (`Freshness`), and compiles anew if not; a weight
+    that keeps changing becomes an input. What no program can be made for runs as captured.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class GraphCall:
         self._weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT]
         self._programs: tuple[Program, ...] = ()
         self._last: Program | None = None
-        self._stamps: dict[int, Stamp] = {}  # of the weights that were frozen last
+        self._newest: Program | None = None  # the one compiled last
+        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}  # the weights it was compiled with
         self._changes: dict[int, int] = {}
         self._live: frozenset[int] = frozenset()  # weights that are inputs, since they keep changing
         self._resized = 0
@@ -76,13 +81,15 @@ class GraphCall:
         with self._lock:
             try:
                 self._compile_knowing_names(args)
-            except (CaptureError, LoweringError) as error:
-                if self._options.fallback == "error" or self._options.limits.require_full_compilation:
+            except (CaptureError, LoweringError, InternalError) as error:
+                if self._options.is_strict:
+                    if isinstance(error, InternalError) and error.__cause__ is not None:
+                        raise error.__cause__ from None
                     raise
                 self.leave(str(error).splitlines()[0])
             except IntarsiaError:
                 raise
-            except Exception as error:  # ours or torch's fault, and no reason to fail where PyTorch works
+            except Exception as error:  # no reason to fail where PyTorch works
                 self.leave(f"{type(error).__name__}: {error}")
 
     def leave(self, reason: str) -> None:
@@ -117,15 +124,15 @@ class GraphCall:
 
     def _count_changes(self, args: Sequence[Any]) -> None:
         """Note which weights changed; those that keep changing become inputs. All of it has an end."""
-        changed = [i for i, before in self._stamps.items() if stamp(args[i]) != before]
-        others = [i for i in changed if id(args[i]) != self._stamps[i][0]]
+        others = [i for i, weight in self._frozen.items() if weight() is not args[i]]
+        changed = others if self._newest is None else self._newest.changed(args)
         if not changed:
             self._resized += 1
             if self._resized >= _recompile_limit():
                 self.leave(f"it was compiled {self._resized} times for sizes or numbers that did not hold")
         elif self._report.programs >= _MOST_PROGRAMS:
             self.leave(f"it was compiled {_MOST_PROGRAMS} times, with other weights each time")
-        elif len(others) < max(2, len(self._stamps)):  # all at once are another module's of the same class
+        elif len(others) < max(2, len(self._frozen)):  # all at once are another module's of the same class
             for i in changed:
                 self._changes[i] = self._changes.get(i, 0) + 1
             often = {i for i, times in self._changes.items() if times >= _CHANGES}
@@ -136,6 +143,7 @@ class GraphCall:
                 self._programs, self._last = (), None
         stale = [p for p in self._programs if changed and p.fits(args)]
         self._programs = tuple(p for p in self._programs if p not in stale)
+        self._newest = None if self._newest in stale else self._newest
 
     def _compile_knowing_names(self, args: Sequence[Any]) -> None:
         """Compile; a name in the options that this graph does not have may be another graph's."""
@@ -156,22 +164,21 @@ class GraphCall:
             names = ", ".join(self._known[i].source for i in sorted(uncounted)[:3])
             self._note(f"{names}: made in inference mode, where torch counts no changes, so no constant")
         frozen = freeze(self._module, self._known, args, self._live, self._autocast)
-        self._stamps = {i: stamp(args[i]) for i in frozen.weights}
         with (
             apart_from_dynamo(),
             torch.inference_mode(False),
             torch.no_grad(),
             without_autocast(self._autocast),
         ):
-            compiled = compile_with(
-                replace(self._options, fallback="error"),
+            compiled = compile_whole(
+                self._options,
                 frozen.module,
                 example_of(frozen, args),
                 dynamic_shapes=frozen.dynamic_shapes,
             )
-        assert isinstance(compiled, Compiled)
         made = program_of(compiled, frozen, self._autocast, args, weakref.WeakMethod(self.drop))
-        self._programs, self._last = (*self._programs, made), made
+        self._programs, self._last, self._newest = (*self._programs, made), made, made
+        self._frozen = {i: weakref.ref(args[i]) for i in frozen.weights}
         self._tell(compiled, frozen.dynamic_shapes is not None)
 
     def _tell(self, compiled: Compiled, sizes_vary: bool) -> None:
@@ -193,8 +200,8 @@ class GraphCall:
     def drop(self, program: Program) -> None:
         """Forget a program whose weights are gone."""
         self._programs = tuple(p for p in self._programs if p is not program)
-        if self._last is program:
-            self._last = None
+        self._last = None if self._last is program else self._last
+        self._newest = None if self._newest is program else self._newest
 
 
 def _recompile_limit() -> int:

@@ -8,36 +8,32 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-import torch
-
 from intarsia.backend.frozen import Autocast, Frozen, without_autocast
 from intarsia.runtime.compiled import Compiled
-
-Stamp = tuple[int, int, int]  # of a tensor: which it is, where its memory is, how often it was written to
+from intarsia.runtime.freshness import Freshness, Weight
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled graph. Its weights are known by identity and place; how often they were written to is
-    watched by the compiled module itself, which raises StaleWeightsError.
+    """A compiled graph, and the weights it holds. That they are the same tensors is looked at before a call;
+    whether they were written to, the compiled module itself looks, which raises StaleWeightsError.
     """
 
     compiled: Callable[..., Any]
     frozen: Frozen
     autocast: Autocast
     weights_of: Callable[[Sequence[Any]], tuple[Any, ...]]
-    ids: tuple[int, ...]
-    addresses: tuple[int, ...]
-    refs: tuple[weakref.ref[torch.Tensor], ...]  # whose callbacks drop the program with its weights
+    weights: Freshness  # which drops the program with its weights
 
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether these are the weights and settings it was compiled with."""
-        weights = self.weights_of(args)
-        return (
-            tuple(map(id, weights)) == self.ids
-            and tuple(map(torch.Tensor.data_ptr, weights)) == self.addresses
-            and all(args[i].item() == number for i, number in self.frozen.settings)
+        return self.weights.holds(self.weights_of(args)) and all(
+            args[i].item() == number for i, number in self.frozen.settings
         )
+
+    def changed(self, args: Sequence[Any]) -> list[int]:
+        """Which of the call's inputs are weights that it was not compiled with, or that were written to."""
+        return [self.frozen.weights[place] for place in self.weights.changed(self.weights_of(args))]
 
     def __call__(self, args: Sequence[Any]) -> Any:
         taken = [args[i] for i in self.frozen.taken]
@@ -58,7 +54,6 @@ def program_of(
 ) -> Program:
     """A program. When one of its weights is gone, what `drop` gives is called with it."""
     weights_of = picker(frozen.weights)
-    weights = weights_of(args)
     made: list[weakref.ref[Program]] = []
 
     def gone(_: object) -> None:
@@ -66,15 +61,8 @@ def program_of(
         if forget is not None and program is not None:
             forget(program)
 
-    program = Program(
-        compiled,
-        frozen,
-        autocast,
-        weights_of,
-        tuple(map(id, weights)),
-        tuple(map(torch.Tensor.data_ptr, weights)),
-        tuple(weakref.ref(weight, gone) for weight in weights),
-    )
+    weights = Freshness([Weight("", weight) for weight in weights_of(args)], gone=gone)
+    program = Program(compiled, frozen, autocast, weights_of, weights)
     made.append(weakref.ref(program))
     return program
 
@@ -88,9 +76,3 @@ def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     if len(places) > 1:
         return itemgetter(*places)
     return lambda args: tuple(args[i] for i in places)
-
-
-def stamp(tensor: torch.Tensor) -> Stamp:
-    """What tells a tensor from another, and from itself after it was written to."""
-    version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), tensor.data_ptr(), version

@@ -121,7 +121,10 @@ class Builder:
         returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
         makes = makes_of([node.meta.get("val") for node in returned])
         # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
-        return with_fallback(tried.program, Origin(engine, module, tried.network, only_full), makes)
+        strict = self.options.require_full_compilation
+        return with_fallback(
+            tried.program, Origin(engine, module, tried.network, only_full), makes, strict=strict
+        )
 
     def _try_both(self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case]) -> Tried | Failure:
         """Try a piece rewritten and, should that fail, as it was converted."""
@@ -171,11 +174,11 @@ class Builder:
             return {by_name[name]: {engine: failure.reason} for name in failure.nodes or by_name}
         if next(one for one in self.engines if one.name == engine).slow_to_build:
             return {node: {engine: failure.reason} for node in piece.segment.nodes}
-        known = [_values(piece.module, case.inputs) for case in cases]
+        known = [values_of(piece.module, case.inputs) for case in cases]
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
-            part, told = _part(piece.module, engine, nodes), len(self.notes)
+            part, told = part_of(piece.module, engine, nodes), len(self.notes)
             made = self._build(part.module, engine, [case_of(part, values) for values in known])
             del self.notes[told:]  # of a part that is only tried
             return made.reason if isinstance(made, Failure) else None
@@ -184,7 +187,7 @@ class Builder:
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
 
 
-def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
+def part_of(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
     """Some consecutive nodes of a piece as a piece of their own."""
     everyone = compute_nodes(module.graph)
     inside = set(nodes)
@@ -198,7 +201,8 @@ def _part(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piec
     )
 
 
-def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+def values_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """What each node of a graph computes in PyTorch."""
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
     with torch.no_grad():
         interpreter.run(*inputs)

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from intarsia.build.judge import Answer, Call, Judge, call_of
 from intarsia.build.trial import Case
 from intarsia.capture.example import copied_call
-from intarsia.compare import beyond_tolerance, relative_error
-from intarsia.errors import InputError
+from intarsia.compare import relative_error
+from intarsia.errors import InputError, UnrepeatableError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
@@ -44,6 +44,12 @@ class Example:
     def elements(self) -> int:
         return sum(value.numel() for value in self.inputs if isinstance(value, torch.Tensor))
 
+    @property
+    def rows(self) -> int:
+        """The rows of a batch: how long every input is; 1 where inputs differ."""
+        lengths = {len(value) for value in self.inputs if isinstance(value, torch.Tensor) and value.ndim}
+        return lengths.pop() if len(lengths) == 1 else 1
+
 
 @dataclass(frozen=True)
 class LoweredModel:
@@ -56,6 +62,7 @@ class LoweredModel:
     examples: list[Example]
     notes: tuple[str, ...] = ()
     fault: str | None = None
+    differences: tuple[str, ...] = ()  # when the graph can answer otherwise, though not on the examples
 
 
 def faithful_lowering(
@@ -108,6 +115,11 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
             fault = f"fails where the model does not: {type(error).__name__}: {error}"
             return replace(graph, fault=fault)
         mismatch = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
+        if mismatch is not None and not judge.repeats(example.call):
+            raise UnrepeatableError(
+                "two runs of the model with the same random numbers differ: it keeps state in Python"
+                " or reads a clock, which no graph does"
+            )
         if mismatch is not None and not judge.is_deterministic(example.call, example.truth):
             note = "not compared with the model: two runs of the model itself differ"
             examples = [replace(e, truth=None) for e in graph.examples]
@@ -169,8 +181,8 @@ def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
 
 
 def _case(judge: Judge, lowered: Lowered, call: Call) -> Case:
-    made, tail = judge.graph_answer(lowered, call)
-    return Case(lowered.module, example_inputs(lowered, *copied_call(call)), made, tail=tail)
+    expected = judge.graph_answer(lowered, call)
+    return Case(lowered.module, example_inputs(lowered, *copied_call(call)), expected)
 
 
 def whole_fault(
@@ -183,20 +195,21 @@ def whole_fault(
 ) -> str | None:
     """How the compiled module as a whole differs from the model; None where it answers alike.
 
-    With a `tolerance` it may be off by so much (see `beyond_tolerance`), instead of by what rounding does.
+    With a `tolerance` it may be off by that much where rounding does less.
     """
     for example in examples:
         if example.truth is None or example.case is None:
             continue
+        # How far the model is from float64 excuses an answer only where the graph is the model's.
+        fault = judge.fault(lowered, example.truth, example.case.expected, example.case.rounding(0.0))
+        if fault is not None:
+            return f"is of a graph that answers unlike the model: {fault}"
         try:
             made = judge.answer(example.call, compiled)
         except Exception as error:
             return f"fails where the model does not: {type(error).__name__}: {error}"
-        if tolerance is None:
-            fault = judge.fault(lowered, example.truth, made, example.case.rounding(coarsest))
-        else:
-            truth = example.truth.in_graph_order(lowered)
-            fault = beyond_tolerance(made.in_graph_order(lowered), truth, tolerance)
+        rounding = example.case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
+        fault = judge.fault(lowered, example.truth, made, rounding, tolerance, example.rows)
         if fault is not None:
             return f"answers unlike the model: {fault}"
     return None
@@ -224,7 +237,8 @@ def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) 
         if example.truth is not None:
             with torch.no_grad():
                 made = list(compiled.results(example.inputs))
-            worst = max(worst, relative_error(made, example.truth.in_graph_order(lowered)))
+            truth = example.truth.in_graph_order(lowered)
+            worst = max(worst, relative_error(made, truth, example.rows))
     return worst
 
 

@@ -1,4 +1,8 @@
-"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned."""
+"""The judge: the user's model, run eagerly; what is compiled answers as it does, or is not returned.
+
+Engines are compared with the model and not with our own graph of it, which cannot show a wrong decomposition
+or a path that capture does not take. It costs one eager run for each example.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ from intarsia.capture.example import copied_call
 from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import undisturbed
 from intarsia.compare import disagreement
-from intarsia.graph_tail import Tail, answer_and_tail
 from intarsia.lower import Lowered, Role
 from intarsia.lower.lowered import example_inputs
 from intarsia.rounding import Rounding
@@ -57,7 +60,7 @@ class Judge:
         args, kwargs = copied_call(call)
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model):
-            made = (function or self.model)(*args, **kwargs)
+            made = (self.model if function is None else function)(*args, **kwargs)
             leaves, structure = pytree.tree_flatten(open_objects(made))
             # What is returned may lie in a buffer, which is about to be put back.
             leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -72,7 +75,13 @@ class Judge:
             return None
 
     def fault(
-        self, lowered: Lowered, truth: Answer, other: Answer | Sequence[Any], rounding: Rounding
+        self,
+        lowered: Lowered,
+        truth: Answer,
+        other: Answer | Sequence[Any],
+        rounding: Rounding,
+        tolerance: float | None = None,
+        rows: int = 1,
     ) -> str | None:
         """How another answer differs from the model's, in a clause; None where it agrees."""
         if isinstance(other, Answer):
@@ -81,21 +90,22 @@ class Judge:
             other = other.in_graph_order(lowered)
         if truth.structure != lowered.out_spec:
             return f"it gives results as {lowered.out_spec}; the model as {truth.structure}"
-        return disagreement(other, truth.in_graph_order(lowered), rounding)
+        return disagreement(other, truth.in_graph_order(lowered), rounding, tolerance, rows)
 
     def is_deterministic(self, call: Call, truth: Answer) -> bool:
         """Whether the model gives the same answer once more, with other random numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.rand(1)
-            again = self.answer(call)
-        if again.structure != truth.structure or len(again.leaves) != len(truth.leaves):
-            return False
-        return disagreement(again.leaves, truth.leaves) is None
+            return _are_alike(self.answer(call), truth)
 
-    def graph_answer(self, lowered: Lowered, call: Call) -> tuple[tuple[Any, ...], Tail | None]:
-        """What the lowered graph answers, run in PyTorch, and the tail of that run."""
+    def repeats(self, call: Call) -> bool:
+        """Whether the model gives the same answer twice, with the same random numbers."""
+        return _are_alike(self.answer(call), self.answer(call))
+
+    def graph_answer(self, lowered: Lowered, call: Call) -> tuple[Any, ...]:
+        """What the lowered graph answers, run in PyTorch."""
         with undisturbed(self.model):
-            return answer_and_tail(lowered.module, example_inputs(lowered, *copied_call(call)))
+            return tuple(lowered.module(*example_inputs(lowered, *copied_call(call))))
 
     def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_buffers(remove_duplicate=False)
@@ -103,6 +113,12 @@ class Judge:
             for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{path}.{name}" if path else name, value
+
+
+def _are_alike(one: Answer, other: Answer) -> bool:
+    if one.structure != other.structure or len(one.leaves) != len(other.leaves):
+        return False
+    return disagreement(one.leaves, other.leaves) is None
 
 
 def call_of(lowered: Lowered, inputs: Sequence[Any]) -> Call:

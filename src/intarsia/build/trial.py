@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.compare import beyond_tolerance, disagreement, relative_error
+from intarsia.compare import disagreement, relative_error
 from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
 from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.errors import IntarsiaError
-from intarsia.graph_tail import Tail
 from intarsia.network import Network
 from intarsia.rounding import Rounding
 
@@ -50,12 +49,11 @@ class Case:
     inputs: list[Any]
     expected: tuple[Any, ...]
     roundings: dict[float, Rounding] = field(default_factory=dict)
-    tail: Tail | None = None  # of the run that made the answer
 
     def rounding(self, coarsest: float) -> Rounding:
         """What rounding does to the answer; runs are made when asked for, and kept."""
         if coarsest not in self.roundings:
-            self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest, self.tail)
+            self.roundings[coarsest] = Rounding(self.module, self.inputs, self.expected, coarsest)
         return self.roundings[coarsest]
 
 
@@ -70,8 +68,8 @@ def try_piece(
 ) -> Tried | Failure:
     """The program of a piece, if it builds and runs in time and answers as PyTorch does; else why not.
 
-    Whatever an engine or a converter throws concerns this piece alone. An engine of shorter arithmetic may be
-    off by the `tolerance`, if one is given.
+    Whatever an engine or a converter throws concerns this piece alone. With a `tolerance` answers may be off
+    by as much, if that is more than what rounding does.
     """
     told: list[str] = []
     error_of = 0.0
@@ -92,10 +90,7 @@ def try_piece(
             return Failure(str(error), for_good=True)
         except Exception as error:
             return Failure(f"{engine.name} failed to run it: {_said(error)}")
-        if engine.is_exact or tolerance is None:
-            wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest))
-        else:
-            wrong = beyond_tolerance(answers, case.expected, tolerance)
+        wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest), tolerance)
         if wrong is not None:
             return Failure(f"{engine.name} answers wrongly: {wrong}")
         if not engine.is_exact:

@@ -36,8 +36,9 @@ def processor_features() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    told = sorted({line for line in lines if line.split(":")[0].strip() in ("flags", "Features", "model")})
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+    kinds = ("flags", "Features", "model")
+    features = sorted({line for line in lines if line.split(":")[0].strip() in kinds})
+    return hashlib.sha256("\n".join(features).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -56,8 +57,8 @@ def processor_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    told = dict(line.split(":", 1) for line in lines if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in told.items()}
+    entries = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in entries.items()}
     if "model name" in fields:
         return fields["model name"]
     numbers = [fields[key] for key in ("CPU implementer", "CPU part", "CPU variant") if key in fields]

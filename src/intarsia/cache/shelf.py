@@ -85,17 +85,17 @@ class Shelf:
             (self.folder / key).unlink()
 
     def _make_room(self) -> None:
-        found = []
+        entries = []
         for path in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process may have thrown it out
-                told = path.stat()
+                status = path.stat()
                 if path.name.startswith("."):  # the draft of a writer that did not live to finish it
-                    if time.time() - told.st_mtime > _DAY:
+                    if time.time() - status.st_mtime > _DAY:
                         path.unlink()
                 else:
-                    found.append((told.st_mtime, told.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found, key=lambda item: item[0]):
+                    entries.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries, key=lambda item: item[0]):
             if total <= self.limit:
                 return
             self.throw_out(path.name)

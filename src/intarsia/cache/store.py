@@ -35,16 +35,16 @@ class JsonStore:
     def read(self) -> dict[str, Any]:
         """All that is kept; empty where there is no file, or none that holds a table."""
         try:
-            found = json.loads(self.path.read_bytes())
+            table = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
             self._tell("read", error)
             return {}
-        if not isinstance(found, dict):
-            self._tell("read", f"it holds a {type(found).__name__}, not a table")
+        if not isinstance(table, dict):
+            self._tell("read", f"it holds a {type(table).__name__}, not a table")
             return {}
-        return found
+        return table
 
     def update(self, fresh: Mapping[str, Any], *, keep: int | None = None) -> None:
         """Add or replace values; what other processes wrote stays. The last `keep` keys are kept.
@@ -108,9 +108,9 @@ class JsonStore:
 
 
 def _merged(old: dict[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(old)
+    merged = dict(old)
     for key, value in fresh.items():
-        before = made.pop(key, None)  # what is new stands last
+        before = merged.pop(key, None)  # what is new stands last
         both = isinstance(before, dict) and isinstance(value, Mapping)
-        made[key] = {**before, **value} if both else value
-    return made
+        merged[key] = {**before, **value} if both else value
+    return merged

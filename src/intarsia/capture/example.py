@@ -64,6 +64,14 @@ def copied_call(call: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[tuple[An
     return made
 
 
+def is_transformed(call: tuple[Sequence[Any], Mapping[str, Any]]) -> bool:
+    """Whether a call is made inside a transform of `torch.func`: its tensors live only as long as that."""
+    # Private; without it no call counts as one of a transform. tests/faults/test_own_errors.py watches it.
+    wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False)
+    leaves = pytree.tree_leaves((tuple(call[0]), dict(call[1])))
+    return any(isinstance(leaf, torch.Tensor) and wrapped(leaf) for leaf in leaves)
+
+
 def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
     """Parameters, buffers, and tensors kept as plain attributes."""
     plain = [v for module in model.modules() for v in vars(module).values() if isinstance(v, torch.Tensor)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from intarsia.capture.fast_path import fast_paths_traced
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import is_cache, opening
 from intarsia.capture.protect import evaluating
+from intarsia.capture.quiet import kept_messages
 from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
+from intarsia.plain_tensors import is_opaque
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -49,6 +52,16 @@ def capture(
             f"{type(model).__name__} is given a {type(cache).__name__}, which it changes in Python, where no"
             " graph sees it"
         )
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in pytree.tree_leaves(call)):
+        raise CaptureError(f"{type(model).__name__} is given a nested tensor, which no engine takes")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_nested:
+            raise CaptureError(f"{name} is a nested tensor, which no engine takes")
+        if is_opaque(tensor) and not tensor.is_meta:
+            raise CaptureError(
+                f"{name} is a {type(tensor).__name__}, a subclass of Tensor that has no `__tensor_flatten__`:"
+                " nothing is known of its inside"
+            )
     if dynamic_shapes is not None:
         # A named Dim promises every size of its range to export, which gives up where the model treats 1 by
         # itself; an unnamed one writes the exception down as a guard.
@@ -69,6 +82,7 @@ def _export(
 ) -> ExportedProgram:
     with (
         evaluating(model),
+        kept_messages(),
         fast_paths_traced(model),
         short_stack_traces(),
         opening(model, call),

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
+from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from intarsia.capture.example import distinct_inputs
@@ -23,7 +25,9 @@ class Input:
 
     Args:
         shape: the shape, where it never changes.
-        min_shape, opt_shape, max_shape: the least, the most usual and the largest shape.
+        min_shape: the smallest shape.
+        opt_shape: the most usual shape; engines are built for it where they build for one.
+        max_shape: the largest shape.
         dtype: the element type.
         device: where the example is made.
         domain: examples are drawn from here; for token ids, say `(0, vocabulary)`.
@@ -138,6 +142,8 @@ def resolve_call(
 ) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
     """The call to export with, every `Input` in it replaced, and the `dynamic_shapes` they ask for."""
     if not any(isinstance(value, Input) for value in (*args, *kwargs.values())):
+        if isinstance(model, nn.Module):
+            check_dynamic_shapes(model, args, kwargs, dynamic_shapes)
         return (*_example_call(model, args, kwargs), dynamic_shapes)
     if isinstance(model, ExportedProgram):
         raise InputError(
@@ -152,6 +158,55 @@ def resolve_call(
     if found.dynamic_shapes is None:
         return (*examples, None)
     return (*examples, dict(zip((*names, *kwargs), found.dynamic_shapes, strict=True)))
+
+
+def check_dynamic_shapes(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> None:
+    """Raise InputError for `dynamic_shapes` that name no argument of the call, or no dimension of one."""
+    if dynamic_shapes is None or hasattr(dynamic_shapes, "dynamic_shapes"):  # torch.export.ShapesCollection
+        return
+    if not isinstance(dynamic_shapes, Mapping | list | tuple):
+        what = "give the dimensions that vary of each argument, such as {'x': {0: Dim('batch')}}"
+        raise InputError(f"dynamic_shapes={dynamic_shapes!r}; {what}")
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError:  # not a call of this model, which whoever captures it says
+        return
+    named = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else {}
+    for name in named:
+        if name not in bound and name not in kwargs:
+            near = get_close_matches(str(name), list(bound), n=1)
+            known = f"near is {near[0]!r}" if near else f"they are {', '.join(bound)}"
+            raise InputError(f"dynamic_shapes names {name!r}, which is no argument of the call; {known}")
+    if not named and len(dynamic_shapes) > len(bound):
+        raise InputError(
+            f"dynamic_shapes has {len(dynamic_shapes)} entries; the call has {len(bound)} arguments"
+        )
+    pairs = named.items() if named else zip(bound, dynamic_shapes, strict=False)
+    for name, dims in pairs:
+        _check_dims(name, bound.get(name, kwargs.get(name)), dims)
+
+
+def _check_dims(name: str, value: Any, dims: Any) -> None:
+    if isinstance(value, list | tuple) and isinstance(dims, list | tuple):
+        for place, (item, of_item) in enumerate(zip(value, dims, strict=False)):
+            _check_dims(f"{name}[{place}]", item, of_item)
+    elif isinstance(value, Mapping) and isinstance(dims, Mapping):
+        for key in dims:
+            _check_dims(f"{name}[{key!r}]", value.get(key), dims[key])
+    elif isinstance(value, torch.Tensor) and isinstance(dims, Mapping | list | tuple):
+        axes = dims if isinstance(dims, Mapping) else dict(enumerate(dims))
+        for axis, dim in axes.items():
+            if not isinstance(axis, int) or not 0 <= axis < value.dim():
+                what = f"dimension {axis!r} of {name}, which has {value.dim()} dimensions"
+                raise InputError(f"dynamic_shapes names {what}")
+            if isinstance(dim, str | float | bool):
+                what = f"{dim!r} for dimension {axis} of {name}; give a torch.export.Dim"
+                raise InputError(f"dynamic_shapes gives {what}, such as Dim({str(dim)!r})")
+    elif isinstance(value, torch.Tensor) and dims is not None:
+        what = f"{dims!r} for {name}; give its dimensions that vary"
+        raise InputError(f"dynamic_shapes gives {what}, such as {{0: Dim('batch')}}")
 
 
 def _example_call(

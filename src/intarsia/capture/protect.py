@@ -8,6 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+
+from intarsia.capture.call import Call
+from intarsia.capture.example import copied_call
+from intarsia.errors import CaptureError
+from intarsia.plain_tensors import plain_tensors
 
 # Weights, submodules, and hooks, which a model may install when it is first run (transformers' models do).
 _TABLES = tuple(name for name, held in vars(nn.Module()).items() if isinstance(held, dict))
@@ -39,7 +45,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     # The tables of TorchScript's modules are no dictionaries.
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     attributes = [_attributes(module) for module in modules]
-    written = [(tensor, tensor.detach().clone()) for tensor in _state(modules)]
+    written = [(tensor, tensor.detach().clone(), _count(tensor)) for tensor in _state(modules)]
     devices = [*range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     try:
         with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=devices):
@@ -50,9 +56,34 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for name, table in tables.items():
                 _restore(module.__dict__[name], table)
         with torch.no_grad():
-            for tensor, before in written:
-                if not _identical(tensor, before):
+            for tensor, before, count in written:
+                if _count(tensor) != count or (count is None and not _identical(tensor, before)):
                     tensor.copy_(before)
+
+
+def initialized(model: Any, call: Call) -> list[str]:
+    """Run a model with lazy modules on the example, as its first call would: they get weights of its shapes.
+
+    What is returned are notes.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        return []
+    lazy = [path for path, module in model.named_modules() if any(map(is_lazy, _weights(module)))]
+    if not lazy:
+        return []
+    args, kwargs = copied_call(call)
+    try:
+        with evaluating(model), torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} fails on the example itself: {type(error).__name__}: {error}"
+        ) from error
+    return [f"{', '.join(lazy) or 'the model'} had no weights yet: a run on the example made them"]
+
+
+def _weights(module: nn.Module) -> list[Any]:
+    return [*module._parameters.values(), *module._buffers.values()]
 
 
 def _attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -71,7 +102,12 @@ def _state(modules: list[nn.Module]) -> list[torch.Tensor]:
     """Buffers, and tensors kept as plain attributes: what a model may write to in evaluation."""
     held = [value for m in modules for value in (*m._buffers.values(), *m.__dict__.values())]
     found = {id(t): t for t in held if isinstance(t, torch.Tensor) and not t.is_meta}
-    return list(found.values())
+    return [part for tensor in found.values() for part in plain_tensors(tensor)]
+
+
+def _count(tensor: torch.Tensor) -> int | None:
+    """How often a tensor that cannot be compared element by element (a sparse one) was written to."""
+    return None if tensor.layout is torch.strided else tensor._version
 
 
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -29,13 +29,16 @@ _TURNS = 30  # of every engine, when crossings are timed
 
 @dataclass(frozen=True)
 class Costing:
-    """Measures blocks and crossings, unless they are remembered; `told` is what else programs depend on."""
+    """Measures blocks and crossings, unless they are remembered.
+
+    `context` is what programs depend on besides graph, engines and objective.
+    """
 
     workshop: Workshop
     engines: Sequence[Engine]
     objective: Objective
     memory: Memory
-    told: str = ""
+    context: str = ""
 
     def costs(
         self, blocks: Blocks, inputs: Sequence[Any], enough: Callable[[str], bool]
@@ -57,35 +60,35 @@ class Costing:
     def entering(self) -> dict[str, float]:
         """Seconds of a call that does next to nothing, made in turn with the other engines'."""
         key = key_of("crossing", self.engines, *self._names)
-        kept = {name: self.memory.cost(f"{key} {name}") for name in self._names}
-        if all(seconds is not None for seconds in kept.values()):
-            return {name: seconds for name, seconds in kept.items() if seconds is not None}
+        costs = {name: self.memory.cost(f"{key} {name}") for name in self._names}
+        if all(seconds is not None for seconds in costs.values()):
+            return {name: seconds for name, seconds in costs.items() if seconds is not None}
         x = torch.linspace(-1, 1, 64).reshape(1, 64)
         runs = {e.name: self._run(_relu(x), e, [x], PartitionOptions(min_block_size=1)) for e in self.engines}
-        found = _turns({name: run for name, run in runs.items() if run is not None})
-        for name, seconds in found.items():
+        times = _turns({name: run for name, run in runs.items() if run is not None})
+        for name, seconds in times.items():
             self.memory.keep_cost(f"{key} {name}", seconds)
-        return found
+        return times
 
     @property
     def _names(self) -> list[str]:
         return [engine.name for engine in self.engines]
 
     def _block(self, module: fx.GraphModule, digest: str, inputs: list[Any]) -> dict[str, float]:
-        keys = {e.name: key_of(digest, [e], self.objective, self.told) for e in self.engines}
-        found: dict[str, float] = {}
+        keys = {e.name: key_of(digest, [e], self.objective, self.context) for e in self.engines}
+        costs: dict[str, float] = {}
         runs: dict[str, Run] = {}
         for engine in self.engines:
-            kept = self.memory.cost(keys[engine.name])
-            if kept is not None:
-                found[engine.name] = kept
+            known_cost = self.memory.cost(keys[engine.name])
+            if known_cost is not None:
+                costs[engine.name] = known_cost
             elif (run := self._run(module, engine, inputs, self.workshop.builder.options)) is not None:
                 runs[engine.name] = run
         if runs:
             for name, took in race_plans(runs, self.objective, rounds=7, least=2, budget_s=0.4).items():
-                found[name] = statistics.median(took)
-                self.memory.keep_cost(keys[name], found[name])
-        return {name: found[name] for name in self._names if name in found}
+                costs[name] = statistics.median(took)
+                self.memory.keep_cost(keys[name], costs[name])
+        return {name: costs[name] for name in self._names if name in costs}
 
     def _run(
         self, module: fx.GraphModule, engine: Engine, inputs: list[Any], options: PartitionOptions
@@ -123,8 +126,8 @@ def _turns(runs: dict[str, Run]) -> dict[str, float]:
 
 def _relu(x: torch.Tensor) -> fx.GraphModule:
     graph = fx.Graph()
-    given = graph.placeholder("x")
-    made = graph.call_function(torch.ops.aten.relu.default, (given,))
-    given.meta["val"] = made.meta["val"] = x
-    graph.output((made,))
+    source = graph.placeholder("x")
+    relu = graph.call_function(torch.ops.aten.relu.default, (source,))
+    source.meta["val"] = relu.meta["val"] = x
+    graph.output((relu,))
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -31,32 +31,32 @@ def choose(
     workshop: Workshop,
     engines: Sequence[Engine],
     sample: Sample,
-    told: str = "",
+    context: str = "",
     tolerance: float | None = None,
 ) -> Compiled:
     """The module that runs best here; what an earlier compile measured is not measured again.
 
-    `told` stands for whatever the programs depend on besides graph, engines and options.
+    `context` stands for whatever the programs depend on besides graph, engines and options.
     """
     engines = [engine.for_objective(measured.objective) for engine in engines]
     memory = Memory()
     sizes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in sample.inputs]
     asked = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {tolerance}"
-    told = f"{asked} {sizes} {told}"
+    context = f"{asked} {sizes} {context}"
     if tolerance is not None:
-        told = f"{told} {_values(workshop)}"  # errors are those of these weights, on these examples
-    key = _key(measured, workshop, engines, told)
+        context = f"{context} {_values(workshop)}"  # errors are those of these weights, on these examples
+    key = _key(measured, workshop, engines, context)
     known = memory.findings(key)
     if known is not None and (known.complete or (measured.budget_s or 0.0) <= known.budget_s):
         module = _again(known, measured, workshop, engines)
         if module is not None:
             return _with_findings(module, replace(known, remembered=True))
     with Progress() as progress:
-        search = Search(measured, workshop, engines, sample, memory, progress, told, tolerance)
-        built, found = search.run()
+        search = Search(measured, workshop, engines, sample, memory, progress, context, tolerance)
+        built, findings = search.run()
     if not search.interrupted:
-        memory.keep_findings(key, found)
-    return _with_findings(built.module, found)
+        memory.keep_findings(key, findings)
+    return _with_findings(built.module, findings)
 
 
 def _again(
@@ -95,17 +95,17 @@ def _candidate(
     return next((candidate for candidate in every if candidate.name == trial.name), None)
 
 
-def _key(measured: Measured, workshop: Workshop, engines: Sequence[Engine], told: str) -> str:
+def _key(measured: Measured, workshop: Workshop, engines: Sequence[Engine], context: str) -> str:
     tried = [*engines, *(measured.candidates or ())]
     asked = "usual" if measured.candidates is None else "given"
-    return key_of(contents(workshop.builder.module), tried, told, asked)
+    return key_of(contents(workshop.builder.module), tried, context, asked)
 
 
 def _values(workshop: Workshop) -> str:
     """A digest of all numbers that results depend on."""
     state = workshop.builder.module.state_dict().values()
-    given = [x for example in workshop.builder.examples for x in example]
-    return digest(*(tensor_digest(x) if isinstance(x, torch.Tensor) else repr(x) for x in (*state, *given)))
+    tensors = [x for example in workshop.builder.examples for x in example]
+    return digest(*(tensor_digest(x) if isinstance(x, torch.Tensor) else repr(x) for x in (*state, *tensors)))
 
 
 def _with_findings(module: Compiled, found: Findings) -> Compiled:

@@ -30,11 +30,11 @@ def contents(module: fx.GraphModule) -> str:
 
 def digest(*parts: str) -> str:
     """One short name for some text."""
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        made.update(part.encode())
-        made.update(b"\0")
-    return made.hexdigest()[:32]
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:32]
 
 
 def _lines(module: fx.GraphModule) -> list[str]:
@@ -47,8 +47,8 @@ def _lines(module: fx.GraphModule) -> list[str]:
             lines.append(f"constant {_constant(_attribute(module, str(node.target)), symbols)}")
             continue
         target = "" if node.op in ("placeholder", "output") else str(node.target)
-        given = f"{_argument(node.args, number)} {_argument(node.kwargs, number)}"
-        lines.append(f"{node.op} {target} {given} {_value(node.meta.get('val'), symbols)}")
+        arguments = f"{_argument(node.args, number)} {_argument(node.kwargs, number)}"
+        lines.append(f"{node.op} {target} {arguments} {_value(node.meta.get('val'), symbols)}")
     return lines
 
 
@@ -90,13 +90,13 @@ def _constant(value: Any, symbols: dict[str, str]) -> str:
         return contents(value)
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__}"
-    told = _value(value, symbols)
+    text = _value(value, symbols)
     plain = value.layout is torch.strided and not value.is_floating_point() and not value.is_complex()
-    return f"{told} {value.tolist()}" if plain and 0 < value.numel() <= _SMALL else told
+    return f"{text} {value.tolist()}" if plain and 0 < value.numel() <= _SMALL else text
 
 
 def _attribute(module: fx.GraphModule, path: str) -> Any:
-    found: Any = module
+    value: Any = module
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value

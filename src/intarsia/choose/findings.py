@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +32,14 @@ class Trial:
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half of the range that holds the middle half of the rounds."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / 2
 
     @property
     def entry(self) -> Entry:
@@ -78,17 +86,19 @@ class Findings:
         return asdict(self)
 
     @staticmethod
-    def from_dict(kept: Mapping[str, Any]) -> Findings:
-        """The findings that `as_dict` told, also after a way through JSON; ValueError for damaged ones."""
-        told = dict(kept)
-        trials = [{**t, "seconds": tuple(t["seconds"]), "blocks": tuple(t["blocks"])} for t in told["trials"]]
-        told["trials"] = tuple(Trial(**trial) for trial in trials)
-        told["blocks"] = tuple(BlockCost(**block) for block in told["blocks"])
-        told["left_out"] = tuple(told["left_out"])
-        found = Findings(**told)
-        if strange := [n for n in found.numbers if not isinstance(n, int | float) or not n >= 0]:
+    def from_dict(table: Mapping[str, Any]) -> Findings:
+        """The findings of `as_dict`, also after a way through JSON; ValueError for damaged ones."""
+        fields = dict(table)
+        fields["trials"] = tuple(
+            Trial(**{**trial, "seconds": tuple(trial["seconds"]), "blocks": tuple(trial["blocks"])})
+            for trial in fields["trials"]
+        )
+        fields["blocks"] = tuple(BlockCost(**block) for block in fields["blocks"])
+        fields["left_out"] = tuple(fields["left_out"])
+        findings = Findings(**fields)
+        if strange := [n for n in findings.numbers if not isinstance(n, int | float) or not n >= 0]:
             raise ValueError(f"{strange[0]!r} is nothing that is measured")
-        return found
+        return findings
 
     @property
     def numbers(self) -> list[float]:
@@ -98,3 +108,36 @@ class Findings:
         own = (self.budget_s, self.spent_s, self.tolerance or 0.0)
         tables = (*self.entering.values(), *self.errors.values())
         return [n for numbers in (own, tables, *of_trials, *of_blocks) for n in numbers]
+
+
+def engine_seconds(found: Findings, engines: Sequence[str]) -> dict[str, float]:
+    """What the chosen plan spends on each engine in a call, where it was measured.
+
+    >>> blocks = (BlockCost(0, 1, "", "", {"a": 2.0}), BlockCost(1, 1, "", "", {"b": 1.0}))
+    >>> mix = Trial("mix", 2, (3.1,), 0.0, blocks=("a", "b"))
+    >>> found = Findings("latency", (mix,), "mix", blocks)
+    >>> engine_seconds(found, ("a", "b")), segment_seconds(found, ("a", "b"), 2)
+    ({'a': 2.0, 'b': 1.0}, [2.0, 1.0])
+    """
+    chosen = found.trial(found.chosen)
+    if len(engines) == 1:
+        return {engines[0]: chosen.median}
+    seconds: dict[str, float] = {}
+    for engine, block in zip(chosen.blocks, found.blocks, strict=False):
+        seconds[engine] = seconds.get(engine, 0.0) + block.seconds.get(engine, 0.0)
+    return seconds
+
+
+def segment_seconds(found: Findings, engines: Sequence[str], count: int) -> list[float | None]:
+    """What each of `count` segments takes: the blocks of a mix that follow each other on one engine."""
+    chosen = found.trial(found.chosen)
+    if count == 1:
+        return [chosen.median]
+    parts: list[float | None] = []
+    before = None
+    for engine, block in zip(chosen.blocks, found.blocks, strict=False):
+        if engine != before:
+            parts.append(0.0)
+        parts[-1] = (parts[-1] or 0.0) + block.seconds.get(engine, 0.0)
+        before = engine
+    return parts if len(parts) == count else [None] * count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 
 from intarsia.choose.findings import BlockCost, Findings, Trial
@@ -21,6 +20,7 @@ def findings_text(found: Findings) -> str:
     if found.tolerance is not None and found.trials:
         whole = found.trial(found.chosen).error
         lines.append(f"error end to end {whole:.2g} of the largest value; tolerance={found.tolerance:g}")
+        lines.append("  measured on the examples, in each row of a batch; other inputs may be off by more")
         lines += [f"  error of the segment from {node}: {error:.2g}" for node, error in found.errors.items()]
     lines += [f"left out: {reason}" for reason in found.left_out]
     return "\n".join(lines)
@@ -40,19 +40,16 @@ def _trials(found: Findings) -> Iterator[str]:
         dropped = "" if trial.final else ", not in the last race"
         if trial.quickest and trial.median > _BUSY * trial.quickest:
             dropped += f"; the machine was busy: its quickest round took {trial.quickest * 1e3:.3f}"
-        yield f" {mark} {name:<{width}}  {_ms(trial.seconds)}  {ratio:>6}  {count}{dropped}"
+        yield f" {mark} {name:<{width}}  {_ms(trial)}  {ratio:>6}  {count}{dropped}"
 
 
 def _rank(trial: Trial) -> tuple[bool, float]:
     return (not trial.final, trial.median)
 
 
-def _ms(seconds: Sequence[float]) -> str:
-    middle = statistics.median(seconds) * 1e3
-    if len(seconds) < 2:
-        return f"{middle:9.3f}        "
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return f"{middle:9.3f} ±{(high - low) / 2 * 1e3:6.3f}"
+def _ms(trial: Trial) -> str:
+    spread = "        " if len(trial.seconds) < 2 else f" ±{trial.spread * 1e3:6.3f}"
+    return f"{trial.median * 1e3:9.3f}{spread}"
 
 
 def _blocks(found: Findings) -> Iterator[str]:

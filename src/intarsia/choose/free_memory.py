@@ -23,8 +23,8 @@ def no_room(module: fx.GraphModule) -> str | None:
 
 def free_bytes() -> int | None:
     """Memory that this process may still take, as Linux tells it; None elsewhere."""
-    found = [value for value in (_available(), _left_to_group()) if value is not None]
-    return min(found, default=None)
+    limits = [value for value in (_available(), _left_to_group()) if value is not None]
+    return min(limits, default=None)
 
 
 def _available() -> int | None:

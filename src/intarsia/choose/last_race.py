@@ -1,4 +1,8 @@
-"""The race that decides: who runs in it and how many rounds, by what earlier races told."""
+"""The race that decides: who runs in it and how many rounds, by what earlier races told.
+
+Five plans of MViT, 225 to 255 ms, had three rounds each, and one hiccup kept the usual plan over one that was
+6 % faster. Fewer plans get more rounds in less time.
+"""
 
 from __future__ import annotations
 

@@ -20,15 +20,15 @@ def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) 
     alone = [Candidate(name, (engine, pytorch)) for name, engine in known.items()]
     if not workshop.on_gpu:  # there an engine that is slow to build is the one taken without measuring
         alone.sort(key=lambda candidate: candidate.is_slow_to_build)
-    found = [*alone[:1], *_in_pytorch(workshop, pytorch, measured), *alone[1:]]
+    line_ups = [*alone[:1], *_in_pytorch(workshop, pytorch, measured), *alone[1:]]
     quick = [engine for engine in others if not engine.slow_to_build]
     if len(quick) < 2:
-        return found
+        return line_ups
     together = Candidate(" > ".join(engine.name for engine in quick), (*quick, pytorch))
     used = [name for name in workshop.plan(together).engines if name != PYTORCH]
     if len(used) < 2:  # one engine takes all that any takes, and its own plan is the same
-        return sorted(found, key=lambda candidate: candidate.name not in used)
-    return [together, *found]
+        return sorted(line_ups, key=lambda candidate: candidate.name not in used)
+    return [together, *line_ups]
 
 
 def _in_pytorch(workshop: Workshop, pytorch: Engine, measured: Measured) -> list[Candidate]:

@@ -19,17 +19,16 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Measured:
-    """Place by measurement on this machine.
+    """Choose the plan by timing it on this machine.
 
     Args:
-        objective: "latency" for the time of one call; "throughput" for calls per second of several threads,
-            at the largest sizes of the ranges.
-        budget_s: seconds for building and measuring. More budget, more tries; what does not fit is left out,
-            and the plan says so. The first plan is built whatever the budget. None allows twice what the
-            compile took until the first plan stood, so that it takes at most three times as long in all;
-            engines that are slow to build are not tried then.
-        candidates: engines with other options, to be measured beside those of `engines`; None for the
-            options that this package knows to matter, an empty sequence for none.
+        objective: `"latency"` minimizes the time of one call. `"throughput"` maximizes calls per second from
+            several threads, at the largest sizes.
+        budget_s: seconds for building and measuring. What does not fit is left out, and the plan says so. The
+            first plan is built whatever the budget. None limits the search to 1.7 times the first build, and
+            engines that are slow to build are not tried.
+        candidates: engines with options of your own, measured beside `engines`. None for the options that are
+            known to matter, an empty sequence for none.
 
     >>> Measured(budget_s=5).objective
     'latency'

@@ -1,4 +1,9 @@
-"""Measurements remembered on disk: whole searches by model, costs by block."""
+"""Measurements remembered on disk: whole searches by model, costs by block.
+
+What is remembered is the search: the winner is built and verified again, and if it comes out differently
+everything is measured anew. With a tolerance the key has a digest of weights and examples, since errors are
+those of numbers.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +39,11 @@ class Memory:
 
     def findings(self, key: str) -> Findings | None:
         """What an earlier search found; None if there was none, or none that can be read."""
-        kept = self._searches.read().get(key)
-        if not isinstance(kept, dict):
+        entry = self._searches.read().get(key)
+        if not isinstance(entry, dict):
             return None
         try:
-            return Findings.from_dict(kept)
+            return Findings.from_dict(entry)
         except (AttributeError, KeyError, TypeError, ValueError):  # written by another version, or damaged
             return None
 
@@ -48,8 +53,8 @@ class Memory:
 
     def cost(self, key: str) -> float | None:
         """Seconds that something took, if it was measured."""
-        kept = self._costs.read().get(key)
-        return float(kept) if isinstance(kept, int | float) and kept >= 0 else None
+        cost = self._costs.read().get(key)
+        return float(cost) if isinstance(cost, int | float) and cost >= 0 else None
 
     def keep_cost(self, key: str, seconds: float) -> None:
         """Remember the seconds that something took."""

@@ -1,4 +1,8 @@
-"""Mixes worth building: the cheapest ways through blocks and engines, by what was measured."""
+"""Mixes worth building: the cheapest ways through blocks and engines, by what was measured.
+
+Blocks only propose. Their costs leave out what engines do across them, so they are scaled to each engine's
+whole time, and whole plans decide.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,6 @@ def promising_mixes(
 def mix(blocks: Blocks, engines: Sequence[Engine], way: Sequence[str]) -> Candidate:
     """The candidate that runs block `i` on `way[i]`, with a name that tells it from other mixes."""
     bounds = [i for i in range(len(way)) if i == 0 or way[i] != way[i - 1]]
-    told = [f"{way[i]} {i}-{end - 1}" for i, end in zip(bounds, [*bounds[1:], len(way)], strict=True)]
-    name = f"mix of blocks: {', '.join(told)}"
+    parts = [f"{way[i]} {i}-{end - 1}" for i, end in zip(bounds, [*bounds[1:], len(way)], strict=True)]
+    name = f"mix of blocks: {', '.join(parts)}"
     return Candidate(name, tuple(engines), blocks=tuple(way), homes=blocks.homes(way))

@@ -53,5 +53,5 @@ def shortest_paths(costs: Costs, entering: Mapping[str, float], count: int = 1) 
             )[:count]
             for engine, cost in block.items()
         }
-    found = sorted(state for ways in states.values() for state in ways)
-    return [way for _, _, way in found[:count]]
+    ends = sorted(state for ways in states.values() for state in ways)
+    return [way for _, _, way in ends[:count]]

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from intarsia.choose.findings import Findings
+from intarsia.choose.findings import Findings, engine_seconds, segment_seconds
 from intarsia.choose.findings_text import findings_text
+from intarsia.drawing import Drawing, DrawnTrial
 from intarsia.graph.plan import Plan
 
 MOVED = "its block was measured to run better on"
@@ -29,6 +30,28 @@ class MeasuredPlan(Plan):
 
         return Group(super().__rich__(), Text(findings_text(self.findings)))
 
+    def drawing(self) -> Drawing:
+        """What pictures show, with what was measured."""
+        found, drawn = self.findings, super().drawing()
+        if not found.trials:
+            return drawn
+        ranked = sorted(found.trials, key=lambda trial: (not trial.final, trial.median))
+        seconds = segment_seconds(found, drawn.engines, len(drawn.segments))
+        segments = (replace(s, seconds=t) for s, t in zip(drawn.segments, seconds, strict=True))
+        trials = (
+            DrawnTrial(t.name, t.median, t.spread, t.segments, t.name == found.chosen, t.final)
+            for t in ranked
+        )
+        how = "by an earlier compile" if found.remembered else f"in {found.spent_s:.1f} s"
+        return replace(
+            drawn,
+            engine_seconds=engine_seconds(found, drawn.engines),
+            segments=tuple(segments),
+            trials=tuple(trials),
+            measured_how=f"Median of interleaved rounds, measured {how} ({found.objective}).",
+            notes=(*drawn.notes, *(f"not measured: {reason}" for reason in found.left_out)),
+        )
+
     def to_json(self) -> str:
         """Segments, and everything that was measured."""
         return json.dumps({**json.loads(super().to_json()), "measured": self.findings.as_dict()}, indent=1)
@@ -44,4 +67,5 @@ def measured_plan(plan: Plan, findings: Findings) -> MeasuredPlan:
             if (rest := {e: reason for e, reason in why.items() if not reason.startswith((MOVED, EAGER))})
         }
         segments.append(replace(segment, reasons=kept))
-    return MeasuredPlan(tuple(segments), f"measurement ({findings.objective})", findings)
+    strategy = f"measurement ({findings.objective})"
+    return MeasuredPlan(tuple(segments), strategy, plan.bodies, plan.details, findings)

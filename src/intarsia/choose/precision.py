@@ -1,4 +1,8 @@
-"""Which arithmetic engines may use: the model's own, or shorter ones within a tolerance."""
+"""Which arithmetic engines may use: the model's own, or shorter ones within a tolerance.
+
+Shorter arithmetic is another engine with a name of its own, so tables, mixes, archives and costs work as for
+any engine. The error that counts is that of the whole against the model.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ def allowed_arithmetic(
 ) -> tuple[str, ...]:
     """What besides the model's own arithmetic may be tried; nothing without a tolerance.
 
+    With `precision="fp32"` a tolerance is a bound for engines of the model's own arithmetic, and no more.
+
     >>> allowed_arithmetic(None, 0.02, verify=True)
     ('bf16', 'fp16', 'int8', 'int8-weights', 'int4-weights')
     >>> allowed_arithmetic("bf16", 0.02, verify=True)
@@ -32,12 +38,12 @@ def allowed_arithmetic(
         raise InputError(f"precision={precision!r} needs tolerance=, how far results may be off")
     if not is_number(tolerance) or not 0 < tolerance < 1:
         raise InputError(f"tolerance={tolerance!r} must be a share of the largest value, between 0 and 1")
-    if precision == "fp32":
-        raise InputError(f'tolerance={tolerance!r} contradicts precision="fp32", which is exact')
     if not verify:
         raise InputError(
             f"tolerance={tolerance!r} needs verify=True: the error is found by running the model"
         )
+    if precision == "fp32":
+        return ()
     return (precision,) if precision is not None else known[1:]
 
 

@@ -46,7 +46,7 @@ class Search:
     sample: Sample
     memory: Memory
     progress: Progress
-    told: str = ""  # what the programs depend on besides graph, engines and options
+    context: str = ""  # what the programs depend on besides graph, engines and options
     tolerance: float | None = None  # how far results may be off; None for exact arithmetic
     build_s: dict[tuple[str, ...], float] = field(default_factory=dict)  # by engines
     built: dict[str, Built] = field(default_factory=dict)
@@ -97,12 +97,14 @@ class Search:
 
         Spinning threads make up for more than `_CLOSE`: those of a recurrent layer meet at every step.
         """
-        made = {name: built.candidate for name, built in self.built.items()}
-        near = [made[name] for name in self._close(_FAR)]
-        found = [other for plan in near for other in with_other_options(plan, self.workshop, self.measured)]
+        candidates = {name: built.candidate for name, built in self.built.items()}
+        near = [candidates[name] for name in self._close(_FAR)]
+        variants = [
+            other for plan in near for other in with_other_options(plan, self.workshop, self.measured)
+        ]
         for name in leaders:
-            found += without_patterns(made[name], self.workshop, self.measured)
-        return found
+            variants += without_patterns(candidates[name], self.workshop, self.measured)
+        return variants
 
     def _last_race(self, names: Sequence[str]) -> None:
         """The race that decides; once more where the machine was so busy that a plan let go seems faster."""
@@ -140,37 +142,37 @@ class Search:
             return []
         full = self.workshop.builder.options.require_full_compilation
         able = [engine for engine in quick if not (full and engine.name == PYTORCH)]
-        costing = Costing(self.workshop, able, self.measured.objective, self.memory, self.told)
+        costing = Costing(self.workshop, able, self.measured.objective, self.memory, self.context)
         self.progress.tell("measuring crossings")
         self.entering = costing.entering()
-        found = costing.costs(blocks, self.sample.inputs, self._enough)
-        if found is None:
+        costs = costing.costs(blocks, self.sample.inputs, self._enough)
+        if costs is None:
             self._leave_out(f"mixes: blocks took more than their part of the budget of {self._budget}")
             return []
-        self.blocks = found
+        self.blocks = costs
         alone = {e.name: self.trials[e.name].median for e in quick if e.name in self.trials}
         best = min(trial.median for trial in self.trials.values())
-        ways = promising_mixes(found, self.entering, alone, best, _MIXES)
+        ways = promising_mixes(costs, self.entering, alone, best, _MIXES)
         return [mix(blocks, quick, way) for way in ways]
 
     def _shortened(self, lead: str) -> list[str]:
         """Plans in shorter arithmetic whose error stays within the tolerance; the others are let go."""
         if self.tolerance is None:
             return []
-        kept = []
+        fitting = []
         for candidate in shortened(self.workshop.builder.module, self.engines):
             for name in self._build_all([candidate]):
                 built = self.built[name]
                 if self._is_close_enough(name):
-                    kept.append(name)
+                    fitting.append(name)
                     continue
                 took, exact = self._quickest_call(built), self.trials[lead].quickest
                 if took <= exact:
-                    kept += self._with_exact_blocks(candidate.engines[0], lead)
+                    fitting += self._with_exact_blocks(candidate.engines[0], lead)
                 else:
                     slower = f"all of it takes {took * 1e3:.3g} ms, and {lead} {exact * 1e3:.3g}"
                     self.left_out.append(f"{name}, some blocks exact: {slower}")
-        return kept
+        return fitting
 
     def _quickest_call(self, built: Built) -> float:
         """About what a call takes, to see whether a plan is worth more work; infinite where it fails."""

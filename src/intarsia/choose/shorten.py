@@ -56,10 +56,10 @@ def with_exact_blocks(
     >>> worst_of([0.1, 0.5, 0.2], 2)
     [1, 2]
     """
-    kept = worst_of(errors, count)
-    way = tuple(exact.name if number in kept else engine.name for number in range(len(blocks)))
+    worst = worst_of(errors, count)
+    way = tuple(exact.name if number in worst else engine.name for number in range(len(blocks)))
     used = [e for e in engines if e.name in (*way, PYTORCH)]
-    name = f"{engine.name}, blocks {', '.join(map(str, kept))} on {exact.name}"
+    name = f"{engine.name}, blocks {', '.join(map(str, worst))} on {exact.name}"
     return Candidate(name, tuple(used), options=1, blocks=way, homes=blocks.homes(way))
 
 

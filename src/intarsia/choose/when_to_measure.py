@@ -1,4 +1,7 @@
-"""Whether a model is worth measuring when nobody asked for it."""
+"""Whether a model is worth measuring when nobody asked for it.
+
+The work is estimated from the graph, so that the outcome does not depend on the clock.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,69 +14,103 @@ from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
 from intarsia.compiler import compile
 from intarsia.engines import default_engines
-from intarsia.timing import race
+from intarsia.timing import Timing, race
 
-EAGER = "PyTorch eager"
+EAGER, TORCH_COMPILE = "PyTorch eager", "torch.compile"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What each peer took and how far it is off, with the plan and the notes of what was compiled."""
+
+    model: str
+    weights: int
+    threads: int
+    times: Mapping[str, Timing]
+    errors: Mapping[str, float]
+    plan: str
+    notes: tuple[str, ...]
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        peers = {
+            name: {
+                "median_ms": timing.median * 1e3,
+                "best_ms": timing.best * 1e3,
+                "of_eager": timing.median / self.times[EAGER].median,
+                "error": self.errors[name],
+            }
+            for name, timing in self.times.items()
+        }
+        about = {"model": self.model, "weights": self.weights, "threads": self.threads}
+        return {**about, "peers": peers, "failed": dict(self.failed), "notes": list(self.notes)}
 
 
 def compare(
-    specimen: Specimen, *, torch_compile: bool = False, seconds: float = 20.0, print_plan: bool = False
-) -> None:
-    """Compile a model on each engine alone and on the measured plan; print notes, errors and times."""
-    console = Console()
-    weights = sum(p.numel() for p in specimen.model.parameters())
-    console.print(
-        f"[bold]{type(specimen.model).__name__}[/], {weights / 1e6:.1f} M weights, "
-        f"{torch.get_num_threads()} threads"
-    )
-    peers: dict[str, Callable[..., Any]] = {EAGER: specimen.model}
+    specimen: Specimen,
+    options: Mapping[str, Any] | None = None,
+    *,
+    torch_compile: bool = False,
+    seconds: float = 20.0,
+) -> Comparison:
+    """Compile a model on each engine alone and on the measured plan, and time all of them in turns."""
+    model, options = specimen.module, dict(options or {})
+    peers: dict[str, Callable[..., Any]] = {EAGER: model}
     if torch_compile:
-        peers["torch.compile"] = torch.compile(specimen.model)
-    for label, engines in _engine_choices():
-        compiled = compile(specimen.model, specimen.args, specimen.kwargs, engines=engines)
+        peers[TORCH_COMPILE] = torch.compile(model)
+    notes: list[str] = []
+    plan = ""
+    for label, engines in _engine_choices(options.pop("engines", None)):
+        compiled = compile(specimen.model, specimen.args, specimen.kwargs, engines=engines, **options)
         peers[f"intarsia, {label}"] = compiled
-        for note in compiled.notes:
-            console.print(note, style="yellow", markup=False)
-    if print_plan:
-        console.print(str(compiled.plan), highlight=False, markup=False)
-    console.print(_table(peers, specimen, seconds, console))
-
-
-def _table(
-    peers: dict[str, Callable[..., Any]], specimen: Specimen, seconds: float, console: Console
-) -> Table:
-    table = Table(title="latency, and the largest difference from eager as a share of the largest output")
-    for column in ("", "median ms", "best ms", "of eager", "error"):
-        table.add_column(column, justify="left" if not column else "right")
+        notes += [note for note in compiled.notes if note not in notes]
+        plan = str(getattr(compiled, "plan", compiled))
     calls: dict[str, Callable[[], Any]] = {}
     errors: dict[str, float] = {}
+    failed: dict[str, str] = {}
     with torch.no_grad():
-        expected = specimen.model(*specimen.args, **specimen.kwargs)
+        expected = model(*specimen.args, **specimen.kwargs)
         for name, peer in peers.items():
             call = _call(peer, specimen)
             try:
                 errors[name] = relative_error(call(), expected)
             except Exception as failure:  # torch.compile's failure is a result; ours would be a defect
-                if name != "torch.compile":
+                if name != TORCH_COMPILE:
                     raise
-                console.print(f"torch.compile fails: {type(failure).__name__}", style="yellow")
+                failed[name] = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
                 continue
             calls[name] = call
         times = race(calls, budget_s=seconds)
-    for name, timing in times.items():
-        table.add_row(
-            name,
-            f"{timing.median * 1e3:.2f}",
-            f"{timing.best * 1e3:.2f}",
-            f"{timing.median / times[EAGER].median:.2f}",
-            f"{errors[name]:.1e}",
-        )
-    return table
+    weights = sum(p.numel() for p in model.parameters())
+    kind = type(specimen.model).__name__
+    return Comparison(kind, weights, torch.get_num_threads(), times, errors, plan, tuple(notes), failed)
 
 
-def _engine_choices() -> list[tuple[str, list[str] | None]]:
-    """A label and `engines=` for each plan: every usable engine alone, and the default."""
-    usable = [
+def print_comparison(comparison: Comparison, *, plan: bool = False) -> None:
+    """The comparison as a table, below the notes and, if asked for, the plan that was used last."""
+    console = Console()
+    about = f"{comparison.weights / 1e6:.1f} M weights, {comparison.threads} threads"
+    console.print(f"[bold]{comparison.model}[/], {about}")
+    for note in comparison.notes:
+        console.print(note, style="yellow", markup=False)
+    for name, reason in comparison.failed.items():
+        console.print(f"{name} fails: {reason}", style="yellow", markup=False)
+    if plan:
+        console.print(comparison.plan, highlight=False, markup=False)
+    table = Table(title="latency, and the largest difference from eager as a share of the largest output")
+    for column in ("", "median ms", "best ms", "of eager", "error"):
+        table.add_column(column, justify="left" if not column else "right")
+    eager = comparison.times[EAGER].median
+    for name, timing in comparison.times.items():
+        milliseconds = f"{timing.median * 1e3:.2f}", f"{timing.best * 1e3:.2f}"
+        table.add_row(name, *milliseconds, f"{timing.median / eager:.2f}", f"{comparison.errors[name]:.1e}")
+    console.print(table)
+
+
+def _engine_choices(asked: list[str] | None) -> list[tuple[str, list[str] | None]]:
+    """A label and `engines=` for each plan: each engine asked for or usable, and then all of them."""
+    usable = asked or [
         engine.name
         for engine in default_engines()
         if engine.unavailable() is None and engine.name != "pytorch"
@@ -83,7 +118,7 @@ def _engine_choices() -> list[tuple[str, list[str] | None]]:
     if not usable:
         return [("PyTorch alone", None)]
     alone: list[tuple[str, list[str] | None]] = [(f"{name} alone", [name]) for name in usable]
-    return [*alone, ("measured", None)]
+    return [*alone, ("measured", asked)]
 
 
 def _call(peer: Callable[..., Any], specimen: Specimen) -> Callable[[], Any]:

@@ -5,18 +5,52 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from runpy import run_path
+from typing import Annotated, Any, Literal
 
 import typer
 
-from intarsia.errors import PartitionError
+from intarsia.cli.arguments import AsJson, Full, Model, print_json
+from intarsia.errors import InputError, IntarsiaError, PartitionError
 
 app = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
 
-ScheduleName = Annotated[str, typer.Option(help="GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...")]
+ScheduleName = Annotated[str, typer.Option(help="A name of `intarsia pipeline schedules`.")]
+Imports = Annotated[
+    list[str] | None, typer.Option("--import", help="A file.py or module that defines schedules.")
+]
 Microbatches = Annotated[int, typer.Option(help="Micro-batches.")]
+
+
+def split(
+    model: Model,
+    stages: Annotated[int, typer.Option(help="How many parts.", min=1)] = 2,
+    by: Annotated[str, typer.Option(help="time or memory: what is balanced.")] = "time",
+    full: Full = False,
+    json: AsJson = False,
+) -> None:
+    """Cut a model into balanced pipeline stages; print where, with the cost of each stage."""
+    from intarsia.cli.model import resolve
+    from intarsia.pipeline import split as split_model
+
+    specimen = resolve(model, full=full)
+    if by not in ("time", "memory"):
+        raise InputError(f"--by {by} is neither time nor memory")
+    balanced: Literal["time", "memory"] = "time" if by == "time" else "memory"
+    parts = split_model(specimen.module, specimen.args, specimen.kwargs, stages=stages, by=balanced)
+    report = parts.report
+    if not json:
+        typer.echo(str(report))
+        return
+    costs = [
+        {"forward_s": c.forward, "backward_s": c.backward, "weights": c.weights, "kept": c.saved}
+        for c in report.costs
+    ]
+    about = {"way": report.way, "reason": report.reason, "by": report.by, "balance": report.balance}
+    print_json({**about, "stages": costs, "bytes_across": list(report.crossing)})
 
 
 @app.command()
@@ -25,18 +59,33 @@ def draw(
     ranks: Annotated[int, typer.Option(help="Devices.")] = 4,
     microbatches: Microbatches = 8,
     picture: Annotated[Path | None, typer.Option(help="Write an .svg or .html file instead.")] = None,
+    imports: Imports = None,
 ) -> None:
     """Draw a schedule, as text or as a picture."""
-    from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
-    from intarsia.pipeline.schedule.schedules import schedule as make
+    from intarsia.pipeline.plan.draw import ascii_gantt, html_gantt, svg_gantt
+    from intarsia.pipeline.schedules import schedule as make
 
     _check_positive(ranks=ranks, microbatches=microbatches)
+    _import(imports)
     plan = make(schedule, ranks, microbatches)
     if picture is None:
         typer.echo(ascii_gantt(plan))
         return
     picture.write_text(html_gantt(plan) if picture.suffix == ".html" else svg_gantt(plan), encoding="utf-8")
     typer.echo(f"wrote {picture}")
+
+
+@app.command()
+def schedules(imports: Imports = None) -> None:
+    """Which schedules there are, and what each needs."""
+    from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+
+    _import(imports)
+    for definition in (*SCHEDULES.values(), *TORCH_ONLY.values()):
+        stages = f"{definition.per_rank} stage{'s' if definition.per_rank > 1 else ''} a rank"
+        apart = ", weight gradients apart" if definition.splits_backward else ""
+        runs_only = "" if definition.order is not None else ", run by torch and not simulated"
+        typer.echo(f"{definition.name:<16} {stages}{apart}{runs_only}")
 
 
 @app.command()
@@ -60,9 +109,14 @@ def run(
     every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --save.")] = False,
     curve: Annotated[Path | None, typer.Option(help="Write the loss curve there, as .svg.")] = None,
+    imports: Imports = None,
 ) -> None:
     """Train a model over several processes: your own, or a small one checked against the plain model."""
-    per_rank = 2 if schedule in _TWO else 1
+    from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+
+    _import(imports)
+    definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+    per_rank = 1 if definition is None else definition.per_rank
     if "RANK" not in os.environ:
         _check_positive(ranks=ranks, microbatches=microbatches, steps=steps, timeout=timeout)
         _check_positive(batch=batch, length=length, rate=rate, every=every)
@@ -73,6 +127,10 @@ def run(
             raise PartitionError(f"--curve {curve}: the picture is an SVG; give a name that ends in .svg")
         if model is None and (text or save or curve or recompute):
             raise PartitionError("--text, --save, --curve and --recompute need a model to train")
+        if model is not None:
+            from intarsia.cli.pipeline_model import find_factory
+
+            find_factory(model)  # a name that means nothing is refused here, and not on every rank
         raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
     if model is None:
         from intarsia.cli.pipeline_demo import run_rank
@@ -88,10 +146,6 @@ def run(
     train_rank(make_job(model, text, batch, length), options, typer.echo)
 
 
-# These give each rank two stages.
-_TWO = {"Interleaved1F1B", "LoopedBFS", "ZBV", "DualPipeV"}
-
-
 def _check_positive(**options: float) -> None:
     for name, value in options.items():
         if value <= 0:
@@ -101,28 +155,54 @@ def _check_positive(**options: float) -> None:
 def _check_schedule(schedule: str, ranks: int, microbatches: int) -> None:
     """Refuse, before a process is started, what every rank would refuse."""
     from intarsia.pipeline.distributed.placement import schedule_class
-    from intarsia.pipeline.schedule.schedules import refusal
+    from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
 
     schedule_class(schedule)
-    reason = refusal(schedule, ranks, microbatches)
+    definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+    reason = None if definition is None else definition.refusal(ranks, microbatches)
     if reason is not None:
         raise PartitionError(reason)
 
 
+def _import(names: Sequence[str] | None) -> None:
+    """Import files and modules for the schedules that they define."""
+    for name in names or ():
+        if name.endswith(".py"):
+            run_path(name)
+        else:
+            import_module(name)
+
+
 def _as_typed(options: Mapping[str, Any]) -> list[str]:
     """The options of a command as they are typed."""
-    typed = [f"--{name}={value}" for name, value in options.items() if name != "model" and value is not None]
+    single = {name: value for name, value in options.items() if name not in ("model", "imports")}
+    typed = [f"--{name}={value}" for name, value in single.items() if value is not None]
+    typed += [f"--import={name}" for name in options["imports"] or ()]
     flags = [option.removesuffix("=True") for option in typed if not option.endswith("=False")]
     return flags if options["model"] is None else [options["model"], *flags]
 
 
 def _under_torchrun(ranks: int, options: list[str]) -> int:
     """Start this command again, once a rank."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = [sys.executable, "-m", "intarsia.cli.torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     command = [*torchrun, "-m", "intarsia.cli.pipeline", "run", *options]
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     return subprocess.run(command, env=environment, check=False).returncode
 
 
+def _run_rank() -> None:
+    """The command on one rank: an error a user can act on goes to the launcher, which says it once."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        app()
+    except IntarsiaError as error:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            get_error_handler().record_exception(error)
+        else:
+            typer.secho(str(error), fg="red", err=True)
+        raise SystemExit(1) from None
+
+
 if __name__ == "__main__":
-    app()
+    _run_rank()

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from intarsia.errors import PipelineError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 from intarsia.pipeline.distributed.start import start_process_group
-from intarsia.pipeline.schedule.schedules import SCHEDULES, schedule
-from intarsia.pipeline.schedule.simulate import simulate
+from intarsia.pipeline.plan.simulate import simulate
+from intarsia.pipeline.schedules import SCHEDULES, schedule
 from intarsia.pipeline.split import split
 
 Echo = Callable[[str], None]

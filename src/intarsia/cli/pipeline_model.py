@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from intarsia.cli.zoo import load_factory
+from intarsia.cli.model import load_factory
 from intarsia.errors import InputError
 
 TEXT = (
@@ -63,17 +63,21 @@ def make_job(name: str, text: Path | None = None, batch: int = 16, length: int =
     for a language model of bytes. `gpt2:n_layer=4,n_embd=128` is Hugging Face's configuration of that type
     with these changes, and random weights; nothing is downloaded.
     """
-    place, _, rest = name.partition(":")
-    own = rest and "=" not in rest
-    made = load_factory(place, rest)() if own else _hugging_face(place, rest)
-    if isinstance(made, nn.Module):
-        return Job(made, _text(made, text, batch, length), next_token_loss, "equal")
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
-        raise InputError(f"{name} must return (model, data, loss) or a model, not {type(made).__name__}")
+    job = find_factory(name)()
+    if isinstance(job, nn.Module):
+        return Job(job, _text(job, text, batch, length), next_token_loss, "equal")
+    if not (isinstance(job, tuple) and len(job) == 3 and isinstance(job[0], nn.Module)):
+        raise InputError(f"{name} must return (model, data, loss) or a model, not {type(job).__name__}")
     if text is not None:
         raise InputError(f"{name} brings its own data; --text is for language models")
-    model, data, loss = made
+    model, data, loss = job
     return Job(model, lambda step: _batch(data(step), name), loss)
+
+
+def find_factory(name: str) -> Callable[[], Any]:
+    """What makes the job of a name, found and not yet called; a name that means nothing is refused."""
+    place, _, rest = name.partition(":")
+    return load_factory(place, rest) if rest and "=" not in rest else _hugging_face(place, rest)
 
 
 def next_token_loss(answer: Any, ids: Tensor) -> Tensor:
@@ -106,7 +110,7 @@ def _batch(given: Any, name: str) -> Batch:
     return Batch(args if isinstance(args, tuple) else (args,), given[-1], kwargs)
 
 
-def _hugging_face(kind: str, sizes: str) -> nn.Module:
+def _hugging_face(kind: str, sizes: str) -> Callable[[], nn.Module]:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -132,6 +136,10 @@ def _hugging_face(kind: str, sizes: str) -> nn.Module:
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if (getattr(config, key, None) or 0) >= config.vocab_size:
             setattr(config, key, 0)
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    return model.train()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return model.train()
+
+    return build

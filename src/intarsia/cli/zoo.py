@@ -1,4 +1,4 @@
-"""Models by name: real architectures with random weights, and what a function of the user's returns.
+"""Real architectures with random weights, by name.
 
 Hugging Face configurations, nothing downloaded. `small` keeps every operator of an architecture in a
 fraction of its size; `full` is the size people know it by.
@@ -6,28 +6,31 @@ fraction of its size; `full` is the size people know it by.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
-from intarsia.errors import InputError, IntarsiaError
+from intarsia.errors import InputError
 
 
 @dataclass(frozen=True)
 class Specimen:
-    """A model in evaluation mode and a call to it."""
+    """A model in evaluation mode, or an exported program, and a call to it."""
 
-    model: nn.Module
+    model: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model as something to call."""
+        model: nn.Module = self.model.module() if isinstance(self.model, ExportedProgram) else self.model
+        return model
 
 
 def names() -> list[str]:
@@ -42,61 +45,17 @@ def specimen(name: str, *, full: bool = False) -> Specimen:
     torch.Size([2, 16])
     """
     if name not in _MAKERS:
-        raise IntarsiaError(f"there is no architecture {name!r}; known are {', '.join(_MAKERS)}")
+        raise InputError(f"there is no architecture {name!r}; known are {', '.join(_MAKERS)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded, and nothing is asked for
     try:
         import transformers
     except ImportError as error:
-        raise IntarsiaError("the architectures need Hugging Face: pip install transformers") from error
+        raise InputError("the architectures need transformers: pip install 'intarsia[generation]'") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         result = _MAKERS[name](transformers, full)
     result.model.eval()
     return result
-
-
-def model_of(name: str, *, full: bool = False) -> Specimen:
-    """The model that a command line names: an architecture of the zoo, or `file.py:function`.
-
-    >>> type(model_of("bert").model).__name__
-    'BertModel'
-    """
-    place, _, function = name.partition(":")
-    if not function:
-        return specimen(name, full=full)
-    result = load_factory(place, function)()
-    if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], nn.Module)):
-        raise InputError(
-            f"{name} must return (model, args) or (model, args, kwargs), not {type(result).__name__}"
-        )
-    model, args, *rest = result
-    kwargs = rest[0] if rest else {}
-    if not isinstance(args, tuple | list) or not isinstance(kwargs, dict):
-        raise InputError(f"{name} must return args as a tuple and kwargs as a dict")
-    return Specimen(model.eval(), tuple(args), kwargs)
-
-
-def load_factory(place: str, name: str) -> Callable[[], Any]:
-    """The function `name` of a Python file or of a module, named on the command line."""
-    if place.endswith(".py"):
-        path = Path(place)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None or not path.is_file():
-            raise InputError(f"there is no file {place}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # what is defined there may be looked up by its module
-        spec.loader.exec_module(module)
-    else:
-        if "" not in sys.path:
-            sys.path.insert(0, "")  # modules of the folder the command runs in
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise InputError(f"there is no module {place}: {error}") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise InputError(f"{place} has no function {name}")
-    return factory  # type: ignore[no-any-return]
 
 
 _Maker = Callable[[Any, bool], Specimen]

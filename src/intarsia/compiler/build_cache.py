@@ -1,4 +1,10 @@
-"""The build cache: a second compile of the same model, in any process, builds no engine."""
+"""The build cache: a second compile of the same model, in any process, builds no engine.
+
+Whole modules are kept, by the lowered graph: engines alone would leave out comparing, measuring and
+converting. The model runs on the examples every time, and its answers are part of the key, so what was
+verified is what is used. Converters, patterns, strategies and engines of a user turn it off, since their text
+does not tell what they do.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +30,7 @@ from intarsia.convert import registry
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.lower import Lowered
+from intarsia.plain_tensors import plain_state
 from intarsia.rewrite import RewritePatternManager
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.inlay import Assembly
@@ -76,7 +83,7 @@ class CacheEntry:
             facts = json.loads(facts_path.read_bytes())
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # what would be warned of is built again
-                pieces = load_pieces(path, lowered, model.state_dict(), facts["seal"])
+                pieces = load_pieces(path, lowered, plain_state(model.state_dict()), facts["seal"])
         except Exception:  # damaged, or thrown out by another process meanwhile: it is built again
             shelf.throw_out(f"{self.key}.json")
             shelf.throw_out(self.key)

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -31,6 +31,7 @@ from torch.export import ExportedProgram
 from intarsia import archive as archive  # compiled modules are pickled through it
 from intarsia.build.builder import Builder
 from intarsia.build.cases import Cases
+from intarsia.build.details import plan_details
 from intarsia.build.faithful import (
     Example,
     LoweredModel,
@@ -48,32 +49,43 @@ from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind, device_of
 from intarsia.capture.export import capture
-from intarsia.capture.frozen_state import watched
 from intarsia.capture.input import check_call, further_calls, resolve_call
-from intarsia.capture.protect import undisturbed
+from intarsia.capture.protect import initialized, undisturbed
 from intarsia.capture.random_state import kept_random_state
+from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
-from intarsia.choose.precision import Precision, refuse_short_engines
+from intarsia.choose.precision import refuse_short_engines
 from intarsia.choose.when_to_measure import is_measuring, may_favour_slow_engines, too_small_to_measure
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before
+from intarsia.compiler.training import training_difference
+from intarsia.compiler.unexpected import internal_error, is_for_user, model_as_it_is
 from intarsia.convert import registry
 from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
-from intarsia.errors import CaptureError, InputError, IntarsiaError, LoweringError, PartitionError
+from intarsia.errors import (
+    CaptureError,
+    DifferenceWarning,
+    InputError,
+    IntarsiaError,
+    InternalError,
+    LoweringError,
+    PartitionError,
+    UnrepeatableError,
+    warn,
+)
 from intarsia.graph.devices import uses_gpu
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
 from intarsia.options import CompileOptions, Placement
-from intarsia.partition import PartitionOptions, Piece, Plan, Strategy, SupportTable
+from intarsia.partition import Piece, Plan, SupportTable
+from intarsia.partition.atomic import unmatched_chains
 from intarsia.partition.names import check_names
-from intarsia.partition.options import PartitionChoices
 from intarsia.partition.support import refused_table, support_table
-from intarsia.rewrite import Patterns
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import use_cuda_graphs
 from intarsia.runtime.inlay import Assembly
@@ -83,76 +95,6 @@ from intarsia.runtime.partly import PartlyCompiled
 COMPILING = threading.RLock()
 
 
-def compile(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    dynamic_shapes: Any = None,
-    engines: Sequence[Engine | str] | Engine | str | None = None,
-    partition: str | Strategy | Measured | None = None,
-    precision: Precision | None = None,
-    tolerance: float | None = None,
-    examples: Sequence[Sequence[Any]] = (),
-    options: PartitionOptions | None = None,
-    rewrite: Patterns = None,
-    verify: bool = True,
-    cuda_graphs: bool | Literal["static"] | None = None,
-    build_limit_s: float | None = 600.0,
-    fallback: Literal["parts", "eager", "error"] = "parts",
-    **choices: Unpack[PartitionChoices],
-) -> Compiled | PartlyCompiled:
-    """Cut a model into pieces, give each to an engine that can run it, inlay them as one module.
-
-    The module computes what the model does in evaluation, for inputs like `args` and `kwargs` (sizes
-    named in `dynamic_shapes` may vary). Where no engine takes an operator, PyTorch runs it, and
-    `plan` says why. With `verify` the model is run on the example inputs, and at the ends of sizes that vary:
-    the graph made of it, every piece on its engine, and the whole must answer alike (see `compare`), or the
-    nodes at fault, and at worst the model, stay in PyTorch. An engine that takes longer than `build_limit_s`
-    seconds to answer, build or first run a piece is given up; its thread cannot be ended and is left behind.
-    `rewrite` chooses patterns: None those measured to pay here, True all, False none, or a list of shipped
-    names, patterns and managers; `RewritePatternManager.instance()` holds those applied with None and True.
-    On a GPU the whole module runs as one CUDA graph where it can be recorded; `cuda_graphs=False` turns that
-    off, and with "static" a call returns the graph's own memory, which the next call overwrites.
-    A model that torch.export cannot take is compiled in parts: the submodules that can be captured, largest
-    first, run compiled, the rest as it is, and `notes` say what and why; with `fallback="eager"` all of it
-    runs as it is, with "error" it is refused.
-    `partition` is `Measured()`, the name of a strategy, or one of your own. With `Measured()` every engine
-    alone, other options and the model as it is are measured on this machine, and the best is taken (see
-    `docs/choosing.md`). It is the default where neither engines nor their order are named, unless
-    the model is too small for it to pay; otherwise each node goes to the first engine that takes it.
-    Arithmetic is the model's own (`precision="fp32"`). With `tolerance=0.02` engines may use bf16, fp16,
-    int8, or weights of 8 or 4 bits ("int8-weights", "int4-weights"; or only what `precision` names) where
-    that is measured to be faster and the largest error of each result, on the example and on further
-    `examples` of positional arguments, stays within that share of its largest value; blocks with the largest
-    errors are kept exact, and the plan tells the error.
-    `choices` are the fields of `PartitionOptions` (`min_block_size`, `torch_executed_ops`,
-    `torch_executed_modules`, `require_full_compilation`, `atomic`, `memory_budget`, `backend_priority`,
-    `backend_support_map`), given by name or together as `options`.
-
-    >>> import torch, intarsia
-    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    >>> fast = intarsia.compile(model, (torch.ones(1, 8),))
-    >>> torch.allclose(fast(torch.ones(1, 8)), model(torch.ones(1, 8)), atol=1e-5)
-    True
-    """
-    checked = CompileOptions.of(
-        engines=engines,
-        partition=partition,
-        precision=precision,
-        tolerance=tolerance,
-        examples=examples,
-        options=options,
-        rewrite=rewrite,
-        verify=verify,
-        cuda_graphs=cuda_graphs,
-        build_limit_s=build_limit_s,
-        fallback=fallback,
-        **choices,
-    )
-    return compile_with(checked, model, args, kwargs, dynamic_shapes)
-
-
 def compile_with(
     options: CompileOptions,
     model: nn.Module,
@@ -160,17 +102,60 @@ def compile_with(
     kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Compiled | PartlyCompiled:
-    """`compile` with options that are checked already."""
+    """`intarsia.compile` with checked options. What fails unexpectedly leaves the model as it is."""
+    try:
+        compiled = _compile(options, model, args, kwargs or {}, dynamic_shapes)
+    except InternalError as error:
+        if options.is_strict:
+            raise (error.__cause__ or error) from None
+        warn(f"the model runs as it is, in PyTorch: {error}")
+        return model_as_it_is(model, str(error))
+    with kept_random_state():
+        example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+        training = training_difference(model, (example[0], example[1]))
+    if training is not None:
+        warn(training, DifferenceWarning)
+    for difference in compiled.differences:
+        warn(f"compiled, the model can answer otherwise: {difference}", DifferenceWarning)
+    return compiled
+
+
+def compile_whole(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Compiled:
+    """The same for a caller that runs the model itself where this raises an IntarsiaError, and says so."""
+    compiled = _compile(replace(options, fallback="error"), model, args, kwargs or {}, dynamic_shapes)
+    assert isinstance(compiled, Compiled)
+    return compiled
+
+
+def _compile(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+) -> Compiled | PartlyCompiled:
+    """Every compile goes through here; an exception that is none of this package's is an InternalError."""
     began = time.perf_counter()
     check_call(args, kwargs)
-    with COMPILING, kept_random_state(), device_of(model, args, kwargs or {}):
-        job = prepare(options, model, args, kwargs or {}, dynamic_shapes, began)
-        try:
-            return job.run()
-        except (CaptureError, LoweringError) as error:
-            if job.must_be_whole(error):
-                raise
-            return job.in_parts(str(error).splitlines()[0])
+    try:
+        with COMPILING, kept_random_state(), device_of(model, args, kwargs):
+            job = prepare(options, model, args, kwargs, dynamic_shapes, began)
+            try:
+                return job.run()
+            except (CaptureError, LoweringError) as error:
+                if job.must_be_whole(error):
+                    raise
+                return job.in_parts(str(error).splitlines()[0])
+    except Exception as error:
+        if is_for_user(error):
+            raise
+        raise internal_error(error) from error
 
 
 def prepare(
@@ -190,7 +175,7 @@ def prepare(
             f"cuda_graphs={options.cuda_graphs!r} needs a model on a CUDA device; this one is on {device}"
         )
     usable, notes = resolve_engines(options.engines, device)
-    placement, arithmetic = options.placement, options.accuracy.arithmetic
+    placement, arithmetic = options.placement, options.arithmetic
     is_open = options.engines is None and options.limits.backend_priority is None
     by_default = is_open and options.partition is None and not arithmetic
     if by_default and device in ("cpu", "cuda") and len(usable) > 1 and is_measuring():
@@ -204,6 +189,7 @@ def prepare(
         notes += [f"{name} is not tried: {reason}" for name, reason in missing.items()]
     elif placement.measured is not None:
         refuse_short_engines(usable)
+    notes += initialized(model, (args, kwargs))
     request = Request((args, kwargs), dynamic_shapes, tuple(notes), began)
     return CompileJob(model, request, tuple(usable), options, placement)
 
@@ -224,7 +210,7 @@ class Captured:
 
     judge: Judge | None = None
     truth: Answer | None = None
-    notes: tuple[str, ...] = ()  # what a run of the model does that a graph does not repeat
+    effects: tuple[Effect, ...] = ()  # what a run of the model does that a graph does not repeat
 
 
 @dataclass(frozen=True)
@@ -275,21 +261,28 @@ class CompileJob:
             return Captured()
         assert self.model is not None
         judge = Judge(self.model)
-        with watched(judge.model) as frozen:
+        with watched(judge.model) as effects:
             truth = judge.answer_if_any(self.request.call)
-        return Captured(judge, truth, tuple(frozen))
+        if truth is None:
+            return Captured(judge)
+        return Captured(judge, truth, tuple(settled(effects, judge.model, self.request.call)))
 
     def lower(self, captured: Captured) -> LoweredModel:
         """Export the model and lower it; the examples are the call, and the ends of the ranges of sizes."""
-        notes = (*self.request.notes, *captured.notes)
+        effects = captured.effects
         if captured.judge is None:
             assert self._module is not None
-            with watched(self._module) as frozen:
+            with watched(self._module) as seen:
                 lowered, call = self._lowered()
-            return LoweredModel(lowered, [Example(call, example_inputs(lowered, *call))], (*notes, *frozen))
-        lowered, call = self._lowered()
-        examples, unverified = examples_of(captured.judge, lowered, call, self.request.call, captured.truth)
-        return LoweredModel(lowered, examples, (*notes, *unverified))
+            effects = tuple(settled(seen, self._module, call))
+            examples, unverified = [Example(call, example_inputs(lowered, *call))], list[str]()
+        else:
+            lowered, call = self._lowered()
+            given, truth = self.request.call, captured.truth
+            examples, unverified = examples_of(captured.judge, lowered, call, given, truth)
+        notes = (*self.request.notes, *(effect.text for effect in effects), *unverified)
+        differences = tuple(effect.text for effect in effects if effect.follows == "warning")
+        return LoweredModel(lowered, examples, notes, differences=differences)
 
     def _lowered(self) -> tuple[Lowered, Call]:
         assert self.model is not None
@@ -326,8 +319,9 @@ class CompileJob:
             calls = further_calls(self.options.accuracy.examples, self.request.call[1])
             more = further_examples(captured.judge, checked.lowered, calls)
             checked = replace(checked, examples=[*checked.examples, *more])
-        self._check_names(checked.lowered.module)
-        return checked
+        module = checked.lowered.module
+        self._check_names(module)
+        return replace(checked, notes=(*checked.notes, *unmatched_chains(module, self.options.limits)))
 
     def _exported_operators(self) -> set[Any]:
         assert self.model is not None
@@ -401,15 +395,13 @@ class CompileJob:
     def mismatch(self, judge: Judge, graph: LoweredModel, compiled: Compiled) -> str | None:
         """How the module as a whole differs from the model; None where it answers alike.
 
-        What rounding may do is that of the coarsest engine in use; a tolerance counts only where an engine
-        of shorter arithmetic is in use.
+        What rounding may do is that of the coarsest engine in use.
         """
         plans = (compiled.plan, *compiled.body_plans.values())
         names = {name for plan in plans for name in plan.engines}
         used = [engine for engine in self.engines if engine.name in names]
         coarsest = max((engine.coarsest for engine in used), default=0.0)
-        is_exact = all(engine.is_exact for engine in used)
-        tolerance = None if is_exact else self.options.accuracy.tolerance
+        tolerance = self.options.accuracy.tolerance
         return whole_fault(judge, graph.lowered, compiled, graph.examples, coarsest, tolerance)
 
     def store(self, cache: CacheEntry, graph: LoweredModel, compiled: Compiled) -> None:
@@ -419,12 +411,18 @@ class CompileJob:
         cache.store(compiled, time.perf_counter() - self.request.began)
 
     def finish(self, graph: LoweredModel, compiled: Compiled) -> Compiled:
-        """Let the module take other weights.
+        """Let the module take other weights, and its plan be drawn in detail.
 
         What does so lives as long as the module, so it must not hold the model.
         """
+        options, strategy = self.options, self.placement.strategy
+        details = partial(
+            plan_details, graph.lowered.module, self.engines, strategy, options.limits, options.rewrite
+        )
+        compiled.plan = replace(compiled.plan, details=details)
         without_model = replace(self, model=None, request=Request(((), {})), part_graphs=None)
         compiled.refit_by(Refit(without_model, graph.examples))
+        compiled.differences = graph.differences if compiled.runs_graph else ()
         return compiled
 
     def rebuild(
@@ -509,11 +507,11 @@ class CompileJob:
 
     def must_be_whole(self, error: IntarsiaError) -> bool:
         """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
-        if self.options.fallback == "error" or self.options.limits.require_full_compilation:
+        if self.options.is_strict:
             return True
         if not isinstance(self.model, nn.Module):
             return True
-        if self.request.dynamic_shapes is None or isinstance(error, LoweringError):
+        if self.request.dynamic_shapes is None or isinstance(error, LoweringError | UnrepeatableError):
             return False  # a graph that torch cannot take apart says nothing against the sizes
         try:
             capture(self.model, *self.request.call)
@@ -544,4 +542,12 @@ class CompileJob:
             accuracy=replace(accuracy, examples=()),
         )
         request = Request(call, dynamic_shapes)
-        return replace(self, model=module, request=request, options=options, part_graphs=graphs).run()
+        job = replace(self, model=module, request=request, options=options, part_graphs=graphs)
+        try:
+            return job.run()
+        except Exception as error:
+            if is_for_user(error):
+                raise
+            unexpected = internal_error(error)
+            warn(f"{path} runs as it is, in PyTorch: {unexpected}")
+            raise unexpected from error

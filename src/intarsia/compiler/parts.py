@@ -14,10 +14,10 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.call import Call as Call
-from intarsia.capture.example import copied_call
-from intarsia.capture.frozen_state import attributes_of, changing_modules
+from intarsia.capture.example import copied_call, is_transformed
 from intarsia.capture.protect import undisturbed
 from intarsia.capture.random_state import kept_random_state
+from intarsia.capture.run_effects import attributes_of, changing_modules, shape_of_call
 from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError, PartitionError
 from intarsia.partition.names import (
@@ -52,7 +52,7 @@ def compile_parts(
     parts, failures = _compile_each(model, seen, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
     made = assembled(model, parts, notes, reason)
-    fault = _fault(made, call, seen.answer)
+    fault = _fault(made, call, seen.answer) if parts else None
     if fault is None:
         return made
     # One part may be to blame: of those that agree by themselves, all together.
@@ -80,6 +80,7 @@ class _Seen:
     calls: dict[str, list[Call]]
     changing: set[str]
     filling: set[str]  # submodules that put something into a list, dictionary or cache they are given
+    transformed: set[str]  # submodules that a transform of torch.func runs
 
 
 def _record(model: nn.Module, call: Call) -> _Seen:
@@ -87,20 +88,23 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     calls: dict[str, list[Call]] = {}
     given: dict[str, list[Any]] = {}
     filling: set[str] = set()
+    transformed: set[str] = set()
     handles = []
 
     def noting(path: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             known = calls.setdefault(path, [])
-            given.setdefault(path, []).append(_shape_of_call(args, kwargs))
-            if len(known) < _MOST_CALLS:
+            given.setdefault(path, []).append(shape_of_call(args, kwargs))
+            if is_transformed((args, kwargs)):
+                transformed.add(path)
+            elif len(known) < _MOST_CALLS:
                 known.append(copied_call((args, kwargs)))
 
         return note
 
     def comparing(path: str) -> Callable[..., None]:
         def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            if given[path].pop() != _shape_of_call(args, kwargs):
+            if given[path].pop() != shape_of_call(args, kwargs):
                 filling.add(path)
 
         return compare
@@ -123,13 +127,7 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     finally:
         for handle in handles:
             handle.remove()
-    return _Seen(answer, calls, changing, filling)
-
-
-def _shape_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[pytree.TreeSpec, list[int]]:
-    """How the arguments are nested, and which objects they are."""
-    flat, structure = pytree.tree_flatten((args, kwargs))
-    return structure, [id(value) for value in flat]
+    return _Seen(answer, calls, changing, filling, transformed)
 
 
 def _compile_each(
@@ -168,6 +166,8 @@ def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
     changing = [inner for inner in seen.changing if inner == path or inner.startswith(f"{path}.")]
     if changing:
         return f"a run changes Python attributes of {changing[0]}"
+    if path in seen.transformed:
+        return "a transform of torch.func runs it"
     if path in seen.filling:
         return "it puts something into what it is given"
     if module._forward_hooks or module._forward_pre_hooks:
@@ -198,7 +198,7 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
         return None
     asked: list[Any] = []
     for same in zip(*(leaves for leaves, _ in flats), strict=True):
-        if not all(isinstance(x, torch.Tensor) and x.dim() == same[0].dim() for x in same):
+        if not all(isinstance(x, torch.Tensor) and _is_like(x, same[0]) for x in same):
             asked.append(None)
             continue
         axes = [a for a in range(same[0].dim()) if len({int(x.shape[a]) for x in same}) > 1]
@@ -210,6 +210,10 @@ def _differing_sizes(module: nn.Module, calls: Sequence[Call]) -> Any:
         return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
     except TypeError:
         return None
+
+
+def _is_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dim() == other.dim() and not tensor.is_nested  # whose sizes are no numbers
 
 
 def _elements(module: nn.Module) -> int:

@@ -1,4 +1,8 @@
-"""New weights for a compiled module: the graph is lowered once more, and cut and built as before."""
+"""New weights for a compiled module: the graph is lowered once more, and cut and built as before.
+
+The program is lowered again, because passes look at the values of constants and engines at converted ones.
+Otherwise every pass and every pattern would have to record what came from where.
+"""
 
 from __future__ import annotations
 

@@ -70,5 +70,5 @@ def _is_lost(value: Any) -> bool:
     if isinstance(value, Tensor) or value == 0 or not np.isfinite(value):
         return False
     with np.errstate(over="ignore", under="ignore"):
-        kept = float(np.float16(value))
-    return bool(abs(kept - value) > abs(value) * 2.0**-10)
+        rounded = float(np.float16(value))
+    return bool(abs(rounded - value) > abs(value) * 2.0**-10)

@@ -15,20 +15,21 @@ from intarsia.engines.base import GuardedProgram as GuardedProgram
 from intarsia.engines.base import NetworkEngine as NetworkEngine
 from intarsia.engines.base import Packed as Packed
 from intarsia.engines.base import Program as Program
+from intarsia.engines.base import RuntimeFile as RuntimeFile
 from intarsia.engines.base import WeightFile as WeightFile
 from intarsia.engines.base import Workload as Workload
 from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
-from intarsia.engines.onnxruntime.int8 import OnnxRuntimeInt8 as OnnxRuntimeInt8
-from intarsia.engines.onnxruntime.weights import OnnxRuntimeInt4Weights as OnnxRuntimeInt4Weights
-from intarsia.engines.onnxruntime.weights import OnnxRuntimeInt8Weights as OnnxRuntimeInt8Weights
+from intarsia.engines.onnxruntime.short import OnnxRuntimeInt4Weights as OnnxRuntimeInt4Weights
+from intarsia.engines.onnxruntime.short import OnnxRuntimeInt8 as OnnxRuntimeInt8
+from intarsia.engines.onnxruntime.short import OnnxRuntimeInt8Weights as OnnxRuntimeInt8Weights
 from intarsia.engines.openvino.engine import OpenVINO as OpenVINO
 from intarsia.engines.openvino.short import OpenVINOBf16 as OpenVINOBf16
 from intarsia.engines.openvino.short import OpenVINOFp16 as OpenVINOFp16
+from intarsia.engines.openvino.short import OpenVINOInt4Weights as OpenVINOInt4Weights
 from intarsia.engines.openvino.short import OpenVINOInt8 as OpenVINOInt8
-from intarsia.engines.openvino.weights import OpenVINOInt4Weights as OpenVINOInt4Weights
-from intarsia.engines.openvino.weights import OpenVINOInt8Weights as OpenVINOInt8Weights
+from intarsia.engines.openvino.short import OpenVINOInt8Weights as OpenVINOInt8Weights
 from intarsia.engines.pytorch import PyTorch as PyTorch
 from intarsia.errors import EngineError
 

@@ -6,7 +6,8 @@ import abc
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import fx
@@ -145,6 +146,23 @@ class Packed:
     about: Mapping[str, Any]  # what its program takes, gives and checks, in plain values
 
 
+Arrays = dict[str, Any]  # numpy arrays by name
+
+
+class RuntimeFile(Protocol):
+    """A model in a file that an engine's own runtime has loaded."""
+
+    inputs: list[str]
+
+    def run(self, values: Mapping[str, Any]) -> list[Any]:
+        """The outputs as arrays, in the order of the file."""
+        ...
+
+    def run_inside(self, values: Mapping[str, Any]) -> Arrays:
+        """Every value that is computed on the way, by the names that the file has for them."""
+        ...
+
+
 class NetworkEngine(Engine):
     """An engine that reads layer networks."""
 
@@ -168,6 +186,19 @@ class NetworkEngine(Engine):
         "onednn": patterns that choose among the kernels of oneDNN.
         """
         return ("onnx",)
+
+    file_suffix: ClassVar[str] = ""  # of the files that `write` makes and `open` reads; empty for none
+
+    def write(self, net: Network, path: Path) -> Mapping[str, str]:
+        """Write the network as a file that the engine's own runtime loads, weights in it and no guards.
+
+        What is returned are the settings with which the runtime must load it to answer as `build` does.
+        """
+        raise EngineError(f"{self.name} has no files of its own")
+
+    def open(self, path: Path) -> RuntimeFile:
+        """A file of this kind, loaded by the engine's own runtime; EngineError if it refuses the file."""
+        raise EngineError(f"{self.name} has no files of its own")
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The network in the engine's own form, weights left in the file; None if it has no such form."""

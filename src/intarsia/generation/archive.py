@@ -139,8 +139,8 @@ def unpacked(
         plain, masked = (program(told["encoder"][kind]) for kind in ("plain", "masked"))
         if plain is None:
             raise ArchiveError(f"{where} has no program of its encoder")
-        encoder = EncoderForward(own.get_encoder(), anatomy, anatomy.source, plain, masked, loaded=True)
-    made = GeneratingForward(model, anatomy, by_rows, told["max_length"], encoder, loaded=True)
+        encoder = EncoderForward(own.get_encoder(), anatomy, anatomy.source, plain, masked)
+    made = GeneratingForward(model, anatomy, by_rows, told["max_length"], encoder)
     made.path, made.tolerance = where, told["tolerance"]
     found = worst(checked(made, rows, made.tolerance) for rows in by_rows)
     if found.fault is not None:

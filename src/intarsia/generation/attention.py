@@ -1,4 +1,8 @@
-"""Attention as the compiled steps do it: of one token to a cache where it stands, and of a prompt."""
+"""Attention as the compiled steps do it: of one token to a cache where it stands, and of a prompt.
+
+A token attends by two products over the memory and one over itself. `index_copy` or `cat` would copy the
+cache in every layer, and a mutated input would be returned whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The compiled forward against the model's own, on a prompt and some tokens after it."""
+"""The compiled forward against the model's own, on a prompt and some tokens after it.
+
+An epsilon or an activation in a configuration is no weight, so digests alone do not tell that a file fits a
+model.
+"""
 
 from __future__ import annotations
 

@@ -30,21 +30,23 @@ def compile_generation(
     examples: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> Generation:
-    """Let `model.generate(...)` run compiled: sampling, beams, stopping and streaming stay transformers' own.
+    """Let `model.generate(...)` run compiled programs. Sampling, beams and streaming stay transformers' own.
 
-    `model` is a decoder of transformers, or an encoder with a decoder, in evaluation. Two programs are
-    compiled for a decoder: one for prompts of 2 to `max_length` tokens, and one for a single token. They
-    share the cache, memory for `max_length` tokens, prompt included, into which the new keys and values of
-    each token are written. An encoder is a program of its own, for up to `max_source` tokens (None: as many
-    as `max_length`, if it has no length of its own); keys and values of its states are computed with the
-    prompt, once. `batch` is the number of rows of a call, or several: sequences times beams. `padding` says
-    whether what is read may be padded; None: where there is more than one row. `options` are `compile`'s.
-    With `tolerance=0.05` programs may use shorter arithmetic, weights of 8 or 4 bits above all, where that is
-    faster and logits, and keys and values of new tokens, stay within that share of their largest value: in
-    each program and over several tokens, on random ones and on `examples`, prompts of a decoder. What does
-    not fit stays exact, and `notes` say why; `error` is the largest error of logits that was seen.
-    Any other call (longer, another number of rows, attentions asked for, weights changed ...) is answered by
-    the model's own forward, on the same cache, with a warning that says why.
+    Two programs are compiled for a decoder: one for prompts of 2 to `max_length` tokens, one for a single
+    token.
+    An encoder gets a program of its own. Calls without a compiled program (longer, another number of rows,
+    attentions asked for, weights changed) use the model's own forward on the same cache, with a warning.
+
+    Args:
+        model: a decoder of transformers, or an encoder with a decoder, in evaluation.
+        max_length: tokens of prompt and answer together.
+        batch: rows of a call, sequences times beams; or several such numbers.
+        padding: whether prompts may be padded. By default, if there is more than one row.
+        max_source: tokens that an encoder reads at most. By default, its own length or `max_length`.
+        examples: prompts of a decoder that are tried besides random ones when a tolerance is given.
+        options: those of `intarsia.compile`. With `tolerance=0.05`, programs may use weights of 8 or 4 bits
+            where that is faster and logits, keys and values stay within that share of their largest value.
+            `error` is the largest error of logits that was seen.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,4 +1,8 @@
-"""An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before."""
+"""An encoder's `forward` that reads tokens or sound by a compiled program, and all else as before.
+
+Keys and values of an encoder's states come out of the program for prompts, since a model computes them in its
+layers and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,8 @@ class EncoderForward(ReplacedForward):
         source: Source,
         plain: Compiled | PartlyCompiled,
         masked: Compiled | PartlyCompiled | None,
-        *,
-        loaded: bool = False,
     ) -> None:
-        super().__init__(type(encoder).__name__, encoder, loaded=loaded)
+        super().__init__(type(encoder).__name__, encoder)
         self.anatomy, self.source, self.plain, self.masked = anatomy, source, plain, masked
         self.runs = {"encoder": 0, "own": 0}
 

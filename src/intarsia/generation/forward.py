@@ -1,4 +1,8 @@
-"""A decoder's `forward` that answers prompts and tokens by compiled programs, and all else as before."""
+"""A decoder's `forward` that answers prompts and tokens by compiled programs, and all else as before.
+
+`forward` is replaced and not `generate`: sampling, beams, stopping and streaming change with transformers,
+and all of them call `forward`. The model keeps its class, since pipelines ask for it.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +67,8 @@ class GeneratingForward(ReplacedForward):
         programs: Mapping[int, Programs],
         max_length: int,
         encoder: EncoderForward | None = None,
-        *,
-        loaded: bool = False,
     ) -> None:
-        super().__init__(type(model).__name__, model, loaded=loaded)
+        super().__init__(type(model).__name__, model)
         self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
         self.room = anatomy.room(max_length)
         self.encoder = encoder
@@ -177,7 +179,7 @@ class GeneratingForward(ReplacedForward):
         return self._counted_tokens[masked]
 
     def layers_of(self, cache: Any, rows: int) -> list[StoredLayer] | str:
-        """The layers of a decoder's cache, in memory for so many rows; why they are not, if they cannot be."""
+        """The layers of a decoder's cache, in memory for so many rows; or why they cannot be."""
         return stored(cache, self.room, self._like[rows][0])
 
     def _memory(self, call: Call, rows: int) -> _Memory | str:

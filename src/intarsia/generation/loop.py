@@ -1,6 +1,6 @@
 """The tokens of `generate` without Python between them: choosing a token is part of its CUDA graph.
 
-    host     load state ──▶ launch ─▶ launch ─▶ launch ─▶ ...   (looks now and then whether all rows have ended)
+    host     load state ──▶ launch ─▶ launch ─▶ launch ─▶ ...   (looks now and then whether all have ended)
     GPU                      token     token     token
 
 A step reads a token, computes its logits, lets transformers' own processors change them, chooses the next
@@ -37,7 +37,12 @@ PROCESSORS = (
 )
 # What a call of `generate` may say; of anything else transformers' own loop knows what to do.
 ARGUMENTS = frozenset(
-    ["inputs", "input_ids", "attention_mask", "generation_config", "past_key_values", "max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "num_return_sequences", "num_beams", "min_length", "renormalize_logits"]
+    {
+        *("inputs", "input_ids", "attention_mask", "generation_config", "past_key_values", "use_cache"),
+        *("max_new_tokens", "max_length", "min_length", "eos_token_id", "pad_token_id", "bos_token_id"),
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+        *("num_return_sequences", "num_beams", "renormalize_logits"),
+    }
 )
 _GIVEN = (
     "attention_mask",
@@ -273,7 +278,7 @@ class LoopedGenerate:
                 looks.append((event, goes_on))
                 if len(looks) > _AHEAD:
                     looks[0][0].synchronize()
-            while looks and looks[0][0].query():
+            while looks and looks[0][0].query():  # type: ignore[no-untyped-call]
                 if not bool(looks.popleft()[1]):
                     return
             step()
@@ -301,7 +306,7 @@ def place(made: Generation) -> None:
 
 
 def can_loop(forward: GeneratingForward) -> bool:
-    """Whether a graph can hold a step: one kind of layers, a mask of booleans, a program that was recorded."""
+    """Whether a graph can hold a step: layers of one kind, a mask of booleans, a recorded program."""
     anatomy = forward.anatomy
     plain = anatomy.source is None and anatomy.alike and not anatomy.slides and anatomy.positioned
     if not plain or anatomy.mask_dtype != torch.bool:

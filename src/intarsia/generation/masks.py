@@ -1,4 +1,8 @@
-"""Which keys each new token attends to."""
+"""Which keys each new token attends to.
+
+Masks are made outside of the graph, as booleans, which transformers takes as they are. Padding attends to
+itself, so no row is empty; nobody reads what it computes.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from intarsia.compiler import compile_with
+from intarsia.compiler.job import compile_with
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.check import relative_error
 from intarsia.generation.encoder import EncoderForward

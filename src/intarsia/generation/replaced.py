@@ -20,8 +20,8 @@ class ReplacedForward(PlacedForward, ABC):
 
     runs: dict[str, int]  # who answered; "own" is the module's own forward
 
-    def __init__(self, path: str, module: nn.Module, *, loaded: bool = False) -> None:
-        super().__init__(path, module, (), loaded=loaded)
+    def __init__(self, path: str, module: nn.Module) -> None:
+        super().__init__(path, module, ())
         self._told: set[str] = set()
         self._here = threading.local()  # whether a program runs, which may be the module itself
 
@@ -35,9 +35,7 @@ class ReplacedForward(PlacedForward, ABC):
         told: str | None = None
         if self.enabled and not self.module.training and not torch.is_grad_enabled() and not _autocast():
             try:
-                if self._replaced():
-                    raise StaleWeightsError(f"a weight of {self.path} was replaced")
-                self._check_parts()
+                self.check_fresh()
                 self._here.answers = True
                 made = self.answer(args, kwargs)
                 if not isinstance(made, str):

@@ -1,4 +1,8 @@
-"""The modules that are compiled for generation: an encoder, a prompt, one token after those in a cache."""
+"""The modules that are compiled for generation: an encoder, a prompt, one token after those in a cache.
+
+A token reads the whole memory under a mask, filled or not, so shapes are fixed and calls take the fast path.
+For 512 tokens of half a billion weights that is less than a hundredth of what is read.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ class EncoderStep(nn.Module):
 
     def __init__(self, model: Any, anatomy: Anatomy, argument: str) -> None:
         super().__init__()
+        self.training = False  # as the model is
         self.encoder, self.anatomy, self.argument = model.get_encoder(), anatomy, argument
 
     def forward(self, given: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
@@ -37,6 +42,7 @@ class PromptStep(nn.Module):
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
+        self.training = False  # as the model is
         self.model, self.anatomy = model, anatomy
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -66,6 +72,7 @@ class TokenStep(nn.Module):
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, in_place: bool) -> None:
         super().__init__()
+        self.training = False  # as the model is
         self.model, self.anatomy, self.in_place = model, anatomy, in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:

@@ -1,4 +1,8 @@
-"""Keys and values of a layer in memory of a fixed length, to which each token adds a slice."""
+"""Keys and values of a layer in memory of a fixed length, to which each token adds a slice.
+
+`generate` asks for no keys, and its tokens are written in place. Once somebody was given keys, the layer
+moves to other memory before the next token, as transformers' own cache does for every token.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from intarsia.engines.guards.cached_squares import forget, stacked, tell_zeros, write
+from intarsia.engines.guards.inputs import forget, stacked, tell_zeros, write
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types

@@ -17,31 +17,31 @@ def changed_values(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return [] if node.op != "call_function" or has_no_effect(node) else node.all_input_nodes
-    found: list[fx.Node] = []
+    roots: list[fx.Node] = []
     for i, argument in enumerate(target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
         values = value if isinstance(value, list | tuple) else [value]
-        found += [v for v in values if isinstance(v, fx.Node)]
+        roots += [v for v in values if isinstance(v, fx.Node)]
     if _MAY_ALIAS in target.tags:
         # batch_norm's schema does not say that in training it updates the running statistics.
-        found += [v for v in node.all_input_nodes if _is_buffer(v)]
-    return found
+        roots += [v for v in node.all_input_nodes if _is_buffer(v)]
+    return roots
 
 
 def memory_of(node: fx.Node) -> frozenset[fx.Node]:
     """The nodes whose memory the value of `node` may be: itself, or what it is a view or alias of."""
-    found: set[fx.Node] = set()
+    members: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         value = waiting.pop()
         base = _base(value)
         if base is None:
-            found.add(value)
+            members.add(value)
         else:
             waiting.append(base)
-    return frozenset(found)
+    return frozenset(members)
 
 
 def written_values(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:

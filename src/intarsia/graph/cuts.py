@@ -55,8 +55,8 @@ def place_of(line: Line, cut: int | str) -> int:
         return inside[0]
     known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
     near = get_close_matches(cut, sorted(known), n=3)
-    told = f"; near are {', '.join(map(repr, near))}" if near else ""
-    raise PartitionError(f"cuts names {cut!r}, which is no node of the graph and no module in it{told}")
+    hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+    raise PartitionError(f"cuts names {cut!r}, which is no node of the graph and no module in it{hint}")
 
 
 def places_of(line: Line, plan: Plan) -> list[int]:
@@ -106,10 +106,10 @@ def relayed(
     """
     place = {node: i for i, node in enumerate(inputs[0].graph.nodes)} if inputs else {}
     wanted = list(results)
-    found: list[tuple[list[fx.Node], list[fx.Node]]] = []
+    pairs: list[tuple[list[fx.Node], list[fx.Node]]] = []
     for number in reversed(range(len(pieces))):
         needed = {*pieces[number].inputs, *wanted} - {*pieces[number].outputs, *held}
         takes = sorted(needed, key=place.__getitem__) if number else list(inputs)
-        found.append((takes, wanted))
+        pairs.append((takes, wanted))
         wanted = takes
-    return found[::-1]
+    return pairs[::-1]

@@ -10,8 +10,8 @@ from torch import fx
 
 def values_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """The tensors that a node makes."""
-    made = node.meta.get("val")
-    for value in made if isinstance(made, list | tuple) else [made]:
+    result = node.meta.get("val")
+    for value in result if isinstance(result, list | tuple) else [result]:
         if isinstance(value, torch.Tensor):
             yield value
 

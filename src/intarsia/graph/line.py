@@ -85,14 +85,14 @@ class Line:
     @cached_property
     def closed(self) -> Mapping[int, str]:
         """Places where no cut may fall, each with the reason: a value is changed in place across it."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for node in self.nodes:
             for value in changed_values(node):
                 for root in memory_of(value):
                     first, last = self._span_of_change(root, node)
                     why = f"{root.name} is changed in place by {op_name(node)} ({node.name})"
-                    found |= {i: why for i in range(first + 1, last + 1) if i not in found}
-        return found
+                    reasons |= {i: why for i in range(first + 1, last + 1) if i not in reasons}
+        return reasons
 
     @cached_property
     def allowed(self) -> tuple[int, ...]:
@@ -149,10 +149,10 @@ class Line:
 
     def sources(self, value: fx.Node) -> tuple[fx.Node, ...]:
         """The values that have to be there for `value`: itself, or what recomputing it depends on."""
-        found = self._sources.get(value)
-        if found is None:
-            found = self._sources[value] = self._find_sources(value)
-        return found
+        sources = self._sources.get(value)
+        if sources is None:
+            sources = self._sources[value] = self._find_sources(value)
+        return sources
 
     def _find_sources(self, value: fx.Node) -> tuple[fx.Node, ...]:
         if value.op in ("placeholder", "get_attr"):
@@ -162,10 +162,10 @@ class Line:
             return ()  # read off any tensor at hand that has the same size
         if is_compute(made_by) and made_by not in self.recomputed:
             return (value,)
-        found: dict[fx.Node, None] = {}
+        sources: dict[fx.Node, None] = {}
         for source in made_by.all_input_nodes:
-            found.update(dict.fromkeys(self.sources(source)))
-        return tuple(found)
+            sources.update(dict.fromkeys(self.sources(source)))
+        return tuple(sources)
 
     @cached_property
     def _sources(self) -> dict[fx.Node, tuple[fx.Node, ...]]:
@@ -180,9 +180,9 @@ class Line:
             if (node.op == "output" or is_compute(node)) and node not in self.recomputed:
                 for value in node.all_input_nodes:
                     last.update(dict.fromkeys(self.sources(value), place))
-        made = {value: self.index[producer(value)] for value in last}
+        places = {value: self.index[producer(value)] for value in last}
         order = {node: i for i, node in enumerate(self.graph.nodes)}
-        return {v: (made[v], last[v]) for v in sorted(last, key=order.__getitem__)}
+        return {v: (places[v], last[v]) for v in sorted(last, key=order.__getitem__)}
 
     def _alive(self, weight: Callable[[fx.Node], int]) -> tuple[int, ...]:
         change = [0] * (len(self.nodes) + 2)

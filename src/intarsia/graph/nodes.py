@@ -126,8 +126,10 @@ def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order operator is given, such as the branches of `cond`."""
     owner = node.graph.owning_module
     sources = [value for value in node.all_input_nodes if value.op == "get_attr"]
-    found = [operator.attrgetter(str(value.target))(owner) for value in sources] if owner is not None else []
-    return [body for body in found if isinstance(body, fx.GraphModule)]
+    if owner is None:
+        return []
+    bodies = [operator.attrgetter(str(value.target))(owner) for value in sources]
+    return [body for body in bodies if isinstance(body, fx.GraphModule)]
 
 
 def producer(node: fx.Node) -> fx.Node:

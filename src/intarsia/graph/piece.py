@@ -53,25 +53,25 @@ def extract(gm: fx.GraphModule, plan: Plan, at_hand: Sequence[Iterable[fx.Node]]
 
 def _piece(gm: fx.GraphModule, segment: Segment, border: Border) -> Piece:
     graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
+    copies: dict[fx.Node, Any] = {}
     for node in border.inputs:
-        made[node] = graph.create_node("placeholder", node.name, name=node.name)
-        made[node].meta = dict(node.meta)
+        copies[node] = graph.create_node("placeholder", node.name, name=node.name)
+        copies[node].meta = dict(node.meta)
 
     def local(node: fx.Node) -> Any:
-        if node not in made:
-            made[node] = constant_value(node)
-        return made[node]
+        if node not in copies:
+            copies[node] = constant_value(node)
+        return copies[node]
 
     for node in border.local:
         if node in border.sizes:
             tensor, axis = border.sizes[node]
-            copy = graph.call_function(torch.ops.aten.sym_size.int, (made[tensor], axis))
+            copy = graph.call_function(torch.ops.aten.sym_size.int, (copies[tensor], axis))
             copy.meta = dict(node.meta)
         else:
             copy = graph.node_copy(node, local)
-        made[node] = copy
-    graph.output(tuple(made[node] for node in border.outputs))
+        copies[node] = copy
+    graph.output(tuple(copies[node] for node in border.outputs))
     return Piece(segment, gm, graph, border.inputs, border.outputs)
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from intarsia.drawing import Drawing, framed, model_explorer, page, svg
 from intarsia.errors import PartitionError
 from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import is_compute, is_control_flow, is_free, producer, whereabouts
-from intarsia.graph.plan_text import plan_table, plan_text
-from intarsia.graph.segment import PYTORCH, Segment
+from intarsia.graph.plan_drawing import DetailsSource, PlanDetails, plan_drawing
+from intarsia.graph.plan_text import heading, node_counts, plan_table, plan_text
+from intarsia.graph.segment import Segment
 from intarsia.graph.sizes import constant_value
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ class Plan:
 
     segments: tuple[Segment, ...]
     strategy: str = ""
+    bodies: Mapping[str, Plan] = field(default_factory=dict, repr=False)  # of control flow, by name
+    # What a drawing shows besides: given by the compile, asked when somebody draws the plan.
+    details: DetailsSource | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -51,9 +56,13 @@ class Plan:
 
     @property
     def on_engines(self) -> float:
-        """The share of compute nodes that run on an engine other than PyTorch."""
-        total = sum(map(len, self.segments))
-        return 1 - sum(len(s) for s in self.segments if s.engine == PYTORCH) / total if total else 0.0
+        """The share of compute nodes, those of bodies too, that run on an engine other than PyTorch."""
+        placed, total = node_counts(self.segments, self._body_segments)
+        return placed / total if total else 0.0
+
+    @property
+    def _body_segments(self) -> dict[str, tuple[Segment, ...]]:
+        return {name: plan.segments for name, plan in self.bodies.items()}
 
     def count(self, engine: str) -> int:
         """How many segments run on `engine`."""
@@ -148,13 +157,43 @@ class Plan:
             }
             for segment in self.segments
         ]
-        return json.dumps({"strategy": self.strategy, "segments": segments}, indent=1)
+        told: dict[str, Any] = {"strategy": self.strategy, "segments": segments}
+        if self.bodies:
+            told["bodies"] = {name: json.loads(plan.to_json()) for name, plan in self.bodies.items()}
+        return json.dumps(told, indent=1)
+
+    def drawing(self) -> Drawing:
+        """What pictures of the plan show, as plain data."""
+        details = PlanDetails() if self.details is None else self.details(self.segments)
+        title = heading(self.segments, self.strategy, self._body_segments)
+        return plan_drawing(self.segments, title, details)
+
+    def to_html(self) -> str:
+        """The plan as one HTML page that needs nothing else: times, the graph, its layers, every fallback.
+
+        >>> import intarsia
+        >>> fast = intarsia.compile(torch.nn.ReLU(), (torch.ones(2),), engines="pytorch")
+        >>> fast.plan.to_html().startswith("<!doctype html>")
+        True
+        """
+        return page(self.drawing())
+
+    def to_svg(self) -> str:
+        """The segments in the order they run as SVG, for documents."""
+        return svg(self.drawing())
+
+    def to_model_explorer(self) -> str:
+        """The graph as JSON for Google's Model Explorer: `model-explorer FILE` opens it."""
+        return model_explorer(self.drawing())
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
 
     def __str__(self) -> str:
-        return plan_text(self.segments, self.strategy)
+        return plan_text(self.segments, self.strategy, self._body_segments)
 
     def __rich__(self) -> Table:
-        return plan_table(self.segments, self.strategy)
+        return plan_table(self.segments, self.strategy, self._body_segments)
 
 
 def _born_of_compute(node: fx.Node) -> bool:

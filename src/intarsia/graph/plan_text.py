@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -15,39 +15,41 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Segments = Sequence[Segment]
+Bodies = Mapping[str, Sequence[Segment]]  # the segments of each body of control flow, by the body's name
 
 _OPS_SHOWN = 6
 
 
-def plan_text(segments: Segments, strategy: str) -> str:
-    """The plan in lines: a heading, a line a segment, and the reasons of every fallback."""
+def plan_text(segments: Segments, strategy: str, bodies: Bodies) -> str:
+    """The plan in lines: a heading, a line a segment and a body, and the reasons of every fallback."""
     width = max((len(segment.engine) for segment in segments), default=0)
-    lines = [_heading(segments, strategy)]
+    lines = [heading(segments, strategy, bodies)]
     for number, segment in enumerate(segments):
         alone = "  (stands alone)" if segment.do_not_merge else ""
         count = f"{len(segment)} node{'s' * (len(segment) != 1)}"
         lines.append(
             f"  {number:>3}  {segment.engine:<{width}}  {count:<10} {ops_text(segment.nodes)}{alone}"
         )
+    lines += [f"  {row}" for row in _body_rows(bodies)]
     for engine, rows in fallbacks(segments).items():
         lines.append(f"not on {engine}:")
         lines.extend(f"  {row}" for row in rows)
     return "\n".join(lines)
 
 
-def plan_table(segments: Segments, strategy: str) -> Table:
+def plan_table(segments: Segments, strategy: str, bodies: Bodies) -> Table:
     """The plan as a rich table."""
     from rich.table import Table
 
-    table = Table(title=_heading(segments, strategy), title_justify="left")
+    table = Table(title=heading(segments, strategy, bodies), title_justify="left")
     for column in ("segment", "engine", "nodes", "ops", "not on an engine because"):
         table.add_column(column)
     for number, segment in enumerate(segments):
         reasons = Counter(
             f"{engine}: {reason}" for why in segment.reasons.values() for engine, reason in why.items()
         )
-        told = "\n".join(reason for reason, _ in reasons.most_common(_OPS_SHOWN))
-        table.add_row(str(number), segment.engine, str(len(segment)), ops_text(segment.nodes), told)
+        text = "\n".join(reason for reason, _ in reasons.most_common(_OPS_SHOWN))
+        table.add_row(str(number), segment.engine, str(len(segment)), ops_text(segment.nodes), text)
     return table
 
 
@@ -81,9 +83,30 @@ def _fallback(name: str, reason: str, nodes: list[fx.Node]) -> str:
     return f"{name}{times}: {reason}{example}"
 
 
-def _heading(segments: Segments, strategy: str) -> str:
-    total = sum(map(len, segments))
-    placed = sum(len(segment) for segment in segments if segment.engine != PYTORCH)
+def _body_rows(bodies: Bodies) -> list[str]:
+    """A line for each body of control flow: how many of its nodes run on which engine."""
+    rows = []
+    for name, segments in bodies.items():
+        counts: Counter[str] = Counter()
+        for segment in segments:
+            counts[segment.engine] += len(segment)
+        placed = ", ".join(
+            f"{count} node{'s' * (count != 1)} on {engine}" for engine, count in counts.items()
+        )
+        rows.append(f"in {name}: {placed or 'nothing to run'}")
+    return rows
+
+
+def node_counts(segments: Segments, bodies: Bodies) -> tuple[int, int]:
+    """How many nodes run on engines, and how many there are, those of control flow's bodies among them."""
+    everywhere = [*segments, *(segment for body in bodies.values() for segment in body)]
+    placed = sum(len(segment) for segment in everywhere if segment.engine != PYTORCH)
+    return placed, sum(map(len, everywhere))
+
+
+def heading(segments: Segments, strategy: str, bodies: Bodies) -> str:
+    """How many segments there are, and how much of the graph runs on engines."""
+    placed, total = node_counts(segments, bodies)
     how = f" by {strategy}" if strategy else ""
     count = f"{len(segments)} segment{'s' * (len(segments) != 1)}"
     share = f"{placed} of {total} nodes ({placed / total:.0%}) on engines" if total else "nothing to run"

@@ -18,13 +18,13 @@ def find_recomputed(graph: fx.Graph, cheap: Test, at_hand: Test) -> dict[fx.Node
     Placement recomputes views and fresh constants of inputs and weights, which cost nothing. A pipeline
     recomputes whatever depends on no input and no parameter: masks, positions, tables.
     """
-    found: dict[fx.Node, None] = {}
+    nodes: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if not is_compute(node) or not cheap(node):
             continue
-        if all(at_hand(v) or producer(v) in found or _is_number(v) for v in node.all_input_nodes):
-            found[node] = None
-    return found
+        if all(at_hand(v) or producer(v) in nodes or _is_number(v) for v in node.all_input_nodes):
+            nodes[node] = None
+    return nodes
 
 
 def readers_of(
@@ -35,10 +35,10 @@ def readers_of(
     for node in reversed(graph.nodes):
         if node not in recomputed and (not is_free(node) or node.op != "call_function"):
             continue
-        found: dict[int, None] = {}
+        symbols: dict[int, None] = {}
         for user in node.users:
-            found.update({home[user]: None} if user in home else readers.get(user, {}))
-        readers[node] = found
+            symbols.update({home[user]: None} if user in home else readers.get(user, {}))
+        readers[node] = symbols
     return readers
 
 

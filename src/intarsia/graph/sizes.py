@@ -28,15 +28,15 @@ def symbol_of(node: fx.Node) -> Any:
 
 def symbols_of(nodes: Iterable[fx.Node]) -> dict[Any, tuple[fx.Node, int]]:
     """Where each symbolic size can be read: the first of the given tensors, and its axis."""
-    found: dict[Any, tuple[fx.Node, int]] = {}
+    places: dict[Any, tuple[fx.Node, int]] = {}
     for node in nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
         for axis, size in enumerate(value.shape):
             if isinstance(size, torch.SymInt):
-                found.setdefault(size.node.expr, (node, axis))
-    return found
+                places.setdefault(size.node.expr, (node, axis))
+    return places
 
 
 def input_symbols(graph: fx.Graph) -> dict[Any, tuple[fx.Node, int]]:

@@ -1,4 +1,9 @@
-"""Which operators are rewritten as smaller ones before conversion, and by whose rule."""
+"""Which operators are rewritten as smaller ones before conversion, and by whose rule.
+
+A program is decomposed only if it must be, so composite operators (`linear`, `layer_norm`, attention) reach
+the network as one layer. torch's table is kept between compiles: reading it took 0.13 s, two thirds of
+compiling a tiny model (torch 2.13).
+"""
 
 from __future__ import annotations
 

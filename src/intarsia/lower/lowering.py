@@ -23,6 +23,7 @@ from intarsia.lower.passes import run_passes
 from intarsia.lower.replaced import note_replaced
 from intarsia.lower.retrace import decomposed
 from intarsia.lower.unlift import unlift
+from intarsia.plain_tensors import is_traceable_subclass
 
 aten = torch.ops.aten
 
@@ -48,8 +49,10 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     def needs_work(node: fx.Node) -> bool:
         return _needs_work(node, table)
 
-    needed = any(map(needs_work, program.graph.nodes))
-    if needed and (complex_values or not settle(program.graph, table, needs_work)):
+    # torch takes the weights of subclasses apart where it decomposes the whole program.
+    subclasses = any(map(is_traceable_subclass, program.state_dict.values()))
+    needed = subclasses or any(map(needs_work, program.graph.nodes))
+    if needed and (complex_values or subclasses or not settle(program.graph, table, needs_work)):
         program = decomposed(program, table)
     lowered = unlift(program)
     if complex_values:

@@ -2,6 +2,8 @@
 
 Engines hand out rows after rows. Who calls `view` on a result, or asks for its strides, must meet those that
 PyTorch gives it: what works on the model's result works on ours.
+
+It costs a copy of such a result. In the zoo that is ConvNeXt's alone, 150 kB.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -25,15 +29,17 @@ class Layouts:
     """The order of each result of the user's, None where it is not known; and which inputs had channels last.
 
     `images` has the inputs that may, by their places in the flat call, and whether they did. Convolutions
-    follow them: a call with images laid out otherwise gets images as they are made.
+    follow them: `others` are the orders of a call whose images are all laid out the other way.
     """
 
     orders: tuple[Order | None, ...] = ()
     images: tuple[tuple[int, bool], ...] = ()
+    others: tuple[Order | None, ...] = ()
 
-    def follow(self, flat: Sequence[Any]) -> bool:
-        """Whether the images of a call are laid out as those of the example."""
-        return all(has_channels_last(flat[place]) == last for place, last in self.images)
+    def follow(self, flat: Sequence[Any]) -> bool | None:
+        """Whether the images of a call are laid out as those of the example; None where only some are."""
+        alike = {has_channels_last(flat[place]) == last for place, last in self.images}
+        return None if len(alike) > 1 else alike != {False}
 
 
 IN_ROWS = Layouts()
@@ -41,12 +47,46 @@ IN_ROWS = Layouts()
 
 def output_layouts(program: ExportedProgram) -> Layouts:
     """How the results of a captured program lie."""
-    orders = [layout_of(getattr(item, "meta", {}).get("val")) for item in returned_by(program)]
+    results = returned_by(program)
+    orders = tuple(layout_of(getattr(item, "meta", {}).get("val")) for item in results)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
-    given = [node.meta.get("val") for node in nodes if kinds[node.name] is InputKind.USER_INPUT]
-    images = [(n, x) for n, x in enumerate(given) if isinstance(x, torch.Tensor) and x.dim() in _LAST]
-    return Layouts(tuple(orders), tuple((n, has_channels_last(x)) for n, x in images))
+    inputs = [node for node in nodes if kinds[node.name] is InputKind.USER_INPUT]
+    images = {n: node for n, node in enumerate(inputs) if _is_image(node.meta.get("val"))}
+    has_images = images and any(order is not None and len(order) in _LAST for order in orders)
+    others = _orders_of_others(program, results, set(images.values())) if has_images else ()
+    return Layouts(orders, tuple((n, has_channels_last(x.meta["val"])) for n, x in images.items()), others)
+
+
+def _orders_of_others(
+    program: ExportedProgram, results: Sequence[Any], images: set[fx.Node]
+) -> tuple[Order | None, ...]:
+    """The orders of the results where images come in the other layout: the graph runs on sizes alone."""
+    graph = fx.Interpreter(program.graph_module, garbage_collect_values=False)
+    try:
+        with FakeTensorMode(), torch.no_grad():
+            placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+            graph.run(*(_sized(node.meta.get("val"), node in images) for node in placeholders))
+        return tuple(layout_of(graph.env.get(item)) for item in results)
+    except Exception:  # an operator that needs values: such calls get their images as they are made
+        return ()
+
+
+def _sized(value: Any, is_turned: bool) -> Any:
+    """A tensor of the same sizes without values, or a number; `is_turned`, an image in the other layout."""
+    if isinstance(value, torch.SymInt):
+        return _hint(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    sizes, steps = ([_hint(n) for n in numbers] for numbers in (value.shape, value.stride()))
+    tensor = torch.empty_strided(sizes, steps, dtype=value.dtype, device=value.device)
+    if not is_turned:
+        return tensor
+    return laid_out(tensor, tuple(range(len(sizes))) if has_channels_last(value) else _LAST[len(sizes)])
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() in _LAST
 
 
 def has_channels_last(value: Any) -> bool:
@@ -55,8 +95,7 @@ def has_channels_last(value: Any) -> bool:
     >>> has_channels_last(torch.empty(2, 3, 4, 4, memory_format=torch.channels_last))
     True
     """
-    is_image = isinstance(value, torch.Tensor) and value.dim() in _LAST
-    return is_image and layout_of(value) == _LAST[value.dim()]
+    return _is_image(value) and layout_of(value) == _LAST[value.dim()]
 
 
 def layout_of(value: Any) -> Order | None:

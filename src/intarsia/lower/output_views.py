@@ -4,6 +4,9 @@ The graph that engines get has no views, so that such a result would come in mem
 writes to the one would not see the other change. The chain of views is therefore kept, and replayed at every
 call on the tensor that the caller or the model has. Who writes to a weight that was returned has changed the
 model, which the next call tells; a module that was loaded has no model, and returns copies of its weights.
+
+A returned weight is the model's own, as it is in eager: whoever writes to it has changed the model, and the
+next call says so. A loaded module has no model beside it and returns copies of weights.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ _CHECKS = frozenset(
     {
         aten._assert_tensor_metadata.default,
         aten._assert_scalar.default,
-        aten._assert_async.msg,
         aten.sym_constrain_range.default,
         aten.sym_constrain_range_for_size.default,
     }
@@ -68,18 +67,34 @@ _CHECKS = frozenset(
 
 @lowering_pass
 def remove_checks(module: fx.GraphModule) -> None:
-    """Assertions of the trace: what they check, a compiled module checks at its door."""
+    """Assertions of the trace on sizes and kinds of tensors, which a compiled module checks at every call.
+
+    What the model itself asserts of values (`torch._check` of an `item()`, `torch._assert_async`) stays.
+    """
     for node in reversed(module.graph.nodes):
-        if node.op == "call_function" and node.target in _CHECKS:
-            # Checks on values computed from data stay: nobody else makes them.
-            if node.target in (aten._assert_async.msg, aten._assert_scalar.default) and not _is_static(node):
-                continue
+        if node.op != "call_function" or node.target not in _CHECKS:
+            continue
+        if node.target is not aten._assert_scalar.default or not _reads_a_value(node):
             module.graph.erase_node(node)
 
 
-def _is_static(node: fx.Node) -> bool:
-    first = node.args[0]
-    return not isinstance(first, fx.Node) or isinstance(first.meta.get("val"), bool | int | torch.SymBool)
+_ASSERTIONS = (aten._assert_scalar.default, aten._assert_async.default, aten._assert_async.msg)
+_ITEMS = (aten.item.default, aten._local_scalar_dense.default)
+
+
+def _reads_a_value(node: fx.Node) -> bool:
+    """Whether a number is computed from an element of a tensor, and not from sizes alone."""
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if node.target in _ITEMS:
+            return True
+        # The size of a result that depends on data, such as nonzero's, is in its range by construction.
+        for source in node.all_input_nodes:
+            if source not in seen and not isinstance(source.meta.get("val"), torch.Tensor):
+                seen.add(source)
+                waiting.append(source)
+    return False
 
 
 @lowering_pass
@@ -180,7 +195,7 @@ def _removable(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        asserts = node.target in (aten._assert_async.msg, aten._assert_scalar.default)
+        asserts = node.target in _ASSERTIONS
         # A random number that nobody reads still moves the generator; dropping it is what torch does too.
         random = torch.Tag.nondeterministic_seeded in node.target.tags and not node.target._schema.is_mutable
         return (random or is_pure_operator(node.target)) and not asserts

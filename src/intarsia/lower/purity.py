@@ -1,4 +1,7 @@
-"""Which operators give the same answer each time: torch's own say so, others only if their author does."""
+"""Which operators give the same answer each time: torch's own say so, others only if their author does.
+
+torch has no tag for "reads no clock and draws nothing", and merging two draws is a wrong answer.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx.immutable_collections import immutable_dict
+from torch.utils import _pytree as pytree
 
 from intarsia.capture.size_guards import guard_texts
 from intarsia.errors import LoweringError
@@ -66,7 +68,7 @@ def unlift(program: ExportedProgram) -> Lowered:
         inputs=tuple(inputs),
         outputs=outputs,
         in_spec=program.call_spec.in_spec,
-        out_spec=program.call_spec.out_spec,
+        out_spec=_plain(program.call_spec.out_spec),
         buffers=buffers,
         input_names=names,
         range_constraints=dict(program.range_constraints),
@@ -133,6 +135,25 @@ def _outputs(
             raise LoweringError(f"the model makes a {spec.kind.name.lower()}, which is not handled")
     graph.output(tuple(returned))
     return tuple(outputs)
+
+
+def _plain(spec: Any) -> Any:
+    """The structure of results with lists and dictionaries where `fx.symbolic_trace` wrote its own kinds."""
+    if "immutable_" not in repr(spec):
+        return spec
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            items = {key: plain(item) for key, item in value.items()}
+            return items if isinstance(value, immutable_dict) else type(value)(items)
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if isinstance(value, tuple):
+            parts = [plain(item) for item in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value
+
+    return pytree.tree_structure(plain(pytree.tree_unflatten([0] * spec.num_leaves, spec)))
 
 
 def _input_names(program: ExportedProgram) -> tuple[str, ...]:

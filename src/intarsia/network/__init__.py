@@ -2,7 +2,7 @@
 
 from intarsia.network import dtypes as dtypes
 from intarsia.network import functional as functional
-from intarsia.network.infer.registry import infers as infers
+from intarsia.network.infer import infers as infers
 from intarsia.network.network import Layer as Layer
 from intarsia.network.network import Network as Network
 from intarsia.network.network import Tensor as Tensor

@@ -1,4 +1,8 @@
-"""Layer attributes: Python values to `onnx_ir.Attr` and back."""
+"""Layer attributes: Python values to `onnx_ir.Attr` and back.
+
+ONNX keeps floats of attributes in 32 bits. Patterns that would put a float64 number into one are refused;
+leaving such layers to PyTorch would cut a float64 model at every norm.
+"""
 
 from __future__ import annotations
 

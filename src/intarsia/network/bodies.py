@@ -19,13 +19,13 @@ class OuterUse(NamedTuple):
 
 def bodies_of(node: ir.Node) -> list[ir.Graph]:
     """The graphs a layer holds."""
-    found: list[ir.Graph] = []
+    graphs: list[ir.Graph] = []
     for attr in node.attributes.values():
         if attr.type is ir.AttributeType.GRAPH:
-            found.append(attr.value)
+            graphs.append(attr.value)
         elif attr.type is ir.AttributeType.GRAPHS:
-            found += attr.value
-    return found
+            graphs += attr.value
+    return graphs
 
 
 def take_bodies(node: ir.Node, *, only_free: bool = False) -> list[tuple[ir.Graph, ir.Node | None]]:
@@ -50,7 +50,7 @@ def outer_uses(node: ir.Node, *, owned: bool = False) -> tuple[OuterUse, ...]:
 
     `owned` leaves out the bodies that another layer took over and still holds.
     """
-    found: list[OuterUse] = []
+    uses: list[OuterUse] = []
     for body in bodies_of(node):
         holder = body.meta.get(_OWNER) or node
         if owned and holder is not node and holder.graph is not None:
@@ -60,8 +60,8 @@ def outer_uses(node: ir.Node, *, owned: bool = False) -> tuple[OuterUse, ...]:
         for one in inner:
             for index, value in enumerate(one.inputs):
                 if value is not None and value.graph not in graphs:
-                    found.append(OuterUse(one, index, value))
-    return tuple(found)
+                    uses.append(OuterUse(one, index, value))
+    return tuple(uses)
 
 
 def owner_in(graph: ir.Graph, inner: ir.Node) -> ir.Node | None:

@@ -39,18 +39,18 @@ INTEGERS = SIGNED | UNSIGNED
 
 def to_onnx(dtype: torch.dtype) -> ir.DataType:
     """The ONNX type of a torch dtype; refuses those ONNX does not have (complex, quantised)."""
-    found = _TORCH_TO_ONNX.get(dtype)
-    if found is None:
+    onnx_dtype = _TORCH_TO_ONNX.get(dtype)
+    if onnx_dtype is None:
         raise NetworkError(f"{dtype} has no ONNX type")
-    return found
+    return onnx_dtype
 
 
 def to_torch(dtype: ir.DataType) -> torch.dtype:
     """The torch dtype of an ONNX type."""
-    found = _ONNX_TO_TORCH.get(dtype)
-    if found is None:
+    torch_dtype = _ONNX_TO_TORCH.get(dtype)
+    if torch_dtype is None:
         raise NetworkError(f"{dtype.name} has no torch dtype")
-    return found
+    return torch_dtype
 
 
 def to_numpy(dtype: ir.DataType) -> np.dtype:

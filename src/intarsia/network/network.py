@@ -187,9 +187,9 @@ class Network(EditableGraph):
     @staticmethod
     def of(graph: ir.Graph) -> Network:
         """The network a raw graph belongs to, made on first sight for a graph made elsewhere."""
-        found = graph.meta.get(_NETWORK)
-        if isinstance(found, Network) and found.graph is graph:
-            return found
+        network = graph.meta.get(_NETWORK)
+        if isinstance(network, Network) and network.graph is graph:
+            return network
         net, seen = Network(graph=graph), set[str | None]()
         for node in graph:
             if node.name is None or node.name in seen:

@@ -60,20 +60,20 @@ def schema_of(domain: str, op_type: str) -> Schema | None:
     if not defs.has(op_type, ""):
         return None
     try:
-        found = defs.get_schema(op_type, OPSET, "")
+        schema = defs.get_schema(op_type, OPSET, "")
     except defs.SchemaError:
         return None  # newer than our opset: the layer carries its own version
     defaults = {
         name: helper.get_attribute_value(attr.default_value)
-        for name, attr in found.attributes.items()
+        for name, attr in schema.attributes.items()
         if attr.default_value.type
     }
     plain = {name: v.decode() if isinstance(v, bytes) else v for name, v in defaults.items()}
     return Schema(
-        found.min_input,
-        found.max_input,
+        schema.min_input,
+        schema.max_input,
         plain,
-        tuple(_formal(one, found) for one in found.inputs),
+        tuple(_formal(one, schema) for one in schema.inputs),
     )
 
 

@@ -43,9 +43,9 @@ def to_proto(net: Network, *, weights_outside: bool = True) -> tuple[Any, Weight
     # A constant nobody reads (a converter may have folded it into another) is not the engine's business.
     unread = {name for name, value in net.graph.initializers.items() if not _is_read(value)}
     if unread:
-        kept = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
+        initializers = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
         del proto.graph.initializer[:]
-        proto.graph.initializer.extend(kept)
+        proto.graph.initializer.extend(initializers)
     return proto, {name: array for name, array in outside.items() if name not in unread}
 
 
@@ -56,12 +56,12 @@ def _is_read(value: ir.Value) -> bool:
 def weights_as_inputs(proto: Any, weights: Weights) -> None:
     """Let a model take the weights it does not hold as inputs."""
     graph = proto.graph
-    kept = [tensor for tensor in graph.initializer if tensor.name not in weights]
+    initializers = [tensor for tensor in graph.initializer if tensor.name not in weights]
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(initializers)
     for name, array in weights.items():
-        given = graph.input.add()
-        given.name = name
-        given.type.tensor_type.elem_type = int(array.dtype)
+        value_info = graph.input.add()
+        value_info.name = name
+        value_info.type.tensor_type.elem_type = int(array.dtype)
         for size in array.shape:
-            given.type.tensor_type.shape.dim.add().dim_value = int(size)  # type: ignore[arg-type]
+            value_info.type.tensor_type.shape.dim.add().dim_value = int(size)  # type: ignore[arg-type]

@@ -173,8 +173,8 @@ class _LayerAsCall(FLayerInfo):
     __slots__ = ("_node",)
 
     def __init__(self, log: Replacements, form: Form, node: ir.Node) -> None:
-        made = Tensor.of(log.follow(node.outputs[0], 0))
-        super().__init__(log, form, (_operands(node), {}), made, [node])
+        tensor = Tensor.of(log.follow(node.outputs[0], 0))
+        super().__init__(log, form, (_operands(node), {}), tensor, [node])
         self._node = node
 
     @property
@@ -252,25 +252,25 @@ def record_signature(function: Callable[P, R]) -> Callable[P, R]:
     def recorded(*args: P.args, **kwargs: P.kwargs) -> R:
         net = under_guard.net
         if net is None:
-            given = next(tensors_in((args, kwargs)), None)
-            if given is None:
+            operand = next(tensors_in((args, kwargs)), None)
+            if operand is None:
                 return function(*args, **kwargs)  # which has no network to add to either
-            net = given.network
-        made: list[ir.Node] = []
-        outer, net.made = net.made, made
+            net = operand.network
+        nodes: list[ir.Node] = []
+        outer, net.made = net.made, nodes
         try:
             result = function(*args, **kwargs)
         finally:
             net.made = outer
-        if not made:
+        if not nodes:
             return result
         if outer is not None:
-            outer += made
-        info = FLayerInfo(net.replacements, form, (args, kwargs), result, made)
+            outer += nodes
+        info = FLayerInfo(net.replacements, form, (args, kwargs), result, nodes)
         for tensor in tensors_in(result):
             # A functional may hand back a tensor that was there before: that one keeps its own call.
             node = tensor.value.producer()
-            if node is not None and node in made:
+            if node is not None and node in nodes:
                 node.meta[_INFO] = info
         return result
 

@@ -17,12 +17,12 @@ known_dims: dict[int, Shape] = {}
 
 def raw_shape(dims: Shape) -> ir.Shape:
     """The shared, frozen `onnx_ir` shape of these sizes."""
-    found = _shapes.get(dims)
-    if found is None:
+    shape = _shapes.get(dims)
+    if shape is None:
         dims = tuple(dim if dim is None or isinstance(dim, str) else int(dim) for dim in dims)
-        found = _shapes[dims] = ir.Shape(dims, frozen=True)
-        known_dims[id(found)] = dims
-    return found
+        shape = _shapes[dims] = ir.Shape(dims, frozen=True)
+        known_dims[id(shape)] = dims
+    return shape
 
 
 def ir_version(graph: ir.Graph) -> int:

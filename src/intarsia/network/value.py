@@ -58,5 +58,5 @@ class TypedValue:
     @property
     def constant(self) -> np.ndarray[Any, Any] | None:
         """The content, where it is known when the network is made."""
-        found = self.value.const_value
-        return None if found is None else found.numpy()
+        content = self.value.const_value
+        return None if content is None else content.numpy()

@@ -57,12 +57,14 @@ def advise(
     for node, reasons in table.refusals.items():
         for engine in reasons if node in left else ():
             refused.setdefault((op_name(node), engine), []).append(node)
-    found: list[Advice] = []
+    suggestions: list[Advice] = []
     for (op, engine), nodes in refused.items():
         after = len(strategy(gm, _lifted(table, nodes, engine), options))
         if after < len(plan):
-            found.append(Advice(op, engine, len(nodes), len(plan), after))
-    return sorted(found, key=lambda advice: (advice.after, table.engines.index(advice.engine), advice.op))
+            suggestions.append(Advice(op, engine, len(nodes), len(plan), after))
+    return sorted(
+        suggestions, key=lambda advice: (advice.after, table.engines.index(advice.engine), advice.op)
+    )
 
 
 def _lifted(table: SupportTable, nodes: list[fx.Node], engine: str) -> SupportTable:

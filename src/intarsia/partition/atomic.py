@@ -9,23 +9,33 @@ from torch import fx
 from intarsia.errors import PartitionError
 from intarsia.graph.nodes import is_compute, is_getitem, op_name
 from intarsia.partition.names import op_matcher
-from intarsia.partition.options import Atomic
+from intarsia.partition.options import Atomic, PartitionOptions
 from intarsia.partition.table import SupportTable
 
 
 def find_groups(gm: fx.GraphModule, patterns: Sequence[Atomic]) -> list[list[fx.Node]]:
     """The groups of nodes the patterns match, in graph order; groups that share a node are one group."""
-    found: list[Sequence[fx.Node]] = []
+    chains: list[Sequence[fx.Node]] = []
     for pattern in patterns:
         if callable(pattern):
-            found.extend(pattern(gm))
+            chains.extend(pattern(gm))
         elif isinstance(pattern, str) or len(pattern) < 2:
             raise PartitionError(
                 f"atomic pattern {pattern!r} must be a chain of two or more ops, or a function"
             )
         else:
-            found.extend(_chains(gm.graph, [op_matcher(name) for name in pattern]))
-    return _joined(gm.graph, found)
+            chains.extend(_chains(gm.graph, [op_matcher(name) for name in pattern]))
+    return _joined(gm.graph, chains)
+
+
+def unmatched_chains(gm: fx.GraphModule, options: PartitionOptions) -> list[str]:
+    """A note for each chain of `atomic` that is nowhere in the graph."""
+    bodies = [body for body in gm.modules() if isinstance(body, fx.GraphModule)]
+    return [
+        f"atomic={pattern!r} matches nothing: the operators are nowhere in a row, each read by the next alone"
+        for pattern in options.atomic
+        if not any(find_groups(body, [pattern]) for body in bodies)
+    ]
 
 
 def agree(table: SupportTable, groups: Sequence[Sequence[fx.Node]]) -> SupportTable:

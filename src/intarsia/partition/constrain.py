@@ -54,11 +54,11 @@ def _prioritise(gm: fx.GraphModule, table: SupportTable, options: PartitionOptio
     table = table.with_engines((*(engine for engine in engines if engine != PYTORCH), PYTORCH))
     if options.backend_support_map is None:
         return table
-    given = {e: [op_matcher(name) for name in names] for e, names in options.backend_support_map.items()}
+    matchers = {e: [op_matcher(name) for name in names] for e, names in options.backend_support_map.items()}
     refused: dict[fx.Node, dict[str, str]] = {}
     for node in compute_nodes(gm.graph):
         for engine in table.engines:
-            if engine != PYTORCH and not any(matches(node) for matches in given.get(engine, ())):
+            if engine != PYTORCH and not any(matches(node) for matches in matchers.get(engine, ())):
                 reason = f"backend_support_map does not give {op_name(node)} to {engine}"
                 refused.setdefault(node, {})[engine] = reason
     return table.with_refusals(refused)

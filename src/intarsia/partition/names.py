@@ -50,6 +50,8 @@ def _string_matcher(name: str) -> Callable[[fx.Node], bool]:
 def name_matcher(name: str) -> Callable[[str], bool]:
     """A test for full names of operators that `name` means."""
     plain = name.removeprefix("torch.ops.").replace("::", ".")
+    if any(sign in plain for sign in "*?["):
+        return lambda full: fnmatchcase(full, plain) or fnmatchcase(".".join(full.split(".")[:2]), plain)
     parts = plain.split(".")
     if not all(parts) or len(parts) > 3:
         raise PartitionError(f"{name!r} is not the name of an operator; {_EXAMPLE}")
@@ -71,16 +73,16 @@ def op_names(node: fx.Node) -> list[str]:
 
 def _origins(node: fx.Node) -> list[str]:
     """The operators that decomposition and export made the node of."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     waiting = list(node.meta.get("from_node", ()))
     while waiting:
         source = waiting.pop()
         waiting += source.from_node
         if source.target.count(".") == 2:
-            found[source.target] = None
+            names[source.target] = None
     if node.meta.get("original_aten") is not None:
-        found[str(node.meta["original_aten"])] = None
-    return list(dict.fromkeys([*found, *replaced_by(node)]))
+        names[str(node.meta["original_aten"])] = None
+    return list(dict.fromkeys([*names, *replaced_by(node)]))
 
 
 def _lowered_name(node: fx.Node) -> str | None:
@@ -155,8 +157,8 @@ def check_names(gm: fx.GraphModule, options: PartitionOptions, engines: Iterable
             known = {path for node in nodes for path, _ in modules(node)}
             kinds = {str(getattr(kind, "__name__", kind)) for node in nodes for _, kind in modules(node)}
             wanted, near = (module, known) if isinstance(module, str) else (module.__name__, kinds)
-            told = near_names(wanted, near)
-            message = f"torch_executed_modules names {wanted!r}, in which no node was traced{told}"
+            hint = near_names(wanted, near)
+            message = f"torch_executed_modules names {wanted!r}, in which no node was traced{hint}"
             raise UnknownNameError(message, "torch_executed_modules", module)
 
 
@@ -181,6 +183,8 @@ def check_op_names(
     ]
     besides = set(others()) if missing else set()
     for option, name in missing:
+        if option == "backend_support_map" and is_operator(name):
+            continue  # it says what an engine may be given, of any model
         plain = name if isinstance(name, str) else str(getattr(name, "__name__", name))
         if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             plain = str(name)
@@ -189,6 +193,24 @@ def check_op_names(
             known = {part for full in full_names for part in _shorter(full)}
             message = f"{option} names {name!r}, which no node is{near_names(str(name), known)}"
             raise UnknownNameError(message, option, name)
+
+
+def is_operator(name: Any) -> bool:
+    """Whether torch has an operator of this name, or a package that is imported has.
+
+    >>> is_operator("aten::conv2d"), is_operator("relu"), is_operator("aten::conv2"), is_operator("*")
+    (True, True, False, True)
+    """
+    if isinstance(name, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    if not isinstance(name, str):
+        return callable(name)
+    if any(sign in name for sign in "*?["):
+        return True
+    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    namespace, operator, *overload = ["aten", *parts] if len(parts) == 1 else parts
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return packet is not None and (not overload or overload[0] in packet.overloads())
 
 
 def _nodes_of(graphs: Iterable[fx.GraphModule]) -> list[fx.Node]:
@@ -215,5 +237,5 @@ def _shorter(full: str) -> tuple[str, ...]:
 
 def near_names(name: str, known: Iterable[str]) -> str:
     """`; near are 'a', 'b'`, or nothing."""
-    found = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
-    return f"; near are {', '.join(map(repr, found))}" if found else ""
+    near = get_close_matches(name.removeprefix("torch.ops."), sorted(known), n=3, cutoff=0.5)
+    return f"; near are {', '.join(map(repr, near))}" if near else ""

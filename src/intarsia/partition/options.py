@@ -13,7 +13,8 @@ from intarsia.errors import PartitionError
 
 OpName: TypeAlias = Any
 """An OpOverload, an OpOverloadPacket, a torch function, or a string such as "relu", "aten::add" or
-"torch.ops.aten.add.Tensor"; also the operator that a node lowers to or comes from ("aten::convolution")."""
+"torch.ops.aten.add.Tensor"; also the operator that a node lowers to or comes from ("aten::convolution"), and
+a glob over such names ("aten::*")."""
 
 ModuleName: TypeAlias = "type | str"
 """A module class, a qualified path ("encoder.layers.0"), or a glob over such paths ("*.attention")."""
@@ -35,7 +36,7 @@ class PartitionOptions:
         atomic: patterns that are never cut apart.
         memory_budget: bytes of weights that one segment of an engine may hold.
         backend_priority: engines in the order to prefer.
-        backend_support_map: the ops each engine is given, by name.
+        backend_support_map: the ops each engine is given, by name; "all" for every one.
 
     Example:
         >>> PartitionOptions(min_block_size=3, torch_executed_ops=("aten::add",)).min_block_size
@@ -60,16 +61,38 @@ class PartitionOptions:
                 f"require_full_compilation={self.require_full_compilation!r}; give True or False"
             )
         for name in ("torch_executed_ops", "torch_executed_modules", "atomic", "backend_priority"):
-            given = getattr(self, name)
-            if given is not None and (isinstance(given, str) or not isinstance(given, Iterable)):
-                raise PartitionError(f"{name}={given!r} is no list of names; give e.g. [{given!r}]")
+            value = getattr(self, name)
+            if value is not None or name != "backend_priority":
+                object.__setattr__(self, name, _names(name, value))
+        chains = [chain if callable(chain) else _names("atomic", chain) for chain in self.atomic]
+        object.__setattr__(self, "atomic", tuple(chains))
         for name in ("memory_budget", "backend_support_map"):
-            given = getattr(self, name)
-            if given is not None and not isinstance(given, Mapping):
-                raise PartitionError(f"{name}={given!r} names no engine; give e.g. {{'openvino': ...}}")
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) and (value is not None or name == "memory_budget"):
+                raise PartitionError(f"{name}={value!r} names no engine; give e.g. {{'openvino': ...}}")
+            if "pytorch" in (value or ()):
+                what = "which takes every operator; torch_executed_ops keeps operators there"
+                raise PartitionError(f"{name} names 'pytorch', {what}")
+        if self.backend_support_map is not None:
+            lists = {engine: _given_to(engine, names) for engine, names in self.backend_support_map.items()}
+            object.__setattr__(self, "backend_support_map", lists)
         for engine, budget in self.memory_budget.items():
             if type(budget) is not int or budget < 1:
                 raise PartitionError(f"memory_budget of {engine} is {budget!r} bytes; it must be at least 1")
+
+
+def _names(option: str, given: Any) -> tuple[Any, ...]:
+    """A list of names, read once: an iterator gives its items to the first who asks."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        example = [given] if isinstance(given, str) else ["aten::relu"]
+        raise PartitionError(f"{option}={given!r} is no list of names; give e.g. {example!r}")
+    return tuple(given)
+
+
+def _given_to(engine: str, names: Any) -> tuple[OpName, ...]:
+    if names == "all" or (isinstance(names, list | tuple) and [*names] == ["all"]):
+        return ("*",)
+    return _names(f"backend_support_map of {engine}", names)
 
 
 class PartitionChoices(TypedDict, total=False):

@@ -93,19 +93,19 @@ def _ask_together(
         key = (f"{engine.key()} {engine.version()}", registry.version, signature)
         if key in _answers or key in tried or _foreign_device(node, engine) is not None:
             continue
-        made = dry_convert(node, constants, signature, engine)
-        if isinstance(made, str):
-            _answers[key] = made
+        dry_run = dry_convert(node, constants, signature, engine)
+        if isinstance(dry_run, str):
+            _answers[key] = dry_run
         else:
-            tried[key] = made
+            tried[key] = dry_run
     try:
-        said = within(limit_s, f"{engine.name}.probe", lambda: engine.probe_all(list(tried.values())))
+        reasons = within(limit_s, f"{engine.name}.probe", lambda: engine.probe_all(list(tried.values())))
     except OutOfTime as error:
         lost[engine.name] = str(error)
     except Exception:  # asked about one by one, it is told which node it failed for
         return
     else:
-        _answers.update(zip(tried, said, strict=True))
+        _answers.update(zip(tried, reasons, strict=True))
 
 
 def _ask(

@@ -101,19 +101,19 @@ def _dependencies(graph: fx.Graph, recomputed: Mapping[fx.Node, None]) -> dict[f
         if _recomputable(node, symbols):
             rests[node] = ()
             continue
-        found: dict[fx.Node, None] = {}
+        nodes: dict[fx.Node, None] = {}
         for value in node.all_input_nodes:
             source = producer(value)
             if is_compute(source) and source not in recomputed:
-                found[source] = None
+                nodes[source] = None
             else:
-                found.update(dict.fromkeys(rests[source]))
+                nodes.update(dict.fromkeys(rests[source]))
         if is_compute(node) and is_ordered(node):
             # Random numbers are drawn, and effects happen, in the order the user wrote.
             if last_ordered is not None:
-                found[last_ordered] = None
+                nodes[last_ordered] = None
             last_ordered = node
-        rests[node] = tuple(found)
+        rests[node] = tuple(nodes)
     return rests
 
 

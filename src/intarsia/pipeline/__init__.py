@@ -1,37 +1,44 @@
 """Pipelines: a model cut into balanced stages that work on different micro-batches at the same time."""
 
 from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_cost, balance_stages
-from intarsia.pipeline.cluster.cluster import Cluster
-from intarsia.pipeline.cluster_planner import ClusterPlan
 from intarsia.pipeline.gpipe.checkpoint import is_checkpointing, is_recomputing
 from intarsia.pipeline.gpipe.gpipe import BalanceError, GPipe
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from intarsia.pipeline.model import Stages
-from intarsia.pipeline.planner import PipelinePlan, plan_pipeline
-from intarsia.pipeline.schedule.draw import ascii_gantt, html_gantt, svg_gantt
-from intarsia.pipeline.schedule.schedules import SCHEDULES, Schedule, schedule
-from intarsia.pipeline.schedule.simulate import Simulation, simulate
+from intarsia.pipeline.plan.cluster import Cluster
+from intarsia.pipeline.plan.draw import ascii_gantt, html_gantt, svg_gantt
+from intarsia.pipeline.plan.simulate import Simulation, simulate
+from intarsia.pipeline.planner import ClusterPlan, PipelinePlan, measure, plan_pipeline
+from intarsia.pipeline.schedules import SCHEDULES, Action, Schedule, Slot, define_schedule, schedule
 from intarsia.pipeline.split import split
+from intarsia.pipeline.stages.profile import DeviceSpeed
+from intarsia.pipeline.stages.samples import mixed_samples
 
 __all__ = [
     "SCHEDULES",
+    "Action",
     "BalanceError",
     "Cluster",
     "ClusterPlan",
+    "DeviceSpeed",
     "GPipe",
     "Namespace",
     "PipelinePlan",
     "Schedule",
     "Simulation",
+    "Slot",
     "Stages",
     "ascii_gantt",
     "balance_by_size",
     "balance_by_time",
     "balance_cost",
     "balance_stages",
+    "define_schedule",
     "html_gantt",
     "is_checkpointing",
     "is_recomputing",
+    "measure",
+    "mixed_samples",
     "plan_pipeline",
     "pop",
     "schedule",

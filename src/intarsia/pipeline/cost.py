@@ -11,7 +11,7 @@ class Cost:
     """Seconds for the forward pass, for the gradient of the inputs and of the weights; bytes kept and owned.
 
     >>> Cost(1.0, 2.0, 1.0) + Cost(0.5, 0.0, 0.0, saved=8)
-    Cost(forward=1.5, backward_input=2.0, backward_weight=1.0, saved=8, weights=0)
+    Cost(forward=1.5, backward_input=2.0, backward_weight=1.0, saved=8, weights=0, apart=0.0)
     """
 
     forward: float = 0.0
@@ -19,6 +19,7 @@ class Cost:
     backward_weight: float = 0.0
     saved: int = 0  # bytes one micro-batch keeps from its forward to its backward pass
     weights: int = 0  # bytes of parameters and buffers
+    apart: float = 0.0  # seconds more where the gradients of inputs and of weights are computed apart
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
@@ -27,17 +28,18 @@ class Cost:
             self.backward_weight + other.backward_weight,
             self.saved + other.saved,
             self.weights + other.weights,
+            self.apart + other.apart,
         )
 
     def first(self) -> Cost:
         """As the first stage of a pipeline: nobody asks it for a gradient of inputs.
 
-        A schedule that lets weights wait leaves all of its backward pass for later.
+        A schedule that lets weights wait leaves all of its backward pass for later, in one part.
 
-        >>> Cost(1.0, 2.0, 1.0).first()
-        Cost(forward=1.0, backward_input=0.0, backward_weight=3.0, saved=0, weights=0)
+        >>> Cost(1.0, 2.0, 1.0, apart=0.5).first().backward_weight
+        3.0
         """
-        return replace(self, backward_input=0.0, backward_weight=self.backward)
+        return replace(self, backward_input=0.0, backward_weight=self.backward, apart=0.0)
 
     @property
     def backward(self) -> float:

@@ -1,75 +1,78 @@
-"""Choosing cuts, micro-batches, schedule and checkpointing for a number of devices, by simulation."""
+"""Choosing stages, replicas, micro-batches, schedule and recomputation for devices, by simulation."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.cluster.cluster import Cluster
-from intarsia.pipeline.cluster_planner import ClusterPlan, plan_on_cluster
-from intarsia.pipeline.cost import Cost, total
+from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.model import Stages
-from intarsia.pipeline.schedule.schedules import SCHEDULES, refusal, schedule
-from intarsia.pipeline.schedule.simulate import Simulation, simulate
+from intarsia.pipeline.plan.cluster import Cluster, Link
+from intarsia.pipeline.plan.layers import LayerLine, merge
+from intarsia.pipeline.plan.search import Candidate, every_candidate, search
+from intarsia.pipeline.plan.space import Layout, Space
+from intarsia.pipeline.schedules import SCHEDULES
 from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
-from intarsia.pipeline.stages.cost import profile
 from intarsia.pipeline.stages.cut import choose_cuts
-from intarsia.pipeline.stages.signature import tensor_spec
+from intarsia.pipeline.stages.profile import cost_source, profile
+from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.trace import Trace, trace
 
 if TYPE_CHECKING:
     from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run the pipeline, with what it is predicted to cost."""
-
-    schedule: str
-    microbatches: int
-    per_rank: int
-    checkpoint: bool
-    cuts: tuple[int, ...]
-    prediction: Simulation
-
-    @property
-    def memory(self) -> int:
-        """The bytes of the fullest device."""
-        return max(self.prediction.peak_memory_by_rank)
-
-    def __str__(self) -> str:
-        kept = "recomputing" if self.checkpoint else "keeping"
-        return (
-            f"{self.schedule:<16} {self.microbatches:>3} micro-batches {kept:<11}"
-            f" {self.prediction.step_time * 1e3:9.2f} ms  bubble {self.prediction.bubble:4.0%}"
-            f"  {self.memory / 2**20:8.1f} MB"
-        )
+_LAYERS = 1024  # the most layers a line is merged into
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The chosen way, the others it was chosen from, and the stages cut for it."""
+    """The chosen way, others it was chosen from, and the stages cut for it."""
 
     choice: Candidate
-    candidates: tuple[Candidate, ...]  # all that were tried, fastest first
-    refused: int  # how many of them do not fit the memory
+    candidates: tuple[
+        Candidate, ...
+    ]  # fastest first: all for a number of devices, the best in turn on a cluster
+    refused: int  # how many of all do not fit the memory, where all were tried
+    cluster: Cluster
     stages: Stages
     measured: float | None = None  # seconds of a real step, where one was run
 
+    @property
+    def layout(self) -> Layout:
+        """How the devices are used."""
+        return self.choice.layout
+
     def distributed(self, **options: Any) -> DistributedPipeline:
-        """This rank's part of the plan; `options` are those of `Stages.distributed` (`loss_fn`, ...)."""
-        choice = self.choice
+        """This rank's part of the plan; `options` are those of `Stages.distributed` (`loss_fn`, ...).
+
+        Under torchrun with as many processes as the plan has devices: those of a replica are numbered one
+        after the other. Each step takes one replica's share of the batch.
+        """
+        layout = self.layout
+        world = dist.get_world_size() if dist.is_initialized() else 0
+        if world != layout.devices:
+            raise PartitionError(
+                f"the plan is for {layout.devices} processes, {layout.replicas} replicas of {layout.ranks}"
+                f" ranks; {world} take part"
+            )
+        if layout.replicas > 1 and "mesh" not in options:
+            kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            options["mesh"] = init_device_mesh(
+                kind, (layout.replicas, layout.ranks), mesh_dim_names=("data", "pipeline")
+            )
         return self.stages.distributed(
-            choice.schedule, choice.microbatches, checkpoint=choice.checkpoint, **options
+            layout.schedule, layout.microbatches, checkpoint=layout.checkpoint, **options
         )
 
     def gpipe(self, **options: Any) -> nn.Module:
@@ -82,43 +85,15 @@ class PipelinePlan:
     def __str__(self) -> str:
         lines = [f"chosen   {self.choice}"]
         if self.measured is not None:
-            ratio = self.measured / self.choice.prediction.step_time
+            ratio = self.measured / self.choice.step_time
             lines.append(f"measured {self.measured * 1e3:.2f} ms a step, {ratio:.2f} times the prediction")
-        lines += [f"         {c}" for c in self.candidates if c is not self.choice][:8]
+        lines += [f"         {c}" for c in self.candidates[1:9]]
         if self.refused:
             lines.append(f"         {self.refused} more do not fit the memory")
         return "\n".join(lines)
 
 
-@overload
-def plan_pipeline(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    devices: int,
-    memory: int | None = None,
-    schedules: Sequence[str] = ...,
-    microbatches: Sequence[int] | None = None,
-    bandwidth: float = ...,
-    latency: float = ...,
-    slack: float = ...,
-) -> PipelinePlan: ...
-
-
-@overload
-def plan_pipeline(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    cluster: Cluster | str | Path,
-    batch: int | None = None,
-    replicas: Sequence[int] | None = None,
-    schedules: Sequence[str] = ...,
-    microbatches: Sequence[int] | None = None,
-    agree: bool = False,
-) -> ClusterPlan: ...
+ClusterPlan = PipelinePlan  # the name of a plan for `cluster=`
 
 
 def plan_pipeline(
@@ -132,28 +107,31 @@ def plan_pipeline(
     replicas: Sequence[int] | None = None,
     agree: bool = False,
     memory: int | None = None,
-    schedules: Sequence[str] = tuple(SCHEDULES),
+    schedules: Sequence[str] | None = None,
     microbatches: Sequence[int] | None = None,
     bandwidth: float = 10e9,
     latency: float = 20e-6,
     slack: float = 0.02,
-) -> PipelinePlan | ClusterPlan:
+) -> PipelinePlan:
     """The fastest predicted way to train `model` on batches like `args` over `devices` devices.
 
     Costs are measured here at each micro-batch size; `memory` is the bytes of a device (weights, gradients,
     two optimizer moments, and what waits for backward); `bandwidth` (bytes a second) and `latency` (seconds)
-    are the links'.
+    are the links'. Among cuts within `slack` of the best balance those with the fewest bytes across are
+    taken.
 
     With `cluster`, a description or its JSON file, in place of `devices`, the number of stages and replicas
-    is found too, for steps of `batch` samples (as many as the example has) in all: a `ClusterPlan`. Under
-    torchrun `agree` lets rank 0 measure and plan for all.
+    is found too, for steps of `batch` samples (as many as the example has) in all. Costs are then measured at
+    two sizes, and between and beyond them they are a line. Under torchrun `agree` lets rank 0 measure and
+    plan for all.
 
     >>> model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     >>> plan = plan_pipeline(model, (torch.randn(8, 16),), devices=2, schedules=["1F1B"], microbatches=[2])
     >>> plan.choice.schedule, len(plan.stages)
     ('1F1B', 2)
     """
-    unknown = [name for name in schedules if name not in SCHEDULES]
+    names = tuple(SCHEDULES) if schedules is None else tuple(schedules)
+    unknown = [name for name in names if name not in SCHEDULES]
     if unknown:
         raise PartitionError(f"schedule={unknown[0]!r} is none of {', '.join(SCHEDULES)}")
     if cluster is not None:
@@ -162,42 +140,24 @@ def plan_pipeline(
                 "the cluster says how many devices there are and their memory; give one of them"
             )
         described = cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
-        return plan_on_cluster(
-            model,
-            args,
-            kwargs,
-            described,
-            batch=batch,
-            schedules=schedules,
-            microbatches=microbatches,
-            replicas=replicas,
-            agree=agree,
-        )
-    if devices is None:
-        raise PartitionError("a plan needs devices=, their number, or cluster=, their description")
-    if batch is not None or replicas is not None or agree:
-        raise PartitionError("batch=, replicas= and agree= go with cluster=")
-    captured = trace(model, args, kwargs)
+    else:
+        if devices is None:
+            raise PartitionError("a plan needs devices=, their number, or cluster=, their description")
+        if batch is not None or replicas is not None:
+            raise PartitionError("batch= and replicas= go with cluster=")
+        link = Link(bandwidth, latency)
+        described = Cluster(devices, sys.maxsize, link, link, per_host=devices)
+    captured = judged(model, trace(model, args, kwargs), args, kwargs)
     tensors = captured.signature.flatten(args, kwargs)
-    tried: list[Candidate] = []
-    for count, costs, lengths in _profiles(captured, tensors, microbatches, devices):
-        for name in schedules:
-            tried += _candidates(captured, costs, lengths, name, count, devices, (bandwidth, latency), slack)
-    if not tried:
-        raise PartitionError(
-            f"no schedule of {list(schedules)} runs {list(microbatches or [])} micro-batches here"
-        )
-    fitting = [c for c in tried if memory is None or c.memory <= memory]
-    if not fitting:
-        least = min(tried, key=lambda c: c.memory)
-        raise PartitionError(
-            f"memory={memory} is too little: the leanest way takes {least.memory} bytes ({least})"
-        )
-    fitting.sort(key=lambda c: (c.prediction.step_time, c.memory))
-    choice = fitting[0]
-    costs = next(p[1] for p in _profiles(captured, tensors, [choice.microbatches], devices))
-    stages = make_stages(model, captured, list(choice.cuts), costs, "time")
-    return PipelinePlan(choice, tuple(fitting), len(tried) - len(fitting), stages)
+
+    def choose() -> _Choice:
+        if cluster is not None:
+            return _on_cluster(captured, tensors, described, batch, names, microbatches, replicas)
+        return _on_devices(captured, tensors, described, names, microbatches, memory, slack)
+
+    chosen = _rank_zero(choose) if agree else choose()
+    stages = make_stages(model, captured, chosen.cuts, chosen.costs, "time")
+    return PipelinePlan(chosen.candidates[0], chosen.candidates, chosen.refused, described, stages)
 
 
 def measure(
@@ -224,72 +184,161 @@ def measure(
     return replace(plan, measured=min(seconds[1:]))
 
 
-def _profiles(
-    captured: Trace, tensors: Sequence[torch.Tensor], counts: Sequence[int] | None, devices: int
-) -> Iterator[tuple[int, list[Cost], Mapping[str, int]]]:
-    """The node costs of one micro-batch, for each number of micro-batches that divides the batch."""
-    signature = captured.signature
-    batch = next(
-        (t.shape[0] for s, t in zip(signature.tensors, tensors, strict=True) if signature.splits(s)), 1
-    )
-    least = (
-        signature.ranges.get(str(signature.batch), (1, 0))[0] if isinstance(signature.batch, str) else batch
-    )
-    usual = [m for m in (1, 2, 4, 8, 16, 32) if m <= 4 * devices]
-    for m in counts if counts is not None else usual:
-        if batch % m or batch // m < least:
-            if counts is not None:
-                raise PartitionError(
-                    f"microbatches={m} does not divide a batch of {batch} into parts of {least} or more"
-                )
-            continue
-        part = [
-            t[: batch // m] if signature.splits(s) else t
-            for s, t in zip(signature.tensors, tensors, strict=True)
-        ]
-        costs = profile(captured, part)
-        # What is kept was read from the graph at the example's batch; it grows with the micro-batch.
-        yield m, [replace(c, saved=c.saved // m) for c in costs], signature.lengths(part)
+@dataclass(frozen=True)
+class _Choice:
+    """What the search found, in places of the graph."""
+
+    candidates: tuple[Candidate, ...]
+    refused: int
+    cuts: tuple[int, ...]
+    costs: tuple[Cost, ...]  # by node, at the example's batch
 
 
-def _candidates(
+@dataclass(frozen=True)
+class _Layers:
+    """A model as a line of layers: where they may be cut, and what they cost."""
+
+    line: LayerLine
+    places: tuple[int, ...]  # of the graph, between layers
+    prices: tuple[float, ...]  # of a cut there
+    costs: tuple[Cost, ...]  # by node, at the example's batch
+
+    def choice(self, candidates: Sequence[Candidate], refused: int = 0) -> _Choice:
+        """The first candidate's cuts, in places of the graph."""
+        cuts = tuple(self.places[c - 1] for c in candidates[0].cuts)
+        return _Choice(tuple(candidates), refused, cuts, self.costs)
+
+
+def _on_cluster(
     captured: Trace,
-    costs: Sequence[Cost],
-    lengths: Mapping[str, int],
-    name: str,
-    microbatches: int,
-    devices: int,
-    link: tuple[float, float],
+    tensors: Sequence[Tensor],
+    cluster: Cluster,
+    batch: int | None,
+    schedules: Sequence[str],
+    microbatches: Sequence[int] | None,
+    replicas: Sequence[int] | None,
+) -> _Choice:
+    captured.signature.check_divisible()
+    example = _samples(captured, tensors)
+    least, most = _range(captured, example)
+    samples = example if batch is None else batch
+    if samples < least:
+        raise PartitionError(f"batch={samples} is less than the {least} samples the model takes at least")
+    layers = _layers(captured, tensors, sorted({least, example}), schedules)
+    space = Space(
+        layers.line, cluster, samples, least, most, schedules, microbatches, replicas, WEIGHT_COPIES
+    )
+    return layers.choice(search(space))
+
+
+def _on_devices(
+    captured: Trace,
+    tensors: Sequence[Tensor],
+    cluster: Cluster,
+    schedules: Sequence[str],
+    microbatches: Sequence[int] | None,
+    memory: int | None,
     slack: float,
-) -> Iterator[Candidate]:
-    per_rank = 2 if name == "Interleaved1F1B" else 1
-    if refusal(name, devices, microbatches) is not None:
-        return  # torch's runtime would not run it
-    if name == "Interleaved1F1B" and (microbatches % devices or devices == 1):
-        return
-    stages = devices * per_rank
-    if len(captured.line.allowed) < stages - 1:
-        return
+) -> _Choice:
+    """All layouts on so many ranks are simulated: there are few, and a user likes to see them."""
+    batch = _samples(captured, tensors)
+    least, most = _range(captured, batch)
+    usual = [m for m in (1, 2, 4, 8, 16, 32) if m <= 4 * cluster.devices]
+    counts = [m for m in microbatches or usual if batch % m == 0 and batch // m >= least]
+    wrong = [m for m in microbatches or () if m not in counts]
+    if wrong:
+        raise PartitionError(
+            f"microbatches={wrong[0]} does not divide a batch of {batch} into parts of {least} or more"
+        )
+    if any(m > 1 for m in counts):
+        captured.signature.check_divisible()
+    layers = _layers(captured, tensors, sorted({batch // m for m in counts}), schedules)
+    allowed = range(1, len(layers.line))
+
+    def cut(weights: Any, stages: int) -> list[int]:
+        return choose_cuts(weights.tolist(), layers.prices, allowed, stages, slack=slack)
+
+    space = Space(
+        layers.line,
+        *(cluster, batch, least, most, schedules, counts, [1], WEIGHT_COPIES),
+        ranks=cluster.devices,
+        cut=cut,
+    )
+    tried = every_candidate(space)
+    if not tried:
+        raise PartitionError(f"no schedule of {list(schedules)} runs {counts} micro-batches here")
+    fitting = [c for c in tried if memory is None or c.memory <= memory]
+    if not fitting:
+        leanest = min(tried, key=lambda c: c.memory)
+        raise PartitionError(
+            f"memory={memory} is too little: the leanest way takes {leanest.memory} bytes ({leanest})"
+        )
+    return layers.choice(fitting, len(tried) - len(fitting))
+
+
+def _samples(captured: Trace, tensors: Sequence[Tensor]) -> int:
+    """How many samples the example has."""
+    axes = map(captured.signature.axis, captured.signature.tensors)
+    return next((t.shape[a] for t, a in zip(tensors, axes, strict=True) if a is not None), 1)
+
+
+def _range(captured: Trace, example: int) -> tuple[int, int]:
+    """The fewest and the most samples of a micro-batch; a batch that the capture fixed has one size."""
+    least, most = captured.signature.ranges.get(str(captured.signature.batch), (example, example))
+    return max(1, least), most
+
+
+def _layers(
+    captured: Trace, tensors: Sequence[Tensor], sizes: Sequence[int], schedules: Sequence[str]
+) -> _Layers:
+    """The model's costs at some sizes of micro-batch, by layer."""
+    axes = [captured.signature.axis(s) for s in captured.signature.tensors]
+    source = cost_source(captured)
+    apart = any(SCHEDULES[name].splits_backward for name in schedules)
+    runs = []
+    for size in sizes:
+        part = [t if a is None else t.narrow(a, 0, size) for t, a in zip(tensors, axes, strict=True)]
+        runs.append((size, profile(captured, part, source=source, apart=apart)))
+    costs, example = runs[-1][1], _samples(captured, tensors)
+    places = _places(captured, costs)
+    layers = [(size, merge(measured, places)) for size, measured in runs]
+    # These were read from the graph, at the example's batch.
+    crossing = [captured.line.crossing_bytes[p] / example for p in places]
+    saved = [c.saved / example for c in layers[-1][1]]
     prices = crossing_prices(captured)
-    order = schedule(name, devices, microbatches, per_rank)
-    seen = set()
-    for weights in ([c.seconds for c in costs], [float(c.saved + c.weights * WEIGHT_COPIES) for c in costs]):
-        cuts = choose_cuts(weights, prices, captured.line.allowed, stages, slack=slack)
-        if tuple(cuts) in seen:
-            continue
-        seen.add(tuple(cuts))
-        bounds = [0, *cuts, len(captured.line.nodes)]
-        sums = [total(costs[a:b]) for a, b in pairwise(bounds)]
-        sums[0] = sums[0].first()
-        borders = [_border_bytes(captured, cut, lengths) for cut in cuts]
-        links = [b / link[0] + link[1] for b in borders]
-        for checkpoint in (False, True):
-            simulation = simulate(
-                order, sums, links=links, borders=borders, checkpoint=checkpoint, weight_copies=WEIGHT_COPIES
-            )
-            yield Candidate(name, microbatches, per_rank, checkpoint, tuple(cuts), simulation)
+    line = LayerLine.of(layers, [*crossing, 0.0], saved)
+    return _Layers(line, tuple(places), (0.0, *(prices[p] for p in places), 0.0), tuple(costs))
 
 
-def _border_bytes(captured: Trace, cut: int, lengths: Mapping[str, int]) -> int:
-    values = [n.meta["val"] for n in captured.line.crossing(cut)]
-    return sum(tensor_spec("crossing", v).bytes(lengths) for v in values if isinstance(v, torch.Tensor))
+def _rank_zero(choose: Callable[[], _Choice]) -> _Choice:
+    """What rank 0 chose, or the reason why it could not, on every rank."""
+    if not dist.is_initialized():
+        raise PartitionError("agree=True needs torch.distributed.init_process_group first")
+    shared: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            shared = [choose()]
+        except PartitionError as error:
+            shared = [str(error)]
+    dist.broadcast_object_list(shared, src=0)
+    if not isinstance(shared[0], _Choice):
+        raise PartitionError(shared[0])
+    return shared[0]
+
+
+def _places(captured: Trace, costs: Sequence[Cost]) -> list[int]:
+    """The places a cut may take: all allowed ones or, of many, the cheapest in each stretch of equal time."""
+    allowed = list(captured.line.allowed)
+    if len(allowed) < _LAYERS:
+        return allowed
+    prices = crossing_prices(captured)
+    whole = sum(c.seconds for c in costs) or 1.0
+    best: dict[int, int] = {}
+    done, at = 0.0, 0
+    for place in allowed:
+        done += sum(c.seconds for c in costs[at:place])
+        at = place
+        stretch = int(done / whole * _LAYERS)
+        if stretch not in best or prices[place] < prices[best[stretch]]:
+            best[stretch] = place
+    return sorted(best.values())

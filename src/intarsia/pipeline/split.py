@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,10 +21,10 @@ from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.stages.batch import BatchDims
 from intarsia.pipeline.stages.computed import computed_buffers
-from intarsia.pipeline.stages.cost import profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.devices import buffers_on_meta, is_on_meta, to_meta
-from intarsia.pipeline.stages.meta_cost import DeviceSpeed, estimate_with, made_up_on, measure_made_up
+from intarsia.pipeline.stages.profile import DeviceSpeed, cost_source, memory_costs, profile
+from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.sequence import SplitReport
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, build_stages, recompute_modules
@@ -57,27 +58,34 @@ def split(
     costs: Literal["measured", "analytic"] | DeviceSpeed = "measured",
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
-    """Cut `model` into `stages` (4) balanced parts, by its graph, or by its modules if it cannot be exported.
+    """Cut a model into balanced stages, by its graph, or by its modules if it cannot be exported.
 
-    `args` and `kwargs` are an example call; where the model lets it, the batch length stays open. `by="time"`
-    balances measured forward and backward seconds, `by="memory"` weights and what backward keeps, of
-    `in_flight` micro-batches. `speeds` and `memory` (bytes) describe unequal devices. Among cuts within
-    `slack` of the best balance the one with the fewest bytes across is taken, and tied weights stay together
-    if they can. `cuts` gives the places by hand: node numbers, names of nodes or modules that a stage begins
-    with (`"encoder.layer.6"`), or a `Plan` of this model, whose segments become the stages. Times measured by
-    several processes differ: with `agree` every rank of torch.distributed takes rank 0's cuts.
+    Among the cuts within `slack` of the best balance, those with the fewest bytes across are taken, and tied
+    weights stay together if they can. A model on the meta device is cut there, without memory: each kind of
+    node is measured alone, and `Stages.load` reads the weights.
 
-    Every tensor whose first dimension has the batch's length is divided among micro-batches, unless the model
-    runs a larger batch without it; `batch_dims` says otherwise, by position or by name: an axis, or None for
-    a tensor that every micro-batch gets whole. `dynamic_shapes`, as of `torch.export`, opens other sizes,
-    such as the length of a sequence.
-
-    `checkpoint` names modules (or patterns of names, `"encoder.layer.*"`) that are computed again in the
-    backward pass instead of keeping what they computed, wherever the stages run.
-
-    A model on the meta device is cut there, without memory: each kind of node is measured alone on made-up
-    values, and `Stages.load` brings the weights. `costs="analytic"` computes seconds from operations and
-    bytes instead of measuring them; a `DeviceSpeed` says for which device. The report tells which it was.
+    Args:
+        model: the model, in training or in evaluation.
+        args: an example of its arguments by position.
+        kwargs: an example of its arguments by name.
+        stages: how many stages; 4 by default.
+        by: `"time"` balances measured seconds forward and backward. `"memory"` balances weights and what
+            backward keeps.
+        cuts: places by hand: node numbers, names of nodes or of modules that a stage begins with
+            (`"encoder.layer.6"`), or a `Plan` of this model whose segments become the stages.
+        speeds: relative speeds of unequal devices.
+        memory: bytes of unequal devices.
+        in_flight: micro-batches whose activations count for `by="memory"`.
+        slack: how much worse than the best balance a cut may be.
+        dynamic_batch: keep the batch length open where the model lets it.
+        dynamic_shapes: other sizes that may vary, as for `torch.export.export`.
+        batch_dims: the batch axis of each tensor, by position or by name; None for a tensor that every
+            micro-batch gets whole. By default, found by the graph, or by running a larger batch.
+        agree: every rank of torch.distributed takes the cuts of rank 0. Measured times differ between ranks.
+        checkpoint: modules, or patterns such as `"encoder.layer.*"`, that are computed again in the backward
+            pass.
+        costs: `"measured"`, `"analytic"` (from operations and bytes), or a `DeviceSpeed`.
+        progress: called with the number of nodes measured, and of all.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -93,9 +101,13 @@ def split(
         raise PartitionError(f"slack={slack} must be 0 or more")
     if in_flight < 1:
         raise PartitionError(f"in_flight={in_flight} must be 1 or more")
+    if in_flight > 1 and by != "memory" and memory is None:
+        raise PartitionError(
+            f"in_flight={in_flight} has no effect: it counts micro-batches that wait for backward, where"
+            " by='memory' or memory= is given"
+        )
     count = _count(stages, cuts)
-    speed = DeviceSpeed() if costs == "analytic" else costs
-    if not isinstance(speed, DeviceSpeed) and speed != "measured":
+    if not isinstance(costs, DeviceSpeed) and costs not in ("measured", "analytic"):
         raise PartitionError(f"costs={costs!r} is neither 'measured' nor 'analytic' nor a DeviceSpeed")
     if is_on_meta(model):
         args, kwargs = to_meta((tuple(args), dict(kwargs or {})))
@@ -130,12 +142,21 @@ def split(
                 dynamic_shapes=dynamic_shapes,
                 batch_dims=batch_dims,
             )
+            captured = judged(model, captured, args, kwargs)
     except CaptureError as error:
         if is_on_meta(model):
             raise CaptureError(
                 f"the graph cannot be captured ({error}); along its modules a model is cut by running it,"
                 " which the meta device cannot"
             ) from error
+        unused = {"costs": costs != "measured", "dynamic_shapes": dynamic_shapes is not None}
+        without_effect = [f"{name}=" for name, is_given in unused.items() if is_given]
+        if without_effect:
+            warnings.warn(
+                f"{' and '.join(without_effect)} have no effect: the model is cut along its modules,"
+                f" since its graph cannot be captured ({error})",
+                stacklevel=2,
+            )
         parts = split_tree(
             model,
             args,
@@ -149,34 +170,17 @@ def split(
         if checkpoint:
             recompute_modules(parts, checkpoint)
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    node_costs, source = _node_costs(captured, args, kwargs, by, speed, progress)
+    if by == "memory":
+        node_costs, source = memory_costs(captured), ""
+    else:
+        origin = cost_source(captured, costs)
+        tensors = captured.signature.flatten(args, kwargs)
+        node_costs, source = profile(captured, tensors, progress=progress, source=origin), str(origin)
     places = choose(captured.line, node_costs, crossing_prices(captured))
     made = make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
     if checkpoint:
         recompute_modules(made, checkpoint)
     return made
-
-
-def _node_costs(
-    captured: Trace,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    by: By,
-    speed: DeviceSpeed | str,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[list[Cost], str]:
-    """What every node costs, and where that comes from."""
-    if by == "memory":
-        kept, held = saved_bytes(captured), weight_bytes(captured)
-        return [Cost(saved=s, weights=w) for s, w in zip(kept, held, strict=True)], ""
-    tensors = captured.signature.flatten(args, kwargs)
-    if isinstance(speed, DeviceSpeed):
-        measure, source = estimate_with(speed), str(speed)
-    elif any(state.tensor.is_meta for state in captured.states.values()):
-        measure, source = measure_made_up, f"each node measured on {made_up_on()} with made-up values"
-    else:
-        measure, source = None, ""
-    return profile(captured, tensors, progress=progress, measure=measure), source
 
 
 def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:
@@ -260,5 +264,15 @@ def _report(
     ]
     waists = tuple(map(captured.line.waist, places))
     return SplitReport(
-        "graph", "", by, tuple(sums), tuple(borders), tuple(crossing), find_tied(parts), waists, source
+        "graph",
+        "",
+        by,
+        tuple(sums),
+        tuple(borders),
+        tuple(crossing),
+        find_tied(parts),
+        waists,
+        source,
+        captured.changed_buffers(),
+        captured.signature.mixes,
     )

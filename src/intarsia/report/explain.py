@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 from torch import fx, nn
 
 from intarsia.build.control_flow import bodies
+from intarsia.build.details import plan_details
 from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.device import device_kind
 from intarsia.capture.input import check_call, resolve_call
@@ -25,6 +27,7 @@ from intarsia.partition.advice import advise
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
+from intarsia.rewrite import Patterns
 
 
 @keeps_random_state
@@ -62,7 +65,9 @@ def explain(
     placement = checked.placement
     if placement.measured is not None:
         notes.append("nothing is measured here: the plan is the one that engines in their order give")
-    return _explain(lowered.module, usable, placement.strategy, checked.limits, (*notes, *lowered.notes))
+    limits, patterns = checked.limits, checked.rewrite
+    notes += lowered.notes
+    return _explain(lowered.module, usable, placement.strategy, limits, patterns, tuple(notes))
 
 
 def _explain(
@@ -70,13 +75,16 @@ def _explain(
     engines: Sequence[Engine],
     strategy: Strategy,
     options: PartitionOptions,
+    patterns: Patterns,
     notes: tuple[str, ...] = (),
 ) -> Explanation:
-    told = explain_graph(gm, support_table(gm, engines), strategy, options, notes=notes)
+    explanation = explain_graph(gm, support_table(gm, engines), strategy, options, notes=notes)
+    details = partial(plan_details, gm, engines, strategy, options, patterns)
     inner = {
-        f"{node.name}.{name}": _explain(body, engines, strategy, options) for node, name, body in bodies(gm)
+        f"{node.name}.{name}": _explain(body, engines, strategy, options, patterns)
+        for node, name, body in bodies(gm)
     }
-    return replace(told, bodies=inner)
+    return replace(explanation, plan=replace(explanation.plan, details=details), bodies=inner)
 
 
 def explain_graph(

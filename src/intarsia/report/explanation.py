@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from intarsia.drawing import Drawing, framed, model_explorer, page, svg
+from intarsia.drawing.svg import bytes_text
 from intarsia.graph.plan import Plan
 from intarsia.graph.shapes import SegmentShapes
 from intarsia.partition.advice import Advice
@@ -73,21 +74,33 @@ class Explanation:
             "bodies": {name: body._content() for name, body in self.bodies.items()},
         }
 
-    def to_html(self) -> str:
-        """The tables as one HTML page that needs nothing else."""
-        from rich.console import Console
+    def drawing(self) -> Drawing:
+        """What pictures show, as plain data; bodies of control flow are drawings of their own."""
+        inner = {name: body.drawing() for name, body in self.bodies.items()}
+        return replace(self.plan.drawing(), notes=self.notes, bodies=inner)
 
-        console = Console(record=True, width=180, file=io.StringIO())
-        console.print(self)
-        return console.export_html(inline_styles=True)
+    def to_html(self) -> str:
+        """One HTML page that needs nothing else: the graph, its layers, every fallback, what would help."""
+        return page(self.drawing())
+
+    def to_svg(self) -> str:
+        """The segments in the order they would run as SVG, for documents."""
+        return svg(self.drawing())
+
+    def to_model_explorer(self) -> str:
+        """The graphs as JSON for Google's Model Explorer: `model-explorer FILE` opens it."""
+        return model_explorer(self.drawing())
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
 
     def __str__(self) -> str:
         lines = [str(self.plan), "borders:"]
         for segment in self.segments:
             shapes = segment.shapes
             lines.append(
-                f"  {segment.number:>3}  in {_bytes(shapes.bytes_in)}, out {_bytes(shapes.bytes_out)}: "
-                f"({_list(shapes.inputs)}) -> ({_list(shapes.outputs)})"
+                f"  {segment.number:>3}  in {bytes_text(shapes.bytes_in)}, "
+                f"out {bytes_text(shapes.bytes_out)}: ({_list(shapes.inputs)}) -> ({_list(shapes.outputs)})"
             )
         lines.extend(f"advice: {advice}" for advice in self.advice)
         lines.extend(f"note: {note}" for note in self.notes)
@@ -106,8 +119,8 @@ class Explanation:
         for segment in self.segments:
             shapes = segment.shapes
             cells = (
-                _bytes(shapes.bytes_in),
-                _bytes(shapes.bytes_out),
+                bytes_text(shapes.bytes_in),
+                bytes_text(shapes.bytes_out),
                 _list(shapes.inputs),
                 _list(shapes.outputs),
             )
@@ -129,12 +142,3 @@ class Explanation:
 def _list(values: tuple[object, ...], most: int = 6) -> str:
     shown = ", ".join(map(str, values[:most]))
     return shown + (f", {len(values) - most} more" if len(values) > most else "")
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

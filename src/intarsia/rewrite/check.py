@@ -135,7 +135,7 @@ def random_inputs(
 ) -> list[torch.Tensor]:
     """Values for a network's inputs; a symbol is one size everywhere. `indices`: integers are small."""
     sizes: dict[Any, int] = {}
-    made = []
+    tensors = []
     for tensor in net.get_inputs():
         shape = [
             d if isinstance(d, int) else sizes.setdefault(d, int(rng.integers(1, 5))) for d in tensor.shape
@@ -146,8 +146,8 @@ def random_inputs(
             array = _floats(rng, shape, kind)
         else:
             array = rng.integers(0, 4, shape) if indices else _integers(rng, shape, kind, tensor.dtype)
-        made.append(torch.from_numpy(np.asarray(array)).to(dtypes.to_torch(tensor.dtype)))
-    return made
+        tensors.append(torch.from_numpy(np.asarray(array)).to(dtypes.to_torch(tensor.dtype)))
+    return tensors
 
 
 def _integers(rng: np.random.Generator, shape: Sequence[int], kind: str, dtype: ir.DataType) -> Any:
@@ -196,7 +196,7 @@ def reference(net: Network) -> Callable[..., tuple[torch.Tensor, ...]]:
     wanted = [dtypes.to_torch(tensor.dtype) for tensor in net.get_outputs()]
 
     def program(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = evaluator.run(None, {n: t.numpy() for n, t in zip(names, tensors, strict=True)})
-        return tuple(torch.from_numpy(np.array(x)).to(d) for x, d in zip(made, wanted, strict=True))
+        results = evaluator.run(None, {n: t.numpy() for n, t in zip(names, tensors, strict=True)})
+        return tuple(torch.from_numpy(np.array(x)).to(d) for x, d in zip(results, wanted, strict=True))
 
     return program

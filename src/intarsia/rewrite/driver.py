@@ -131,11 +131,11 @@ class Driver:
         entry = self._index.entries[number]
         pattern = entry.pattern
         try:
-            found = pattern.find(Layer(node))
+            match = pattern.find(Layer(node))
         except Exception as error:
             self._fail_to_ask(entry, node, error)
             return False
-        if not found:
+        if not match:
             if pattern.reach is None:
                 level.undecided[node, number] = len(self._log)
             return False
@@ -144,7 +144,7 @@ class Driver:
         if self._limit is not None and len(self._log) >= self._limit:
             self._log.exhausted = True
             return True
-        if self._act(entry, node, found):
+        if self._act(entry, node, match):
             return True
         if pattern.reach is None or pattern.refuses_from_afar:
             level.undecided[node, number] = len(self._log)

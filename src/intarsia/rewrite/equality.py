@@ -33,13 +33,13 @@ def is_transparent(node: ir.Node) -> bool:
         return False
     if op_type == "Identity":
         return True
-    source, made = node.inputs[0], node.outputs[0]
+    source, result = node.inputs[0], node.outputs[0]
     if op_type == "Cast":
-        return source.dtype == made.dtype
+        return source.dtype == result.dtype
     if op_type in ("Reshape", "Expand", "Flatten"):
-        if source.shape is None or made.shape is None:
+        if source.shape is None or result.shape is None:
             return False
-        a, b = Tensor.of(source).shape, Tensor.of(made).shape
+        a, b = Tensor.of(source).shape, Tensor.of(result).shape
         # With one size unknown the others fix it for Reshape; it is then the same on both sides.
         return a == b and (None not in a or (op_type == "Reshape" and a.count(None) == 1 and 0 not in a))
     order = node.attributes.get("perm")  # of a Transpose

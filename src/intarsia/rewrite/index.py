@@ -1,4 +1,8 @@
-"""Which patterns a layer concerns: those that may start at it, and those that may have it inside a match."""
+"""Which patterns a layer concerns: those that may start at it, and those that may have it inside a match.
+
+After a rewrite only those patterns are tried again that can see a changed layer through layers of their own
+kinds and within their depth. A random test tries all patterns everywhere at the end and finds nothing.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +55,15 @@ class PatternIndex:
     def starting_at(self, node: ir.Node, patterns: int = -1) -> int:
         """Those of the patterns that may start at a layer: by its kind, and by what must feed it."""
         kind = kind_of(node)
-        found = patterns & self._starts.get(kind, self._start_anywhere)
+        candidates = patterns & self._starts.get(kind, self._start_anywhere)
         fed: set[str] | None = None
-        for n in bits(found):
+        for n in bits(candidates):
             if groups := self.entries[n].pattern.fed_by.get(kind):
                 if fed is None:
                     fed = {maker.op_type for maker in node.predecessors()}
                 if any(group.isdisjoint(fed) for group in groups):
-                    found ^= 1 << n
-        return found
+                    candidates ^= 1 << n
+        return candidates
 
     def affected(self, graph: ir.Graph, seeds: Iterable[ir.Node]) -> dict[ir.Node, int]:
         """The layers at which a pattern may match now that these have changed, each with those patterns.
@@ -67,7 +71,7 @@ class PatternIndex:
         A pattern sees a changed layer only through layers of kinds that it is about, and no further than it
         reaches; layers that may change nothing do not count.
         """
-        found: dict[ir.Node, int] = {}
+        depths: dict[ir.Node, int] = {}
         front = [(owner, self._everything) for node in seeds if (owner := owner_in(graph, node)) is not None]
         for deeper in self._deeper:
             below: list[tuple[ir.Node, int]] = []
@@ -75,15 +79,15 @@ class PatternIndex:
                 node, patterns = front.pop()
                 if node.op_type not in MAY_BE_IDENTITY:
                     patterns &= self._inside.get(kind_of(node), self._start_anywhere)
-                patterns &= deeper & ~found.get(node, 0)
+                patterns &= deeper & ~depths.get(node, 0)
                 if not patterns or node.graph is not graph:
                     continue  # seen, of no concern, or in a body: patterns look at one graph
-                found[node] = found.get(node, 0) | patterns
+                depths[node] = depths.get(node, 0) | patterns
                 for value in node.outputs:
                     for reader in value.consumers():
                         (front if reader.op_type in MAY_BE_IDENTITY else below).append((reader, patterns))
             front = below
-        return {node: start for node, some in found.items() if (start := self.starting_at(node, some))}
+        return {node: start for node, some in depths.items() if (start := self.starting_at(node, some))}
 
 
 def bits(patterns: int) -> Iterator[int]:
@@ -100,23 +104,23 @@ def changed_layers(change: Change, hubs: dict[ir.Value, int]) -> list[ir.Node]:
     `hubs`, kept from rewrite to rewrite, says of values with many readers how many they can lose before it is
     worth counting them again: `onnx_ir` lists all readers to count them.
     """
-    found: dict[ir.Node, None] = dict.fromkeys(change.made)
+    nodes: dict[ir.Node, None] = dict.fromkeys(change.made)
     recounted: Counter[ir.Value | None] = Counter()  # values that gained or lost readers, and how many
     for node in change.made:
         recounted.update(node.inputs)
     for edit in change.edits:
         match edit:
             case UsesReplaced(new=new, uses=uses):
-                found.update(dict.fromkeys(reader for reader, _ in uses))
+                nodes.update(dict.fromkeys(reader for reader, _ in uses))
                 recounted[new] += 1
             case InputReplaced(node=node, old=old, new=new):
-                found[node] = None
+                nodes[node] = None
                 recounted.update((old, new))
             case LayerRemoved(inputs=inputs, released=released):
                 recounted.update((*inputs, *(use.value for use in released)))
             case TypeChanged(value=value):
                 recounted[value] += 1
-                found.update(dict.fromkeys(value.consumers()))
+                nodes.update(dict.fromkeys(value.consumers()))
     for read, times in recounted.items():
         if read is None or read.const_value is not None:
             continue
@@ -128,6 +132,6 @@ def changed_layers(change: Change, hubs: dict[ir.Value, int]) -> list[ir.Node]:
             continue
         readers = read.consumers()
         if (maker := read.producer()) is not None:
-            found[maker] = None
-        found.update(dict.fromkeys(readers))
-    return [node for node in found if node.graph is not None]
+            nodes[maker] = None
+        nodes.update(dict.fromkeys(readers))
+    return [node for node in nodes if node.graph is not None]

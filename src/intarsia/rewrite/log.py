@@ -39,8 +39,8 @@ class Fired:
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
-        replaced, made = (", ".join(names) or "nothing" for names in (self.replaced, self.made))
-        return f"{self.pattern}: {replaced} -> {made}{where}"
+        replaced, added = (", ".join(names) or "nothing" for names in (self.replaced, self.made))
+        return f"{self.pattern}: {replaced} -> {added}{where}"
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,8 @@ class RewritePatternManager:
                     break  # by whoever asks for the matches
                 entry = index.entries[number]
                 with net_guard(net):
-                    said = self._ask(net, entry, layer)
-                if not said.reason:
+                    outcome = self._ask(net, entry, layer)
+                if not outcome.reason:
                     yield Match(entry.label, layer)
 
     def explain(self, layer: Layer, args: Any = None) -> list[MatchReport]:
@@ -139,13 +139,13 @@ class RewritePatternManager:
             kinds = " or ".join(sorted(pattern.root_layer))
             return MatchReport(entry.label, f"it starts at {kinds}; {layer.name} is {layer.kind}")
         try:
-            found = pattern.find(layer)
-            if not found:
+            match = pattern.find(layer)
+            if not match:
                 return MatchReport(entry.label, pattern.why_not(layer))
         except Exception as error:
             return MatchReport(entry.label, f"it could not be asked about {layer.name}: {error}")
         try:
-            outcome = attempt(net, pattern, layer.node, found, keep=False)
+            outcome = attempt(net, pattern, layer.node, match, keep=False)
         except RewriteError as error:
             return MatchReport(entry.label, str(error))
         return MatchReport(entry.label, outcome.reason if isinstance(outcome, Refusal) else "")

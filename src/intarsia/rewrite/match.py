@@ -55,12 +55,12 @@ class Matcher:
         if self._symmetric:
             self._all = False
             try:
-                found = next(self._solve(Bindings(value), [(first, value)]), None)
+                bindings = next(self._solve(Bindings(value), [(first, value)]), None)
             finally:
                 self._all = True
-            if found is None:
+            if bindings is None:
                 return
-            yield found
+            yield bindings
         solutions = self._solve(Bindings(value), [(first, value)])
         if self._symmetric:
             next(solutions, None)
@@ -193,16 +193,16 @@ class Matcher:
         """Look for the pattern's next output among what is made from tensors already matched."""
         term = self._roots[len(state.roots)]
         taken = {value.producer() for value in state.roots}
-        found = False
+        any_found = False
         # The choice made last is tried first, so the nearest in order comes last.
         for value in reversed(dict.fromkeys(self._candidates(term, state))):
             if value.producer() in taken:
                 continue
-            found = True
+            any_found = True
             branch = state.copy()
             branch.roots.append(value)
             choices.append((branch, [(term, value)]))
-        if not found:
+        if not any_found:
             self._fail(state, "no further {} of the pattern is there", " or ".join(kinds(term)))
 
     def _candidates(self, term: Term | None, state: Bindings) -> Iterator[ir.Value]:

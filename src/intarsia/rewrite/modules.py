@@ -67,10 +67,10 @@ def rewrite_modules(model: nn.Module, rules: Mapping[Key, Swap]) -> Rewritten:
         done[id(module)] = new
         return new
 
-    made = visit(model, "")
+    rewritten = visit(model, "")
     if unused := [key if isinstance(key, str) else key.__name__ for key in rules if key not in used]:
         raise RewriteError(f"no submodule is named by {unused}")
-    return Rewritten(made, swapped)
+    return Rewritten(rewritten, swapped)
 
 
 def _names(key: Key, module: nn.Module, path: str) -> bool:

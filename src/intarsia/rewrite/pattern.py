@@ -90,8 +90,8 @@ class PatternRewriter:
 
     def why_not(self, layer: Layer) -> str:
         """Why `find` said no."""
-        found = self.find(layer)
-        return found.reason if isinstance(found, Refusal) else "match() said no"
+        match = self.find(layer)
+        return match.reason if isinstance(match, Refusal) else "match() said no"
 
 
 class PatternAnalyzer:

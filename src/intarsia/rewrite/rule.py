@@ -51,9 +51,9 @@ class Rule(PatternRewriter):
     def perform(self, layer: Layer, found: Bindings) -> bool | Refusal:
         """Let the function act on the first match it does not refuse."""
         net = layer.network
-        said = self.function(net, **self._bindings(found))
-        if not isinstance(said, Refusal):
-            return self._replace(net, found.roots, said)
+        result = self.function(net, **self._bindings(found))
+        if not isinstance(result, Refusal):
+            return self._replace(net, found.roots, result)
         others = self._matcher.at(layer.node)
         next(others, None)
         # What it built before it refused is undone, and with it the chance of another match.
@@ -61,7 +61,7 @@ class Rule(PatternRewriter):
             again = self.function(net, **self._bindings(other))
             if not isinstance(again, Refusal):
                 return self._replace(net, other.roots, again)
-        return said
+        return result
 
     def why_not(self, layer: Layer) -> str:
         matcher = Matcher(self.roots, explain=True)
@@ -81,10 +81,10 @@ class Rule(PatternRewriter):
         return bound
 
     def _replace(self, net: Network, roots: list[ir.Value], said: Any) -> bool | Refusal:
-        made = said if isinstance(said, tuple | list) else (said,)
-        if len(made) != len(roots) or not all(isinstance(tensor, Tensor) for tensor in made):
+        outputs = said if isinstance(said, tuple | list) else (said,)
+        if len(outputs) != len(roots) or not all(isinstance(tensor, Tensor) for tensor in outputs):
             raise RewriteError(f"the rule gave {said!r} where {len(roots)} tensor(s) should be")
-        changed = [replace_value(net, old, new.value) for old, new in zip(roots, made, strict=True)]
+        changed = [replace_value(net, old, new.value) for old, new in zip(roots, outputs, strict=True)]
         return any(changed) or _AS_IT_IS
 
 

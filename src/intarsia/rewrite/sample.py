@@ -100,19 +100,19 @@ class _Maker:
         return self.calls[call]
 
     def attributes(self, call: OpTerm, op_type: str, first: Tensor | None) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for name, wanted in call.attributes.items():
             if not isinstance(wanted, AnyValue) and not callable(wanted):
-                made[name] = wanted
+                tensors[name] = wanted
                 continue
             for _ in range(40):
                 value = self.attribute(name, op_type, first)
                 if isinstance(wanted, AnyValue) or wanted(value):
-                    made[name] = value
+                    tensors[name] = value
                     break
             else:
                 raise NetworkError(f"no value of {name} satisfies the pattern")
-        return made
+        return tensors
 
     def attribute(self, name: str, op_type: str, first: Tensor | None) -> Any:
         rank = 0 if first is None else first.ndim

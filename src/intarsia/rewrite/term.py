@@ -122,8 +122,10 @@ class OpBuilder:
             known = {"_name", "_any_attributes", "_any_inputs", "_shared"}
             if unknown := set(options) - known:
                 raise RewriteError(f"{op_type} has no option {sorted(unknown)}; there are {sorted(known)}")
-            given = {name.removeprefix("_"): value for name, value in options.items()}
-            return OpTerm(kind, tuple(None if x is None else _term(x) for x in inputs), keywords, **given)
+            attributes = {name.removeprefix("_"): value for name, value in options.items()}
+            return OpTerm(
+                kind, tuple(None if x is None else _term(x) for x in inputs), keywords, **attributes
+            )
 
         return call
 
@@ -173,13 +175,13 @@ def depth(term: Term | None) -> int:
 
 def parts(terms: Sequence[Term]) -> list[Term]:
     """Every term of these, each once as often as it is written; a shared operator once."""
-    found: list[Term] = []
+    collected: list[Term] = []
     seen: set[OpTerm] = set()
 
     def visit(term: Term | None) -> None:
         if term is None or term in seen:
             return
-        found.append(term)
+        collected.append(term)
         if isinstance(term, OpTerm):
             seen.add(term)
             for item in term.inputs:
@@ -194,7 +196,7 @@ def parts(terms: Sequence[Term]) -> list[Term]:
 
     for term in terms:
         visit(term)
-    return found
+    return collected
 
 
 def symmetric_operators(roots: Sequence[Root]) -> frozenset[OpTerm]:
@@ -213,13 +215,13 @@ def symmetric_operators(roots: Sequence[Root]) -> frozenset[OpTerm]:
 def feeders(root: Root) -> dict[str, tuple[frozenset[str], ...]]:
     """By kind of root: groups of operators, of each of which one must feed a root that matches."""
     calls = root.terms if isinstance(root, Either) else (root,)
-    found: dict[str, tuple[frozenset[str], ...]] = {}
+    kinds: dict[str, tuple[frozenset[str], ...]] = {}
     for term in calls:
         call = term.call if isinstance(term, Output) else term
         assert isinstance(call, OpTerm)
         groups = tuple(group | MAY_BE_IDENTITY for item in call.inputs if (group := _makers(item)))
-        found[call.kind] = () if call.kind in found else groups
-    return found
+        kinds[call.kind] = () if call.kind in kinds else groups
+    return kinds
 
 
 def _makers(term: Term | None) -> frozenset[str]:

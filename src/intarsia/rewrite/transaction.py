@@ -1,4 +1,8 @@
-"""One try of one pattern at one layer: done and checked, or undone."""
+"""One try of one pattern at one layer: done and checked, or undone.
+
+A journal of edits takes the place of copies: what a try touched is checked, and undone edit by edit, so the
+cost is that of a rewrite and not of the network.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from intarsia.network.edit.journal import (
 )
 from intarsia.network.edit.remove import is_dead, remove_dead
 from intarsia.network.edit.undo import undo
-from intarsia.network.infer.registry import Made, has_rule, infer
+from intarsia.network.infer import Types, has_rule, infer
 from intarsia.network.types import Shape
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
@@ -41,7 +45,7 @@ class Change:
 
 
 def attempt(
-    net: Network, pattern: PatternRewriter, node: ir.Node, found: Any, *, keep: bool = True
+    net: Network, pattern: PatternRewriter, node: ir.Node, match: Any, *, keep: bool = True
 ) -> Change | Refusal:
     """Let a pattern act on a layer; what it did, or why it did not. The network is under guard.
 
@@ -52,7 +56,7 @@ def attempt(
     anchor, net.anchor = net.anchor, node
     done = False
     try:
-        said = pattern.perform(Layer(node), found)
+        said = pattern.perform(Layer(node), match)
         if not said:
             return said if isinstance(said, Refusal) else Refusal("match_and_rewrite() said no")
         change = _finish(net, edits, pattern.keep_types)
@@ -109,16 +113,16 @@ def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refus
         _infer_below(net, retyped)
     remove_dead(net, dead)
     # What was made and not needed is no part of the story.
-    made = [node for node in added if node.graph is net.graph]
-    for node in made:
+    layers = [node for node in added if node.graph is net.graph]
+    for node in layers:
         if lost := rounded_attribute(node):
             return Refusal(f"{node.op_type} of float64 would have {lost}")
     fresh = set(added)
     removed = [e.node for e in edits if isinstance(e, LayerRemoved) and e.node not in fresh]
     idle = all(isinstance(edit, LayerAdded | BodyTaken | LayerRemoved | ConstantAdded) for edit in edits)
-    if idle and not (made or removed):
+    if idle and not (layers or removed):
         raise RewriteError("it said that it rewrote the layer and changed nothing")
-    return Change(edits, made, removed)
+    return Change(edits, layers, removed)
 
 
 def _makers(values: Sequence[ir.Value | None]) -> list[ir.Node]:
@@ -195,7 +199,7 @@ def _infer_below(net: Network, readers: list[ir.Node]) -> None:
                 wait(use.node)
 
 
-def _inferred(node: ir.Node) -> Made:
+def _inferred(node: ir.Node) -> Types:
     """What a layer makes of what it reads now."""
     if not has_rule(node.domain, node.op_type):
         raise NetworkError(f"no shape rule for {node.op_type}, which reads a tensor whose shape changed")

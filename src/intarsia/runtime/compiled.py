@@ -38,6 +38,13 @@ GLOBAL_HOOKS = tuple(
     getattr(torch_module, name, {}) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
 )
 
+# What torch.func works on (vmap, grad, jvp); torch has no public way to ask for it.
+_TRANSFORMED: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+
+NOT_TRANSFORMED = (
+    "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot look into; transform the model it"
+    " was made from, or compile a module that calls the transformation"
+)
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
 
 
@@ -78,7 +85,8 @@ class _Fit:
         checks: Sequence[Check] | None,
     ) -> None:
         model = source.model
-        self.lowered, self.plan, self.body_plans = lowered, assembly.plan, dict(assembly.body_plans)
+        self.lowered, self.body_plans = lowered, dict(assembly.body_plans)
+        self.plan = replace(assembly.plan, bodies=self.body_plans) if self.body_plans else assembly.plan
         self.inlay = Inlay(lowered.module.graph, assembly.pieces, assembly.programs)
         self.interface = CallInterface.of(lowered, source.signature, checks)
         self.results = ResultPlan(lowered, assembly.pieces, assembly.programs)
@@ -127,6 +135,7 @@ class Compiled(nn.Module):
         self.inlay = self._fit.inlay
         self._kind = "cuda" if uses_gpu(lowered.module.graph) else "cpu"
         self._refit: Refit | None = None
+        self.differences: tuple[str, ...] = ()  # when it can answer otherwise than the model
         self.captured: Callable[[], fx.GraphModule] | None = None  # the program of a loaded file
 
     # What it is made of.
@@ -164,6 +173,11 @@ class Compiled(nn.Module):
     def stands_for_model(self) -> bool:
         """Whether the graph answers as the model does; if not, the model itself answers every call."""
         return self._fit.stands
+
+    @property
+    def runs_graph(self) -> bool:
+        """Whether the graph answers calls, and not the model itself."""
+        return self._fit.eager is None
 
     @property
     def weights(self) -> FrozenWeights:
@@ -270,8 +284,11 @@ class Compiled(nn.Module):
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
         fit = self._fit
-        if torch.is_autocast_enabled(self._kind) and fit.eager is None:
-            raise InputError(under_autocast(self._kind))
+        if fit.eager is None:
+            if torch.is_autocast_enabled(self._kind):
+                raise InputError(under_autocast(self._kind))
+            if _TRANSFORMED() is not None:
+                raise InputError(NOT_TRANSFORMED)
         if fit.checks_weights:
             fit.weights.check()
         if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
@@ -331,9 +348,8 @@ class Compiled(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # `half()`, `to()`, `cuda()` and their like, also of a module around this one, end here.
-        kinds = {(tensor.dtype, tensor.device): tensor for tensor in self._fit.state.values()}
-        for (dtype, device), tensor in kinds.items():
-            converted = fn(tensor.new_empty((0,)))
+        for dtype, device in {(tensor.dtype, tensor.device) for tensor in self._fit.state.values()}:
+            converted = fn(torch.empty((0,), dtype=dtype, device=device))
             if (converted.dtype, converted.device) != (dtype, device):
                 raise InputError(
                     f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"

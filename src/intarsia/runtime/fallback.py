@@ -1,4 +1,8 @@
-"""A program that may fail at a call: PyTorch answers that call, and all later ones."""
+"""A program that may fail at a call: PyTorch answers that call, and all later ones.
+
+An engine that fails at a call is left for good only after PyTorch has answered: where PyTorch fails too, the
+call is at fault.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 from torch import fx
 
 from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program
+from intarsia.errors import EngineError
 from intarsia.runtime.empty import UnlessEmpty
 from intarsia.runtime.ownership import Ownership, constants_of
 
@@ -58,11 +63,13 @@ class WithFallback:
         makes: Sequence[Made | None],
         fresh: bool,
         origin: Origin | None = None,
+        strict: bool = False,
     ) -> None:
         self.program, self.otherwise, self.engine = program, otherwise, engine
         self.failure: str | None = None  # what went wrong, once it has
         self.makes = tuple(makes)
         self.origin = origin
+        self.strict = strict  # whether PyTorch may not answer: everything was to be compiled
         self.fresh = fresh  # whether results never lie in what the program was given
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
@@ -76,6 +83,9 @@ class WithFallback:
                 return made
         except Exception as error:
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        if self.strict:
+            why = "require_full_compilation=True forbids PyTorch"
+            raise EngineError(f"{self.engine} failed at a call ({reason}), and {why}")
         # Where PyTorch fails too, the call is at fault, and its error is told.
         answer = self.otherwise(*inputs)
         # Export takes `x[:1]` to have a row, also of sizes that may be 0: then the graph is at fault.
@@ -109,15 +119,17 @@ class WithFallback:
         return None if make is None else make(shapes)
 
 
-def with_fallback(program: Program, origin: Origin, makes: Sequence[Made | None]) -> WithFallback:
-    """A program that PyTorch answers for where it may not, will not or cannot."""
+def with_fallback(
+    program: Program, origin: Origin, makes: Sequence[Made | None], *, strict: bool = False
+) -> WithFallback:
+    """A program that PyTorch answers for where it may not, will not or cannot; never if it is `strict`."""
     in_pytorch = InPyTorch(origin)
-    if isinstance(program, GuardedProgram):
+    if isinstance(program, GuardedProgram) and not strict:
         program.otherwise = in_pytorch
-    if origin.only_full:
+    if origin.only_full and not strict:
         program = UnlessEmpty(program, in_pytorch)
     fresh = isinstance(origin.engine, NetworkEngine)
-    return WithFallback(program, in_pytorch, origin.engine.name, makes, fresh, origin)
+    return WithFallback(program, in_pytorch, origin.engine.name, makes, fresh, origin, strict)
 
 
 class InPyTorch:

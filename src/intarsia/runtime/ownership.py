@@ -1,4 +1,8 @@
-"""Who owns which memory: what a call returns is the caller's, whatever PyTorch let it share."""
+"""Who owns which memory: what a call returns is the caller's, whatever PyTorch let it share.
+
+Copies removed, constants folded and equal work done once may make a result share memory that the model's
+result does not. Such a result is copied.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,16 @@ import torch
 from torch import nn
 
 from intarsia.errors import InputError
+from intarsia.plain_tensors import plain_tensors
 
 Place = tuple[int, torch.device]  # where a storage begins
 
 
-def storage_of(value: Any) -> Place | None:
-    """The storage a tensor lies in; None for what has none, or has no elements."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not value.numel():
-        return None
-    return value.untyped_storage().data_ptr(), value.device
+def storages_of(value: Any) -> list[Place]:
+    """The storages a tensor lies in, several for one that is taken apart; none for what has no elements."""
+    if not isinstance(value, torch.Tensor):
+        return []
+    return [(part.untyped_storage().data_ptr(), part.device) for part in plain_tensors(value) if part.numel()]
 
 
 def constants_of(module: nn.Module) -> list[torch.Tensor]:
@@ -41,7 +46,7 @@ class Ownership:
     def __init__(
         self, constants: Iterable[Any], buffers: Sequence[torch.Tensor], fresh: Sequence[bool]
     ) -> None:
-        self._constants = {storage_of(tensor) for tensor in constants} - {None}
+        self._constants = {place for tensor in constants for place in storages_of(tensor)}
         self._buffers = list(buffers)
         self._fresh = [index for index, is_fresh in enumerate(fresh) if is_fresh]
         self._shared = [index for index, is_fresh in enumerate(fresh) if not is_fresh]
@@ -50,16 +55,14 @@ class Ownership:
         """The results, each in memory of its own."""
         if not self._shared:
             return results
-        taken = {storage_of(value) for value in (*inputs, *self._buffers)}
-        taken.update(storage_of(results[index]) for index in self._fresh)
+        held = (*inputs, *self._buffers, *(results[index] for index in self._fresh))
+        taken = {place for value in held for place in storages_of(value)} | self._constants
         settled = list(results)
         for index in self._shared:
-            place = storage_of(settled[index])
-            if place is None:
-                continue
-            if place in taken or place in self._constants:
+            places = storages_of(settled[index])
+            if not taken.isdisjoint(places):
                 settled[index] = settled[index].clone()
-            taken.add(place)
+            taken.update(places)
         return settled
 
     def check_written(
@@ -68,7 +71,7 @@ class Ownership:
         """InputError where a tensor that the model writes to shares memory with something else it reads."""
         everything = [*others, *(("a buffer of the model", buffer) for buffer in self._buffers)]
         for name, target in written:
-            if storage_of(target) in self._constants:
+            if not self._constants.isdisjoint(storages_of(target)):
                 raise InputError(
                     f"input {name} is written to by the model and lies in one of its weights; pass a copy"
                 )
@@ -78,8 +81,8 @@ class Ownership:
 
 
 def _check_apart(name: str, target: torch.Tensor, other: str, value: Any) -> None:
-    place = storage_of(target)
-    if place is None or storage_of(value) != place:
+    places = storages_of(target)
+    if not places or storages_of(value) != places:
         return
     (low, high), (start, end) = _extent(target), _extent(value)
     if low < end and start < high:

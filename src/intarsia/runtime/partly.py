@@ -89,6 +89,11 @@ class PartlyCompiled(nn.Module):
             *(f"{path}: {note}" for path, part in self.parts.items() for note in part.notes),
         )
 
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """When a part can answer otherwise than the module that it was compiled from."""
+        return tuple(f"{path}: {text}" for path, part in self.parts.items() for text in part.differences)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             if not self._switch_mode:

@@ -1,4 +1,7 @@
-"""A module's `forward` with compiled programs in its place, and the way back."""
+"""A module's `forward` with compiled programs in its place, and the way back.
+
+`forward` is replaced and not the module: pipelines ask their modules for `config`, `dtype` and `device`.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,18 @@ from torch.utils import _pytree as pytree
 from intarsia.capture.call import Call
 from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.freshness import Freshness, weights_of
 from intarsia.runtime.partly import PartlyCompiled
-from intarsia.runtime.settings import Settings
-
-# transformers hooks a model's layers when it first runs; they do something where hidden states are asked for.
-_IDLE_HOOKS = "transformers.utils.output_capturing"
+from intarsia.runtime.settings import Replacement
 
 
-class PlacedForward:
+class PlacedForward(Replacement):
     """The `forward` of a module: a compiled program where one fits the call, else the module's own.
 
     Only `forward` is replaced, so the module keeps its class, attributes, children and hooks. Its own forward
     runs in training, under autocast, where an input carries gradients, for calls of other kinds, while a
-    module inside is hooked, in another mode or set otherwise (`Settings`), and from when on one is replaced
-    or a weight written to.
+    module inside is hooked, in another mode or set otherwise, and from when on one is replaced or a weight
+    written to (`Freshness`).
     """
 
     def __init__(
@@ -38,8 +39,6 @@ class PlacedForward:
         module: nn.Module,
         programs: Sequence[Compiled],
         examples: Sequence[Call | None] = (),
-        *,
-        loaded: bool = False,
     ) -> None:
         self.path, self.module, self.own = path, module, module.forward
         self._before = vars(module).get("forward")  # one that was put there, by us or by others
@@ -51,24 +50,7 @@ class PlacedForward:
         self.examples = dict(zip(map(id, programs), examples, strict=False))
         self.enabled = True
         self.refused: str | None = None  # why a call first went to the module's own forward
-        self._weights = [
-            (table, key, tensor, tensor.data_ptr())
-            for part in module.modules()
-            for table in (part._parameters, part._buffers, vars(part))
-            for key, tensor in table.items()
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-        ]
-        parts = list(module.modules())
-        self._parts, inner = parts, parts[1:]  # the module's own hooks are run around what is placed in it
-        self._training = [part.training for part in parts]
-        self._children = [(part._modules, tuple(part._modules.values())) for part in parts if part._modules]
-        self._hooks = [table for part in inner for table in (part._forward_hooks, part._forward_pre_hooks)]
-        self._settings = Settings(module, PlacedForward)
-        self._hooked, self._counted_hooks = self._user_hooks(), sum(map(len, self._hooks))
-        # A program that was loaded has weights of its own, so it cannot see that the module's are written to.
-        counted = [tensor for _, _, tensor, _ in self._weights if loaded and not tensor.is_inference()]
-        self._counted = [tensor.detach() for tensor in counted]
-        self._written = sum(tensor._version for tensor in self._counted)
+        self._freshness = Freshness(weights_of(module), module, in_place=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.enabled or self.module.training or _autocast() or torch.compiler.is_compiling():
@@ -78,9 +60,7 @@ class PlacedForward:
         told, programs = "", self.programs
         for program in programs:
             try:
-                if self._replaced():
-                    raise StaleWeightsError(f"a weight of {self.path} was replaced or written to")
-                self._check_parts()
+                self.check_fresh()
                 made = program(*args, **kwargs)
             except InputError as error:
                 told = str(error)
@@ -102,6 +82,9 @@ class PlacedForward:
 
     def put(self) -> None:
         """Put it in the module's place."""
+        for program in self.programs:
+            if isinstance(program, Compiled):
+                program.weights.is_watched_elsewhere = True
         self.module.__dict__["forward"] = self
 
     def take_out(self) -> None:
@@ -118,32 +101,12 @@ class PlacedForward:
         warnings.warn(f"a copy of {self.path} runs as it is, not compiled", stacklevel=3)
         return own_forward, (self.module, self._before)
 
-    def _replaced(self) -> bool:
-        if self._counted and sum(tensor._version for tensor in self._counted) != self._written:
-            return True
-        for table, key, tensor, address in self._weights:  # at every call: `any` takes half as long again
-            if table.get(key) is not tensor or tensor.data_ptr() != address:
-                return True
-        return False
-
-    def _check_parts(self) -> None:
-        """Refuse a call where modules inside are not as they were; for good where they are others."""
-        for table, children in self._children:
-            if tuple(table.values()) != children:
-                raise StaleWeightsError(f"a module inside {self.path} was replaced, added or taken away")
-        if [part.training for part in self._parts] != self._training:
-            raise InputError(f"a module inside {self.path} is in another mode (training) than when compiled")
-        if (count := sum(map(len, self._hooks))) != self._counted_hooks:
-            if self._user_hooks() != self._hooked:
-                raise InputError(f"a module inside {self.path} has a hook that it had not when compiled")
-            self._counted_hooks = count
-        if (name := self._settings.changed()) is not None:
-            raise InputError(f"{name} of {self.path} is another than when compiled")
-
-    def _user_hooks(self) -> int:
-        """How many hooks there are inside, without those that wait for a call which no program answers."""
-        made = [hook for table in self._hooks for hook in table.values()]
-        return sum(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in made)
+    def check_fresh(self) -> None:
+        """Refuse a call where the module is not as it was; for good where weights or modules are others."""
+        change = self._freshness.contents_change() or self._freshness.structure_change(thorough=True)
+        if change is not None:
+            error = StaleWeightsError if change.kind.is_final else InputError
+            raise error(str(change))
 
 
 def own_forward(module: nn.Module, before: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from intarsia.engines import Program
 from intarsia.graph.piece import Piece
 from intarsia.lower import Lowered, Role
-from intarsia.lower.output_layouts import is_rows, laid_out
+from intarsia.lower.output_layouts import Order, is_rows, laid_out
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.ownership import Ownership, constants_of
 
@@ -100,24 +100,28 @@ class ResultLayouts:
 
     def __init__(self, lowered: Lowered, views: Sequence[Any], from_engines: Sequence[bool]) -> None:
         self._follow = lowered.layouts.follow
-        users = iter(lowered.layouts.orders)
-        orders = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
-        self._orders = [
-            (place, order)
-            for place, (order, output) in enumerate(zip(orders, lowered.outputs, strict=True))
-            if order is not None and views[place] is None and not output.is_input and output.twin is None
-            if not from_engines[place] or not is_rows(order)
-        ]
-        self._has_images = any(len(order) >= _IMAGE for _, order in self._orders)
+
+        def orders_of(told: Sequence[Order | None]) -> list[tuple[int, Order]]:
+            users = iter(told)
+            orders = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
+            return [
+                (place, order)
+                for place, (order, output) in enumerate(zip(orders, lowered.outputs, strict=True))
+                if order is not None and views[place] is None and not output.is_input and output.twin is None
+                if not from_engines[place] or not is_rows(order)
+            ]
+
+        self._orders, self._others = orders_of(lowered.layouts.orders), orders_of(lowered.layouts.others)
+        self._has_images = any(len(order) >= _IMAGE for _, order in (*self._orders, *self._others))
 
     def __bool__(self) -> bool:
-        return bool(self._orders)
+        return bool(self._orders or self._others)
 
     def lay_out(self, results: list[Any], flat: Sequence[Any]) -> None:
-        """Lay out the results of a call; images, only where the call's are laid out as the example's."""
+        """Lay out the results of a call, in the example's orders or in those of the other layout."""
         follows = not self._has_images or self._follow(flat)
-        for place, order in self._orders:
-            if follows or len(order) < _IMAGE:
+        for place, order in self._others if follows is False else self._orders:
+            if follows is not None or len(order) < _IMAGE:
                 results[place] = laid_out(results[place], order)
 
 

@@ -22,9 +22,9 @@ def main() -> None:
             continue
         flag, default = f"--{option.name.replace('_', '-')}", option.default
         parser.add_argument(flag, type=type(default), default=default, help="default %(default)s")
-    given = vars(parser.parse_args())
+    arguments = vars(parser.parse_args())
     try:
-        serve(given.pop("file"), Options(**{**given, "imports": tuple(given["imports"])}))
+        serve(arguments.pop("file"), Options(**{**arguments, "imports": tuple(arguments["imports"])}))
     except (IntarsiaError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None

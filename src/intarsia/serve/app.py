@@ -51,8 +51,8 @@ class Service:
     def __init__(self, interface: Interface, batching: Batching, options: Options) -> None:
         self.interface, self.options = interface, options
         self.in_flight, self.stopping = 0, False
-        told = len(interface.compiled.notes)
-        self.metrics = Metrics(lambda: self.in_flight, lambda: len(interface.compiled.notes) - told)
+        count = len(interface.compiled.notes)
+        self.metrics = Metrics(lambda: self.in_flight, lambda: len(interface.compiled.notes) - count)
         self.queue = Queue(interface, batching, options.wait_ms / 1000, self.metrics)
         self._dtypes = {name: check.dtype for name, check in interface.inputs.items()}
         self._held = 0  # bytes of bodies, or of the tensors they became
@@ -76,7 +76,7 @@ class Service:
         return response
 
     async def _predict(self, request: Request) -> Response:
-        given, wanted = _kinds(request)
+        content, wanted = _kinds(request)
         refusal = self._full()
         if refusal is not None:
             await _dropped(request, self.options.max_body, self.options.read_s)
@@ -85,7 +85,7 @@ class Service:
         hold = _Hold()
         try:
             body = await self._body(request, hold)
-            flat = await _aside(len(body), self._flat, body, given)
+            flat = await _aside(len(body), self._flat, body, content)
             del body
             outputs = await self._answer(request, self.queue.put(flat))
             return Response(await _aside(_size(outputs), _encoded, outputs, wanted), media_type=wanted)
@@ -103,9 +103,9 @@ class Service:
     async def _body(self, request: Request, hold: _Hold) -> bytes:
         """The request's body, within the limits on size and time."""
         most = self.options.max_body
-        said = request.headers.get("content-length", "")
+        length = request.headers.get("content-length", "")
         too_large = Refused(413, f"the body has more than {most} bytes")
-        if said.isdecimal() and int(said) > most:
+        if length.isdecimal() and int(length) > most:
             await _dropped(request, _ASIDE, self.options.read_s)
             raise too_large
         chunks: list[bytes] = []
@@ -216,17 +216,17 @@ def app_of(service: Service) -> FastAPI:
 
 def _kinds(request: Request) -> tuple[str, str]:
     """What the client sends, and what it wants back: the same, unless it says so."""
-    given = _KINDS.get(request.headers.get("content-type", JSON).split(";")[0].strip().lower())
-    if given is None:
+    content = _KINDS.get(request.headers.get("content-type", JSON).split(";")[0].strip().lower())
+    if content is None:
         raise Refused(415, f"the body must be {JSON} or {SAFETENSORS}")
     accepted = [
         kind.split(";")[0].strip().lower() for kind in request.headers.get("accept", "*/*").split(",")
     ]
     for kind in accepted:
         if kind in _KINDS:
-            return given, _KINDS[kind]
+            return content, _KINDS[kind]
     if any(kind in ("*/*", "application/*", "") for kind in accepted):
-        return given, given
+        return content, content
     raise Refused(406, f"the answer is {JSON} or {SAFETENSORS}")
 
 

@@ -1,4 +1,8 @@
-"""Whether requests may share a call, and up to how many rows; with the reason where they may not."""
+"""Whether requests may share a call, and up to how many rows; with the reason where they may not.
+
+A trial alone cannot tell a mean over the batch that happens to be small, or a branch that the trial does not
+take. So the graph must show that rows are apart; a trial comes on top, for the engines.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ import torch
 
 from intarsia.compare import disagreement
 from intarsia.errors import IntarsiaError
+from intarsia.graph.rows import mixing
 from intarsia.serve.interface import Interface
-from intarsia.serve.rows import mixing
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def _batch_symbol(interface: Interface) -> Any:
         return "the module takes no tensor"
     if interface.stateful:
         return "a call changes the module's buffers or its inputs"
-    found: dict[Any, str] = {}
+    refusals: dict[Any, str] = {}
     for name, check in interface.inputs.items():
         if not check.shape or isinstance(check.shape[0], int) or check.shape[0].is_Integer:
             return f"the first axis of input {name} was compiled with a fixed size; compile it with a range"
@@ -65,17 +69,17 @@ def _batch_symbol(interface: Interface) -> Any:
             return f"the first axis of input {name} is tied to another size"
         if check.strides is not None:
             return f"the module reads input {name} by its strides"
-        found[check.shape[0]] = name
-    if len(found) > 1:
-        return f"the first axes of inputs {' and '.join(found.values())} vary each by itself"
-    return next(iter(found))
+        refusals[check.shape[0]] = name
+    if len(refusals) > 1:
+        return f"the first axes of inputs {' and '.join(refusals.values())} vary each by itself"
+    return next(iter(refusals))
 
 
 def _flat(interface: Interface, sizes: dict[Any, int]) -> list[Any]:
     """The inputs of the graph at some sizes: zeros, constants where the graph has them."""
-    given = iter(interface.example(sizes).values())
+    values = iter(interface.example(sizes).values())
     return [
-        item.constant if item.is_constant else next(given).to(_device(interface))
+        item.constant if item.is_constant else next(values).to(_device(interface))
         for item in interface.compiled.lowered.inputs
     ]
 
@@ -86,15 +90,16 @@ def _device(interface: Interface) -> torch.device:
 
 def _tried(interface: Interface, sizes: dict[Any, int], half: int) -> str | None:
     """A batch at once against its halves: what the graph promises, seen of the engines too."""
-    given = interface.example(sizes, torch.Generator().manual_seed(0))
+    example = interface.example(sizes, torch.Generator().manual_seed(0))
     try:
-        together = interface.call(given)
+        together = interface.call(example)
         halves = [
-            interface.call({name: value[at : at + half] for name, value in given.items()}) for at in (0, half)
+            interface.call({name: value[at : at + half] for name, value in example.items()})
+            for at in (0, half)
         ]
     except (IntarsiaError, RuntimeError, ValueError, IndexError) as error:
-        said = next(iter(str(error).splitlines()), "")
-        return f"the module does not run on {2 * half} rows and on {half} ({said})"
+        reason = next(iter(str(error).splitlines()), "")
+        return f"the module does not run on {2 * half} rows and on {half} ({reason})"
     expected = [joined([answer[name] for answer in halves]) for name in interface.outputs]
     wrong = disagreement([together[name] for name in interface.outputs], expected)
     return None if wrong is None else f"a batch answers unlike its rows by themselves: {wrong}"

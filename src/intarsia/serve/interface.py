@@ -82,10 +82,10 @@ class Interface:
         """Call the module: what it returns, by name, tensors on the CPU."""
         args, kwargs = pytree.tree_unflatten(list(flat), self.compiled.lowered.in_spec)
         result = open_objects(self.compiled(*args, **kwargs))
-        made = pytree.tree_leaves(result, is_leaf=lambda value: value is None)
+        leaves = pytree.tree_leaves(result, is_leaf=lambda value: value is None)
         return {
             name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in zip(self.outputs, made, strict=True)
+            for name, value in zip(self.outputs, leaves, strict=True)
         }
 
     def call(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -117,25 +117,25 @@ class Interface:
 
     def example(self, sizes: Mapping[Any, int], random: torch.Generator | None = None) -> Tensors:
         """Inputs of given sizes for every symbol: zeros, or random numbers (0 and 1 for whole ones)."""
-        made: Tensors = {}
+        tensors: Tensors = {}
         for name, check in self.inputs.items():
             shape = [size if isinstance(size, int) else int(size.subs(dict(sizes))) for size in check.shape]
             if random is None:
-                made[name] = torch.zeros(shape, dtype=check.dtype)
+                tensors[name] = torch.zeros(shape, dtype=check.dtype)
             elif check.dtype.is_floating_point or check.dtype.is_complex:
                 kind = torch.complex64 if check.dtype.is_complex else torch.float32
-                made[name] = torch.randn(shape, generator=random, dtype=kind).to(check.dtype)
+                tensors[name] = torch.randn(shape, generator=random, dtype=kind).to(check.dtype)
             else:
-                made[name] = torch.randint(0, 2, shape, generator=random).to(check.dtype)
-        return made
+                tensors[name] = torch.randint(0, 2, shape, generator=random).to(check.dtype)
+        return tensors
 
     def symbols(self) -> dict[Any, tuple[int, int]]:
         """Every size that varies, with the least it may be and the largest (capped where there is none)."""
         ranges = self.compiled.lowered.range_constraints
-        found = {
+        differences = {
             s for check in self.inputs.values() for d in check.shape for s in getattr(d, "free_symbols", ())
         }
-        return {symbol: _bounds(ranges.get(symbol)) for symbol in sorted(found, key=str)}
+        return {symbol: _bounds(ranges.get(symbol)) for symbol in sorted(differences, key=str)}
 
     def usual(self) -> dict[Any, int]:
         """A small size for every one that varies."""
@@ -164,10 +164,10 @@ def _input_names(spec: pytree.TreeSpec, signature: inspect.Signature | None) -> 
     args, kwargs = children(spec)
     places = [p.name for p in signature.parameters.values() if p.kind in _BY_PLACE] if signature else []
     named = [*places[: len(children(args))], *(str(i) for i in range(len(places), len(children(args))))]
-    found = []
+    names = []
     for name, child in zip([*named, *kwargs.context], [*children(args), *children(kwargs)], strict=True):
-        found += [_joined(name, inner) for inner in _names(child)]
-    return found
+        names += [_joined(name, inner) for inner in _names(child)]
+    return names
 
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

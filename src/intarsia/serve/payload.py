@@ -32,13 +32,13 @@ def encode(outputs: Mapping[str, Any], kind: str) -> bytes:
 
 def _from_json(body: bytes, dtypes: Mapping[str, torch.dtype]) -> Tensors:
     try:
-        found = json.loads(body, parse_constant=_refuse, object_pairs_hook=_distinct)
+        document = json.loads(body, parse_constant=_refuse, object_pairs_hook=_distinct)
     except RecursionError:
         raise InputError("the body is nested too deeply") from None
     except ValueError as error:  # no UTF-8, no JSON, a number of thousands of digits
         raise InputError(f"the body is no JSON: {error}") from None
-    inputs = found.get("inputs") if isinstance(found, dict) else None
-    if not isinstance(inputs, dict) or len(found) != 1:
+    inputs = document.get("inputs") if isinstance(document, dict) else None
+    if not isinstance(inputs, dict) or len(document) != 1:
         raise InputError('the body must be {"inputs": {name: nested lists of numbers, ...}}')
     for name in inputs:
         if name not in dtypes:
@@ -51,10 +51,10 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         raise ValueError("a name stands twice in an object")
-    return made
+    return table
 
 
 def _tensor(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -70,10 +70,10 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
     if array.size and array.dtype.kind not in wanted:
         raise InputError(f"input {name} must be of {_said(dtype)}; it holds {array.dtype.name}")
     if dtype.is_floating_point:
-        made = torch.from_numpy(array.astype(np.float64)).to(dtype)
-        if not bool(torch.isfinite(made.double()).all()):
+        tensor = torch.from_numpy(array.astype(np.float64)).to(dtype)
+        if not bool(torch.isfinite(tensor.double()).all()):
             raise InputError(f"input {name} holds a number that {_said(dtype)} cannot")
-        return made
+        return tensor
     if array.size and dtype is not torch.bool:
         limits = torch.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
@@ -100,35 +100,35 @@ def to_safetensors(outputs: Mapping[str, Any]) -> bytes:
     """Tensors, and numbers as tensors of no dimension; None is left out."""
     from safetensors.torch import save
 
-    kept: Tensors = {}
+    tensors: Tensors = {}
     for name, value in outputs.items():
         if isinstance(value, torch.Tensor):
-            kept[name] = value.clone(
+            tensors[name] = value.clone(
                 memory_format=torch.contiguous_format
             )  # rows of a batch share its memory
         elif isinstance(value, bool | int | float):
-            kept[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            tensors[name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
         elif value is not None:
             raise Unfit(
                 f"output {name} is a {type(value).__name__}, which safetensors cannot hold; ask for JSON"
             )
     try:
-        return bytes(save(kept))
+        return bytes(save(tensors))
     except (KeyError, ValueError) as error:
         raise Unfit(f"the outputs have a dtype that safetensors cannot hold ({error})") from None
 
 
 def _to_json(outputs: Mapping[str, Any]) -> bytes:
-    made: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for name, value in outputs.items():
         if not _has_json(value):
             raise Unfit(
                 f"output {name} holds NaN, infinities or complex numbers, for which JSON has none;"
                 f" ask for {SAFETENSORS}"
             )
-        made[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+        table[name] = value.tolist() if isinstance(value, torch.Tensor) else value
     try:
-        return json.dumps({"outputs": made}, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps({"outputs": table}, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         raise Unfit(f"the outputs have no form in JSON ({error})") from None
 

@@ -1,4 +1,9 @@
-"""Requests that wait for the module: bounded, joined into batches, answered each by itself."""
+"""Requests that wait for the module: bounded, joined into batches, answered each by itself.
+
+One thread runs the module: engines use all cores in a call. Requests are checked alone before they are
+joined, since two rows of one input and three of another make a valid batch with a request that has the
+reverse. A failed batch is run again request by request: only the model knows which one is at fault.
+"""
 
 from __future__ import annotations
 

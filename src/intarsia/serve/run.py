@@ -69,8 +69,8 @@ def summary(name: str, value: Any) -> str:
     """
     if not isinstance(value, torch.Tensor):
         return f"{name}: {value!r}"
-    told = f"{name}: {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    line = f"{name}: {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if not value.numel() or value.is_complex():
-        return told
+        return line
     real = value.double()
-    return f"{told}, from {real.min().item():.6g} to {real.max().item():.6g}, mean {real.mean().item():.6g}"
+    return f"{line}, from {real.min().item():.6g} to {real.max().item():.6g}, mean {real.mean().item():.6g}"

@@ -1,4 +1,8 @@
-"""A file to a running server: load it, say what it is, listen, and stop without losing a request."""
+"""A file to a running server: load it, say what it is, listen, and stop without losing a request.
+
+A server that stops answers 503 with `Connection: close` for a while first. uvicorn closes idle connections at
+once, and a request that is on its way over one would be lost.
+"""
 
 from __future__ import annotations
 

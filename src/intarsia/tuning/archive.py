@@ -87,7 +87,7 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
         for where, names in modules.items():
             found = [_program(where, held[where], name, reader) for name in names]
             programs, calls = [program for program, _ in found], [call for _, call in found]
-            placed[where] = PlacedForward(where, held[where], programs, calls, loaded=True)
+            placed[where] = PlacedForward(where, held[where], programs, calls)
     for one in placed.values():
         one.put()
     unseen = [where for where in modules if None in placed[where].examples.values()]

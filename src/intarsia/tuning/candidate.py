@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,9 +11,9 @@ from torch import nn
 from intarsia.build.faithful import Example, judged_example, whole_fault
 from intarsia.build.judge import Call, Judge
 from intarsia.capture.device import device_kind
-from intarsia.compiler import compile_with
+from intarsia.compiler.job import compile_whole
 from intarsia.engines import Engine, resolve_engines
-from intarsia.errors import InputError, IntarsiaError
+from intarsia.errors import InputError, IntarsiaError, InternalError
 from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import example_inputs
 from intarsia.options import CompileOptions
@@ -87,8 +87,8 @@ def _program(
     for shapes in dict.fromkeys((kind.dynamic_shapes is not None, False)):
         try:
             with torch.inference_mode(False), torch.no_grad():
-                made = compile_with(
-                    replace(options, fallback="error"),
+                made = compile_whole(
+                    options,
                     module,
                     example.args,
                     example.kwargs,
@@ -96,8 +96,9 @@ def _program(
                 )
         except IntarsiaError as error:
             reason = str(error).splitlines()[0]
+            if isinstance(error, InternalError):
+                warnings.warn(f"{type(module).__name__} runs as it is, in PyTorch: {reason}", stacklevel=2)
             continue
-        assert isinstance(made, Compiled)
         device = device_kind(module, example.args, example.kwargs)
         engines, _ = resolve_engines(options.engines, device)
         reason = _fault(module, made, kind, engines, only_if_faster) or ""

@@ -1,4 +1,8 @@
-"""A script run as it is, its modules tuned while it runs."""
+"""A script run as it is, its modules tuned while it runs.
+
+The script is tuned while it runs: a second run would repeat its effects, and its modules would be other
+objects.
+"""
 
 from __future__ import annotations
 

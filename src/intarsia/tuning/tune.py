@@ -30,13 +30,18 @@ def tune(
 ) -> Tuned:
     """Speed up a program that you did not write: `intarsia.tune(pipe, lambda: pipe(prompt))`.
 
-    `target` is any object that holds modules: a pipeline, a service, a model. `call` runs your own code, a
-    few times. Modules that take at least `least_share` of its time are compiled, the outermost first, for the
-    calls that were seen: sizes that varied become ranges. A module that cannot be compiled stays as it is,
-    and the modules inside it are looked at. Each is verified on the recorded calls and, with
-    `only_if_faster`, kept only if it is faster, alone and then in the whole call, which is timed before and
-    after in `rounds` turns. Only `forward` of a module is replaced; `restore()` gives it back. `options` are
-    those of `compile`.
+    The modules that take the time are compiled for the calls that were seen, verified on them, and put in
+    place.
+    Sizes that varied become ranges. A module that cannot be compiled stays as it is, and the modules inside
+    it are considered. Only `forward` of a module is replaced; `restore()` undoes it.
+
+    Args:
+        target: an object that holds modules: a pipeline, a service, a model.
+        call: runs your own code; it is called about ten times.
+        least_share: modules that take less than this share of the call are left alone.
+        only_if_faster: keep a program only if it is faster, alone and in the whole call.
+        rounds: how often the whole call is timed before and after.
+        options: those of `intarsia.compile`.
 
     >>> import torch
     >>> class Service:

@@ -241,5 +241,5 @@ def logsumexp(ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = Fa
     summed = F.reduce_sum(F.exp(F.sub(x, shift)), axes)
     # OpenVINO's exponential of a NaN is infinite.
     nans = holds_somewhere(F.isnan(x), axes, True)
-    made = F.where(nans, math.nan, F.add(F.log(summed), shift))
-    return F.cast(made if keepdim else F.squeeze(made, axes), ctx.dtype)
+    result = F.where(nans, math.nan, F.add(F.log(summed), shift))
+    return F.cast(result if keepdim else F.squeeze(result, axes), ctx.dtype)

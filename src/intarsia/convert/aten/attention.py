@@ -13,9 +13,8 @@ from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Dim, Tensor, dtypes
+from intarsia.network import Dim, Tensor, dtypes, shapes
 from intarsia.network import functional as F
-from intarsia.network.infer import shapes
 
 aten = torch.ops.aten
 
@@ -43,15 +42,15 @@ def attend(
         mask = _full_mask(mask, q, k)
     if q.dtype == ir.DataType.DOUBLE or (scale is not None and scale <= 0):
         # The layer is for floats and positive scales.
-        made = fragments(q, k, _without_infinities(q, k, v), mask, causal, scale)[0]
+        result = fragments(q, k, _without_infinities(q, k, v), mask, causal, scale)[0]
     else:
-        made = F.attention(q, k, v, mask, scale=scale, is_causal=causal)
-    return F.cast(_restore(ctx, made, rank), query.dtype)
+        result = F.attention(q, k, v, mask, scale=scale, is_causal=causal)
+    return F.cast(_restore(ctx, result, rank), query.dtype)
 
 
 def _result(ctx: ConversionContext) -> torch.Tensor:
-    made: torch.Tensor = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
-    return made
+    value: torch.Tensor = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
+    return value
 
 
 def _four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
@@ -225,5 +224,5 @@ def math(
         if attn_mask is None or attn_mask.dtype == ir.DataType.BOOL
         else wide(attn_mask, halves=half)
     )
-    made, weights = fragments(q, k, v, mask, is_causal, scale)
-    return F.cast(made, query.dtype), F.cast(weights, query.dtype)
+    result, weights = fragments(q, k, v, mask, is_causal, scale)
+    return F.cast(result, query.dtype), F.cast(weights, query.dtype)

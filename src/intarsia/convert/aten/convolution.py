@@ -57,7 +57,7 @@ def _conv(
     strides, dilations = _per_axis(stride, rank, "stride"), _per_axis(dilation, rank, "dilation")
     x, w = wide(_batched(input, weight)), wide(weight)
     if is_float(input):
-        made = F.conv(
+        result = F.conv(
             x,
             w,
             None if bias is None else wide(bias),
@@ -67,9 +67,9 @@ def _conv(
             groups=groups,
         )
     else:
-        made = _integer_conv(x, w, strides, pads, dilations, groups)
-        made = made if bias is None else F.add(made, F.reshape(wide(bias), [-1, *[1] * rank]))
-    return _done(ctx, made, input, weight)
+        result = _integer_conv(x, w, strides, pads, dilations, groups)
+        result = result if bias is None else F.add(result, F.reshape(wide(bias), [-1, *[1] * rank]))
+    return _done(ctx, result, input, weight)
 
 
 def _done(ctx: ConversionContext, made: Tensor, input: Tensor, weight: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ def conv_transpose(
     x, w = wide(_batched(input, weight)), wide(weight)
     shift = None if bias is None else wide(bias)
     if not is_float(input):
-        made = _as_plain(x, w, shift, strides, padded, extra, groups, dilations)
-        return _done(ctx, made, input, weight)
+        result = _as_plain(x, w, shift, strides, padded, extra, groups, dilations)
+        return _done(ctx, result, input, weight)
     ends, zeros = padded, [0] * rank
     # Kernels take an output padding below the stride only, though torch allows up to the dilation: it is
     # that much less cut off at the end, and where nothing is cut off, zeros.
@@ -148,7 +148,7 @@ def conv_transpose(
         ends = [max(p - e, 0) for p, e in zip(padded, extra, strict=True)]
         zeros = [max(e - p, 0) for p, e in zip(padded, extra, strict=True)]
         extra = [0] * rank
-    made = F.conv_transpose(
+    result = F.conv_transpose(
         x,
         w,
         None if any(zeros) else shift,
@@ -159,9 +159,9 @@ def conv_transpose(
         groups=groups,
     )
     if any(zeros):
-        made = F.pad(made, [0] * (rank + 2) + [0, 0, *zeros])
-        made = made if shift is None else F.add(made, F.reshape(shift, [-1, *[1] * rank]))
-    return _done(ctx, made, input, weight)
+        result = F.pad(result, [0] * (rank + 2) + [0, 0, *zeros])
+        result = result if shift is None else F.add(result, F.reshape(shift, [-1, *[1] * rank]))
+    return _done(ctx, result, input, weight)
 
 
 def _as_plain(
@@ -200,8 +200,8 @@ def _as_plain(
     ones = [1] * rank
     if is_float(x):
         return F.conv(stretched, turned, bias, strides=ones, pads=pads, dilations=dilations, groups=groups)
-    made = _integer_conv(stretched, turned, ones, pads, dilations, groups)
-    return made if bias is None else F.add(made, F.reshape(bias, [-1, *ones]))
+    result = _integer_conv(stretched, turned, ones, pads, dilations, groups)
+    return result if bias is None else F.add(result, F.reshape(bias, [-1, *ones]))
 
 
 def _stretch(x: Tensor, axis: int, stride: int) -> Tensor:

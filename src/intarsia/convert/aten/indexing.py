@@ -17,7 +17,7 @@ from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
-from intarsia.network.infer.shapes import broadcast as broadcast_shape
+from intarsia.network.shapes import broadcast as broadcast_shape
 
 aten = torch.ops.aten
 
@@ -49,27 +49,27 @@ class Indices:
 def read(x: Tensor, given: Sequence[Tensor | None]) -> Indices:
     """What an index list asks of `x`."""
     axes: list[int] = []
-    found: list[Tensor] = []
+    indices: list[Tensor] = []
     axis = 0
     for item in given:
         if item is None:
             axis += 1
         elif item.dtype not in _MASKS:
             axes.append(axis)
-            found.append(wrapped(item, size(x, axis)))
+            indices.append(wrapped(item, size(x, axis)))
             axis += 1
         elif item.ndim == 0:  # a single truth makes a dimension of 0 or 1 elements
             x = F.unsqueeze(x, [axis])
             axes.append(axis)
-            found += places(F.reshape(item, [1]))
+            indices += places(F.reshape(item, [1]))
             axis += 1
         else:
-            found += places(item)
+            indices += places(item)
             axes += range(axis, axis + item.ndim)
             axis += item.ndim
-    shape = broadcast_shape(*(index.shape for index in found))
+    shape = broadcast_shape(*(index.shape for index in indices))
     adjacent = axes == list(range(axes[0], axes[0] + len(axes)))
-    return Indices(x, axes, broadcast(found, shape), axes[0] if adjacent else 0)
+    return Indices(x, axes, broadcast(indices, shape), axes[0] if adjacent else 0)
 
 
 def wrapped(index: Tensor, extent: Size) -> Tensor:
@@ -92,10 +92,10 @@ def places(mask: Tensor) -> list[Tensor]:
     known = mask.constant
     if known is not None:
         return [F.constant(line.astype(np.int64)) for line in np.nonzero(known)]
-    found = kernels.nonzero(mask)
+    places = kernels.nonzero(mask)
     if mask.ndim == 1:
-        return [F.squeeze(found, [0])]
-    return [F.squeeze(line, [0]) for line in F.split(found, [1] * mask.ndim, 0)]
+        return [F.squeeze(places, [0])]
+    return [F.squeeze(line, [0]) for line in F.split(places, [1] * mask.ndim, 0)]
 
 
 def flat_index(asked: Indices) -> Tensor:
@@ -316,9 +316,9 @@ def nonzero(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 @converter(aten.nonzero_static.default)
 def nonzero_static(ctx: ConversionContext, self: Tensor, *, size: Size, fill_value: int = -1) -> Tensor:
-    found = nonzero(ctx, self)
+    places = nonzero(ctx, self)
     spare = F.full([size, self.ndim], fill_value, ir.DataType.INT64)
-    return F.slice(F.concat([found, spare], 0), 0, size, axis=0)
+    return F.slice(F.concat([places, spare], 0), 0, size, axis=0)
 
 
 @converter(aten.nonzero_numpy.default)
@@ -330,8 +330,8 @@ def nonzero_numpy(ctx: ConversionContext, self: Tensor) -> list[Tensor]:
 @converter(aten.masked_select.default)
 def masked_select(ctx: ConversionContext, self: Tensor, mask: Tensor) -> Tensor:
     x, holds = broadcast([self, mask], broadcast_shape(self.shape, mask.shape))
-    found = F.squeeze(kernels.nonzero(F.reshape(holds, [-1])), [0])
-    return F.gather(F.reshape(x, [-1]), found, 0)
+    places = F.squeeze(kernels.nonzero(F.reshape(holds, [-1])), [0])
+    return F.gather(F.reshape(x, [-1]), places, 0)
 
 
 @converter(aten.masked_scatter.default)

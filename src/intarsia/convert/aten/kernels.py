@@ -114,8 +114,8 @@ def wide(x: Tensor, *, halves: bool = False) -> Tensor:
 
 def on_cpu(ctx: ConversionContext) -> bool:
     """Whether torch computes this on a CPU, where float16 costs precision and gains nothing."""
-    made = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
-    return bool(made.device.type == "cpu")
+    value = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
+    return bool(value.device.type == "cpu")
 
 
 def is_float(x: Tensor) -> bool:
@@ -160,9 +160,9 @@ def is_empty(*tensors: Tensor) -> bool:
 
 def filled(ctx: ConversionContext, value: float = 0, output: int | None = None) -> Tensor:
     """What torch makes of nothing: a result of one value (or of none), whatever the operands hold."""
-    made = ctx.value if output is None else ctx.value[output]
-    sizes = whole(list(made.shape), "a size")
-    return F.full(sizes, value, made.dtype)
+    result = ctx.value if output is None else ctx.value[output]
+    sizes = whole(list(result.shape), "a size")
+    return F.full(sizes, value, result.dtype)
 
 
 # Sums and products of integers: exact, and wrapping where torch wraps. ONNX Runtime reduces 64-bit integers

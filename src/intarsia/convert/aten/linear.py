@@ -25,10 +25,9 @@ from intarsia.convert.aten.reduce import largest
 from intarsia.convert.aten.sizes import arange, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
-from intarsia.network import Tensor
+from intarsia.network import Tensor, shapes
 from intarsia.network import functional as F
 from intarsia.network.attributes import is_rounded
-from intarsia.network.infer import shapes
 
 aten = torch.ops.aten
 
@@ -50,28 +49,28 @@ def _scaled(x: Tensor, factor: Any) -> Tensor:
     return x if factor == 1 else F.mul(x, factor)
 
 
-def _plus(ctx: ConversionContext, made: Tensor, self: Tensor, beta: Any, alpha: Any) -> Tensor:
+def _plus(ctx: ConversionContext, result: Tensor, self: Tensor, beta: Any, alpha: Any) -> Tensor:
     """`beta * self + alpha * made`; with beta 0 torch does not look at self, whatever it holds."""
-    made = _scaled(made, alpha)
+    result = _scaled(result, alpha)
     if beta != 0:
-        made = F.add(_scaled(F.cast(self, made.dtype), beta), made)
-    return F.cast(made, ctx.dtype)
+        result = F.add(_scaled(F.cast(self, result.dtype), beta), result)
+    return F.cast(result, ctx.dtype)
 
 
 @converter(aten.linear.default)
 def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.ndim != 2 or not is_float(input) or is_empty(input, weight):
         turned = F.transpose(weight, (1, 0)) if weight.ndim == 2 else weight
-        made = product(input, turned)
-        return F.cast(made if bias is None else F.add(made, wide(bias)), ctx.dtype)
+        result = product(input, turned)
+        return F.cast(result if bias is None else F.add(result, wide(bias)), ctx.dtype)
     # Gemm reads the weight as torch keeps it; a transpose would copy it.
     x, columns = wide(input), weight.shape[0]
     width: Any = weight.shape[1]
     rows = x if x.ndim == 2 else F.reshape(x, [-1, width])
-    made = F.gemm(rows, wide(weight), None if bias is None else wide(bias), trans_b=True)
+    result = F.gemm(rows, wide(weight), None if bias is None else wide(bias), trans_b=True)
     if x.ndim != 2:
-        made = _restore(made, x, columns)
-    return F.cast(made, ctx.dtype)
+        result = _restore(result, x, columns)
+    return F.cast(result, ctx.dtype)
 
 
 def _restore(made: Tensor, x: Tensor, columns: Any) -> Tensor:
@@ -126,13 +125,13 @@ def addbmm(
 ) -> Tensor:
     if is_empty(batch1, batch2):
         return _plus(ctx, wide(filled(ctx)), self, beta, alpha)
-    made = product(batch1, batch2, halves=on_cpu(ctx))
+    result = product(batch1, batch2, halves=on_cpu(ctx))
     count = batch1.shape[0]
     if self.dtype in HALVES and isinstance(count, int) and count <= _ROUNDED:
         for i in range(count):  # torch adds one product after the other and rounds each time
-            self = _plus(ctx, F.gather(made, i), self, beta if i == 0 else 1, alpha)
+            self = _plus(ctx, F.gather(result, i), self, beta if i == 0 else 1, alpha)
         return self
-    summed = summed_up(made, [0])
+    summed = summed_up(result, [0])
     return _plus(ctx, summed, self, beta, alpha)
 
 
@@ -151,8 +150,8 @@ def addr(
     # Halves in float32: a product rounded before a sum that nearly cancels it would be far off.
     a, b = wide(a, halves=True), wide(b, halves=True)
     # As torch multiplies, so that what overflows does in both: alpha by the first vector, before the second.
-    made = F.mul(_scaled(F.unsqueeze(a, [1]), alpha), F.unsqueeze(b, [0]))
-    return _plus(ctx, made, x, beta, 1)
+    result = F.mul(_scaled(F.unsqueeze(a, [1]), alpha), F.unsqueeze(b, [0]))
+    return _plus(ctx, result, x, beta, 1)
 
 
 @converter(aten.bilinear.default)
@@ -163,8 +162,8 @@ def bilinear(
         return filled(ctx) if bias is None else F.expand(bias, whole(list(ctx.value.shape), "a size"))
     # (..., 1, i) @ (k, i, j) -> (..., k, 1, j), times (..., 1, 1, j) summed over j
     rows = F.unsqueeze(wide(input1), [-2, -3]) if input1.ndim else wide(input1)
-    made = F.mul(F.matmul(rows, wide(weight)), F.unsqueeze(wide(input2), [-2, -3]))
-    summed = summed_up(made, [made.ndim - 2, made.ndim - 1])
+    result = F.mul(F.matmul(rows, wide(weight)), F.unsqueeze(wide(input2), [-2, -3]))
+    summed = summed_up(result, [result.ndim - 2, result.ndim - 1])
     return F.cast(summed if bias is None else F.add(summed, wide(bias)), ctx.dtype)
 
 
@@ -195,8 +194,8 @@ def _length(difference: Tensor, p: float) -> Tensor:
     if p == 2:
         return F.reduce_l2(x, [-1], keepdims=False)
     if math.isinf(p):
-        made = largest(x, [-1], keepdims=False)
-        return left_where(made, F.isnan(made))  # eager passes over NaN at some sizes
+        result = largest(x, [-1], keepdims=False)
+        return left_where(result, F.isnan(result))  # eager passes over NaN at some sizes
     return F.pow(F.reduce_sum(F.pow(x, float(p)), [-1], keepdims=False), 1 / p)
 
 
@@ -210,8 +209,8 @@ def _by_product(a: Tensor, b: Tensor) -> Tensor:
     left = F.concat([F.mul(a, -2.0), squares_a, one_a], -1)
     right = F.concat([b, one_b, squares_b], -1)
     order = [*range(b.ndim - 2), b.ndim - 1, b.ndim - 2]
-    made = F.matmul(left, F.transpose(right, order))
-    return F.sqrt(F.where(F.less(made, 0.0), F.constant(0.0, made.dtype), made))  # NaN stays
+    result = F.matmul(left, F.transpose(right, order))
+    return F.sqrt(F.where(F.less(result, 0.0), F.constant(0.0, result.dtype), result))  # NaN stays
 
 
 @converter(aten.cdist.default, aten._cdist_forward.default)

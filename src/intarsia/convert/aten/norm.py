@@ -64,15 +64,15 @@ def native_layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor | None, ...]:
-    made = _layer_norm(ctx, input, normalized_shape, weight, bias, eps)
+    result = _layer_norm(ctx, input, normalized_shape, weight, bias, eps)
     if not used(ctx.node, 1) and not used(ctx.node, 2):
-        return made, None, None
+        return result, None, None
     if is_empty(input):
-        return made, filled(ctx, output=1), filled(ctx, output=2)
+        return result, filled(ctx, output=1), filled(ctx, output=2)
     axes = list(range(input.ndim - len(normalized_shape), input.ndim))
     mean, rstd = _statistics(wide(input, halves=True), axes, eps)
     mean = left_where(mean, F.isinf(mean))  # eager's is infinite or NaN by the order it adds in
-    return made, F.cast(mean, ctx.value[1].dtype), F.cast(rstd, ctx.value[2].dtype)
+    return result, F.cast(mean, ctx.value[1].dtype), F.cast(rstd, ctx.value[2].dtype)
 
 
 def _statistics(x: Tensor, axes: list[int], eps: float) -> tuple[Tensor, Tensor]:
@@ -86,8 +86,8 @@ def _statistics(x: Tensor, axes: list[int], eps: float) -> tuple[Tensor, Tensor]
 def _by_statistics(x: Tensor, axes: list[int], eps: float, scale: Tensor, shift: Tensor | None) -> Tensor:
     """A norm whose layer would round `eps` to 32 bits, in layers that do not."""
     mean, rstd = _statistics(x, axes, eps)
-    made = F.mul(F.mul(F.sub(x, mean), rstd), scale)
-    return made if shift is None else F.add(made, shift)
+    result = F.mul(F.mul(F.sub(x, mean), rstd), scale)
+    return result if shift is None else F.add(result, shift)
 
 
 def _along_channels(value: Tensor, rank: int) -> Tensor:
@@ -113,12 +113,12 @@ def _by_batch(input: Tensor, weight: Any, bias: Any, eps: float) -> tuple[Tensor
     x = wide(input, halves=True)
     axes = [axis for axis in range(x.ndim) if axis != 1]
     mean, rstd = _statistics(x, axes, eps)
-    made = F.mul(F.sub(x, mean), rstd)
+    result = F.mul(F.sub(x, mean), rstd)
     if weight is not None:
-        made = F.mul(made, _along_channels(F.cast(weight, x.dtype), x.ndim))
+        result = F.mul(result, _along_channels(F.cast(weight, x.dtype), x.ndim))
     if bias is not None:
-        made = F.add(made, _along_channels(F.cast(bias, x.dtype), x.ndim))
-    return F.cast(made, input.dtype), F.squeeze(mean, axes), F.squeeze(rstd, axes)
+        result = F.add(result, _along_channels(F.cast(bias, x.dtype), x.ndim))
+    return F.cast(result, input.dtype), F.squeeze(mean, axes), F.squeeze(rstd, axes)
 
 
 def _batch(
@@ -225,15 +225,15 @@ def _group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) 
     rows = _grouped(x, groups)
     scale, shift = ones([groups], x.dtype), ones([groups], x.dtype, 0.0)
     if is_rounded(eps, x.dtype):
-        made = _by_statistics(rows, [2], eps, _along_channels(scale, 3), None)
+        result = _by_statistics(rows, [2], eps, _along_channels(scale, 3), None)
     else:
-        made = F.instance_norm(rows, scale, shift, eps)
-    made = _like(made, x)
+        result = F.instance_norm(rows, scale, shift, eps)
+    result = _like(result, x)
     if weight is not None:
-        made = F.mul(made, _along_channels(_finite(F.cast(weight, x.dtype)), x.ndim))
+        result = F.mul(result, _along_channels(_finite(F.cast(weight, x.dtype)), x.ndim))
     if bias is not None:
-        made = F.add(made, _along_channels(F.cast(bias, x.dtype), x.ndim))
-    return F.cast(made, input.dtype)
+        result = F.add(result, _along_channels(F.cast(bias, x.dtype), x.ndim))
+    return F.cast(result, input.dtype)
 
 
 @converter(aten.group_norm.default)
@@ -265,12 +265,12 @@ def native_group_norm(
 ) -> tuple[Tensor | None, ...]:
     if is_empty(input):
         raise ConversionError("group norm of an empty tensor is not handled")
-    made = _group_norm(input, group, weight, bias, eps)
+    result = _group_norm(input, group, weight, bias, eps)
     if not used(ctx.node, 1) and not used(ctx.node, 2):
-        return made, None, None
+        return result, None, None
     mean, rstd = _statistics(_grouped(wide(input, halves=True), group), [2], eps)
     mean = left_where(mean, F.isinf(mean))
-    return made, *(F.cast(F.squeeze(x, [2]), ctx.value[1].dtype) for x in (mean, rstd))
+    return result, *(F.cast(F.squeeze(x, [2]), ctx.value[1].dtype) for x in (mean, rstd))
 
 
 @converter(aten.instance_norm.default)
@@ -316,19 +316,19 @@ def native_batch_norm_functional(
 ) -> tuple[Any, ...]:
     """Batch norm that returns the running statistics it would otherwise have written."""
     if not training:
-        made = _batch(ctx, input, weight, bias, running_mean, running_var, False, eps)
-        return (*_with_statistics(ctx, made)[:3], F.identity(running_mean), F.identity(running_var))
-    made = _batch(ctx, input, weight, bias, None, None, True, eps)
+        result = _batch(ctx, input, weight, bias, running_mean, running_var, False, eps)
+        return (*_with_statistics(ctx, result)[:3], F.identity(running_mean), F.identity(running_var))
+    result = _batch(ctx, input, weight, bias, None, None, True, eps)
     x = wide(input, halves=True)
     axes = [axis for axis in range(x.ndim) if axis != 1]
     count = np.prod([static(x, axis) for axis in axes])
     centred = F.sub(x, F.reduce_mean(x, axes))
     variance = F.div(F.reduce_sum(F.mul(centred, centred), axes, keepdims=False), float(count - 1))
     after = []
-    for before, new in ((running_mean, made[1]), (running_var, variance)):
+    for before, new in ((running_mean, result[1]), (running_var, variance)):
         old = F.mul(wide(before, halves=True), 1 - momentum)
         after.append(F.cast(F.add(old, F.mul(F.cast(new, old.dtype), momentum)), before.dtype))
-    return (*_with_statistics(ctx, made)[:3], *after)
+    return (*_with_statistics(ctx, result)[:3], *after)
 
 
 # Normalisation by the root mean square.
@@ -375,9 +375,9 @@ def fused_rms_norm(
 ) -> tuple[Tensor, Tensor | None]:
     if is_empty(input):
         return filled(ctx, output=0), filled(ctx, output=1)
-    made = _rms_norm(input, normalized_shape, weight, eps)
+    result = _rms_norm(input, normalized_shape, weight, eps)
     if not used(ctx.node, 1):
-        return made, None
+        return result, None
     x = wide(input, halves=True)
     rstd = _reciprocal(x, normalized_shape, _least(x) if eps is None else eps)
-    return made, F.cast(rstd, ctx.value[1].dtype)
+    return result, F.cast(rstd, ctx.value[1].dtype)

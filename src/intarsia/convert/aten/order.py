@@ -39,12 +39,12 @@ def _comparable(x: Tensor) -> Tensor:
 def _place(x: Tensor, axis: int, largest: bool) -> Tensor:
     """Index of the first extreme along an axis, which is kept; a NaN is the extreme, as in torch."""
     layer = F.argmax if largest else F.argmin
-    found = layer(x, axis, keepdims=True)
+    place = layer(x, axis, keepdims=True)
     if not is_float(x):
-        return found
+        return place
     nans = F.isnan(x)
     first = F.argmax(F.cast(nans, ir.DataType.INT32), axis, keepdims=True)
-    return F.where(holds_somewhere(nans, [axis], True), first, found)
+    return F.where(holds_somewhere(nans, [axis], True), first, place)
 
 
 def _arg(ctx: ConversionContext, self: Tensor, dim: int | None, keepdim: bool, largest: bool) -> Tensor:
@@ -54,10 +54,10 @@ def _arg(ctx: ConversionContext, self: Tensor, dim: int | None, keepdim: bool, l
         return F.constant(0, ir.DataType.INT64)
     x = _comparable(self)
     if dim is None:
-        found = _place(F.reshape(x, [-1]), 0, largest)
-        return F.reshape(found, [1] * self.ndim if keepdim else [])
-    found = _place(x, dim % self.ndim, largest)
-    return found if keepdim else F.squeeze(found, [dim])
+        place = _place(F.reshape(x, [-1]), 0, largest)
+        return F.reshape(place, [1] * self.ndim if keepdim else [])
+    place = _place(x, dim % self.ndim, largest)
+    return place if keepdim else F.squeeze(place, [dim])
 
 
 @converter(aten.argmax.default)
@@ -78,9 +78,9 @@ def _extreme_dim(
     if self.ndim == 0:
         return self, F.constant(0, ir.DataType.INT64)
     axis = dim % self.ndim
-    found = _place(_comparable(self), axis, largest)
-    values = pick(self, found, axis)
-    return (values, found) if keepdim else (F.squeeze(values, [axis]), F.squeeze(found, [axis]))
+    place = _place(_comparable(self), axis, largest)
+    values = pick(self, place, axis)
+    return (values, place) if keepdim else (F.squeeze(values, [axis]), F.squeeze(place, [axis]))
 
 
 def pick(x: Tensor, indices: Tensor, axis: int) -> Tensor:
@@ -129,9 +129,9 @@ def _beyond_numbers(key: Tensor, k: Any, axis: int, largest: bool) -> Tensor:
     """
     nan = F.isnan(key)
     rank = F.where(nan, 2.0, F.where(F.equal(key, math.inf), F.constant(1.0, torch.float32), 0.0))
-    found = F.topk(F.where(nan, math.inf, key), k, axis, largest=largest)[1]
+    places = F.topk(F.where(nan, math.inf, key), k, axis, largest=largest)[1]
     ranked = F.topk(rank, k, axis, largest=largest)[1]
-    return F.where(F.greater(F.gather_elements(rank, found, axis), 0.0), ranked, found)
+    return F.where(F.greater(F.gather_elements(rank, places, axis), 0.0), ranked, places)
 
 
 def in_order(x: Tensor, found: tuple[Tensor, Tensor], axis: int) -> tuple[Tensor, Tensor]:
@@ -239,8 +239,8 @@ def _kth(ctx: ConversionContext, self: Tensor, k: int, dim: int, keepdim: bool) 
     else:
         values, indices = best(self, k, axis, False)
     chosen = tuple(F.slice(x, k - 1, k, axis=axis) for x in (values, indices))
-    made = chosen if keepdim else tuple(F.squeeze(x, [axis]) for x in chosen)
-    return made[0], made[1]
+    result = chosen if keepdim else tuple(F.squeeze(x, [axis]) for x in chosen)
+    return result[0], result[1]
 
 
 @converter(aten.kthvalue.default)
@@ -379,8 +379,8 @@ def isin(
     a, b = ctx.common(sought, among)
     a, b = (F.cast(t, _COMPARED.get(t.dtype, t.dtype)) for t in (a, b))
     same = F.cast(F.equal(F.unsqueeze(a, [a.ndim]), F.reshape(b, [-1])), D.INT32)
-    found = F.greater(F.reduce_sum(same, [a.ndim], keepdims=False), 0)
-    return F.logical_not(found) if invert else found
+    is_member = F.greater(F.reduce_sum(same, [a.ndim], keepdims=False), 0)
+    return F.logical_not(is_member) if invert else is_member
 
 
 @converter(aten.one_hot.default)

@@ -162,10 +162,10 @@ def _max_pool(
     x = wide(_batched(self, rank))
     if not is_float(self) or any(end >= k for end, k in zip(ends, kernel, strict=True)):
         return _max_by_windows(self, x, rank, kernel, strides, padded, ends, dilations)
-    made = F.max_pool(
+    result = F.max_pool(
         x, kernel, strides=strides, pads=padded + ends, dilations=dilations, with_indices=indices
     )
-    values = F.cast(_unbatched(made[0], self, rank), self.dtype)
+    values = F.cast(_unbatched(result[0], self, rank), self.dtype)
     if not indices:
         return values, None
     # ONNX counts through the whole tensor, torch through each plane.
@@ -173,7 +173,7 @@ def _max_pool(
     for axis in range(2, 2 + rank):
         known = x.shape[axis]
         plane = plane * (known if isinstance(known, int) else F.size(x, axis))
-    return values, _unbatched(F.mod(made[1], plane), self, rank)
+    return values, _unbatched(F.mod(result[1], plane), self, rank)
 
 
 def _max_by_windows(
@@ -191,8 +191,8 @@ def _max_by_windows(
         within(sliding(size + begin + end, k, s, d) - begin, size)
         for size, begin, end, k, s, d in zip(sizes, begins, ends, kernel, strides, dilations, strict=True)
     ]
-    values, found = _largest_of(unfold(x, places), flat_places(places, sizes))
-    return F.cast(_unbatched(values, self, rank), self.dtype), _unbatched(found, self, rank)
+    values, indices = _largest_of(unfold(x, places), flat_places(places, sizes))
+    return F.cast(_unbatched(values, self, rank), self.dtype), _unbatched(indices, self, rank)
 
 
 def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
@@ -269,10 +269,10 @@ def avg_pool(
     x = wide(_batched(self, rank))
     if not ceil_mode and is_float(self):
         include = count_include_pad or divisor is not None
-        made = F.average_pool(x, kernel, strides=strides, pads=padded * 2, count_include_pad=include)
+        result = F.average_pool(x, kernel, strides=strides, pads=padded * 2, count_include_pad=include)
         if divisor is not None:
-            made = F.mul(made, math.prod(kernel) / divisor)
-        return F.cast(_unbatched(made, self, rank), self.dtype)
+            result = F.mul(result, math.prod(kernel) / divisor)
+        return F.cast(_unbatched(result, self, rank), self.dtype)
     # By hand: the padded input, the sum of each window, and what torch divides each window by.
     sizes = spatial_sizes(x, rank)
     counts = [
@@ -290,9 +290,9 @@ def avg_pool(
         else divisors(sizes, counts, kernel, strides, padded, count_include_pad)
     )
     if is_float(self):
-        made = F.average_pool(filled_in, kernel, strides=strides, pads=[0] * (2 * rank))
+        result = F.average_pool(filled_in, kernel, strides=strides, pads=[0] * (2 * rank))
         ratio = math.prod(kernel) / np.asarray(by, np.float64)
-        made = F.mul(made, F.constant(ratio.astype(dtypes.to_numpy(x.dtype))))
+        result = F.mul(result, F.constant(ratio.astype(dtypes.to_numpy(x.dtype))))
     else:
         places = [
             sliding(size + p + e, k, s, 1)
@@ -303,8 +303,8 @@ def avg_pool(
         summed = left_where(summed, F.less(F.abs(summed), 0))  # the least integer has no magnitude
         # Towards zero; engines differ for what is negative.
         whole_part = F.div(F.abs(summed), F.constant(np.asarray(by).astype(dtypes.to_numpy(x.dtype))))
-        made = F.mul(kernels.sign(summed), whole_part)
-    return F.cast(_unbatched(made, self, rank), self.dtype)
+        result = F.mul(kernels.sign(summed), whole_part)
+    return F.cast(_unbatched(result, self, rank), self.dtype)
 
 
 @converter(
@@ -319,21 +319,21 @@ def adaptive_avg_pool(ctx: ConversionContext, self: Tensor, output_size: Any) ->
     out = per_axis(output_size, rank, "output_size")
     x = wide(_batched(self, rank))
     if out == [1] * rank:
-        made = F.op("GlobalAveragePool", x)
-        return F.cast(_unbatched(made, self, rank), self.dtype)
+        result = F.op("GlobalAveragePool", x)
+        return F.cast(_unbatched(result, self, rank), self.dtype)
     sizes = spatial_sizes(x, rank)
     if all(size % n == 0 for size, n in zip(sizes, out, strict=True)):
         kernel = [size // n for size, n in zip(sizes, out, strict=True)]
-        made = x if set(kernel) == {1} else F.average_pool(x, kernel, strides=kernel, pads=[0] * (2 * rank))
-        return F.cast(_unbatched(made, self, rank), self.dtype)
+        result = x if set(kernel) == {1} else F.average_pool(x, kernel, strides=kernel, pads=[0] * (2 * rank))
+        return F.cast(_unbatched(result, self, rank), self.dtype)
     # Windows of an axis have one or two widths; the mean over a box is the mean over its axes in turn.
     for i, (size, n) in enumerate(zip(sizes, out, strict=True)):
         places, real = adaptive(size, n)
         tail = [1] * (rank - 1 - i)
         gathered = F.gather(x, F.constant(places), axis=2 + i)
-        kept = F.where(F.constant(real.reshape(n, -1, *tail)), gathered, 0.0)
+        windows = F.where(F.constant(real.reshape(n, -1, *tail)), gathered, 0.0)
         count = real.sum(1).reshape(n, *tail).astype(dtypes.to_numpy(x.dtype))
-        x = F.div(F.reduce_sum(kept, [3 + i], keepdims=False), F.constant(count))
+        x = F.div(F.reduce_sum(windows, [3 + i], keepdims=False), F.constant(count))
     return F.cast(_unbatched(x, self, rank), self.dtype)
 
 
@@ -365,5 +365,5 @@ def max_unpool(
     blank = F.full([*lead, math.prod(out)], 0, x.dtype)
     rows = [*lead, math.prod(spatial_sizes(self, rank))]
     places = from_the_front(F.reshape(indices, rows), math.prod(out))
-    made = F.scatter_elements(blank, places, F.reshape(x, rows), axis=-1)
-    return F.cast(F.reshape(made, [*lead, *out]), self.dtype)
+    result = F.scatter_elements(blank, places, F.reshape(x, rows), axis=-1)
+    return F.cast(F.reshape(result, [*lead, *out]), self.dtype)

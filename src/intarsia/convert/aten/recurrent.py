@@ -98,7 +98,7 @@ def recurrent(
         if has_biases:
             bias = _joined([_joined([_reordered(g[2], gates), _reordered(g[3], gates)], 1) for g in groups])
         start = [wide(F.slice(state, first, first + directions, axis=0), halves=True) for state in states]
-        made = F.ops(
+        results = F.ops(
             kind,
             x,
             weight,
@@ -111,8 +111,8 @@ def recurrent(
             direction="bidirectional" if bidirectional else None,
             **attributes,
         )
-        for collected, state in zip(final, made[1:], strict=True):
+        for collected, state in zip(final, results[1:], strict=True):
             collected.append(state)
-        x = _merged(made[0], directions, hidden)
+        x = _merged(results[0], directions, hidden)
     output = F.transpose(x, (1, 0, 2)) if batch_first else x
     return tuple(F.cast(t, ctx.dtype) for t in (output, *(_joined(collected) for collected in final)))

@@ -43,12 +43,12 @@ def reduced(
     output: int | None = None,
 ) -> Tensor:
     """`layer` over dimensions, in a dtype wide enough, cast to the dtype of the result."""
-    made = ctx.value if output is None else ctx.value[output]
+    value = ctx.value if output is None else ctx.value[output]
     if is_empty(x):
         return filled(ctx, empty, output)
     axes = axes_of(dim, x.ndim)
     result = layer(x, axes, keepdims=keepdim) if axes else x
-    return F.cast(result, made.dtype)
+    return F.cast(result, value.dtype)
 
 
 def _sum(ctx: ConversionContext, given: Tensor) -> Layer:
@@ -62,9 +62,9 @@ def _product(ctx: ConversionContext) -> Layer:
 
 def _product_of_floats(x: Tensor, axes: list[int] | None = None, *, keepdims: bool = True) -> Tensor:
     """In another order than eager's it may overflow on the way, and be infinite or, by a zero, NaN."""
-    made = F.reduce_prod(x, axes, keepdims=keepdims)
+    result = F.reduce_prod(x, axes, keepdims=keepdims)
     finite = F.equal(F.reduce_sum(F.mul(x, 0.0), axes, keepdims=keepdims), 0.0)  # of all factors
-    return left_where(made, F.logical_and(finite, F.logical_or(F.isinf(made), F.isnan(made))))
+    return left_where(result, F.logical_and(finite, F.logical_or(F.isinf(result), F.isnan(result))))
 
 
 def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:
@@ -119,11 +119,11 @@ def _extreme(layer: Layer, worst: float) -> Layer:
     """Largest or smallest element; engines lose a NaN, and a row of nothing but infinities."""
 
     def extreme(x: Tensor, axes: list[int], *, keepdims: bool) -> Tensor:
-        made = layer(x, axes, keepdims=keepdims)
+        result = layer(x, axes, keepdims=keepdims)
         if not is_float(x):
-            return made
-        made = F.where(holds_everywhere(F.equal(x, worst), axes, keepdims), worst, made)
-        return F.where(holds_somewhere(F.isnan(x), axes, keepdims), math.nan, made)
+            return result
+        result = F.where(holds_everywhere(F.equal(x, worst), axes, keepdims), worst, result)
+        return F.where(holds_somewhere(F.isnan(x), axes, keepdims), math.nan, result)
 
     return extreme
 
@@ -166,8 +166,8 @@ def _truth(ctx: ConversionContext, x: Tensor, dim: Any, keepdim: bool, every: bo
     counts = _flags(_nonzero(x))
     if is_empty(x):
         return filled(ctx, every)
-    made = layer(counts, axes_of(dim, x.ndim), keepdims=keepdim) if x.ndim else counts
-    return F.cast(F.cast(made, ir.DataType.BOOL), ctx.dtype)
+    result = layer(counts, axes_of(dim, x.ndim), keepdims=keepdim) if x.ndim else counts
+    return F.cast(F.cast(result, ir.DataType.BOOL), ctx.dtype)
 
 
 @converter(aten.any.default, aten.any.dim, aten.any.dims)
@@ -216,11 +216,11 @@ def _spread(
     variance, centre = _variance(ctx, x, dim, correction, keepdim)
     if root:  # eager adds up in float64, where the squares of what float32 holds do not overflow
         variance = F.sqrt(left_where(variance, F.isinf(variance)))
-    made = F.cast(variance, ctx.dtype)
+    result = F.cast(variance, ctx.dtype)
     if not mean:
-        return made
+        return result
     centre = left_where(centre, F.isinf(centre))  # eager's is infinite or NaN by the order it adds in
-    return made, F.cast(centre, ctx.dtype)
+    return result, F.cast(centre, ctx.dtype)
 
 
 def _register_spread(name: str, root: bool, mean: bool) -> None:

@@ -127,27 +127,27 @@ def _weights(
 
 
 def _resized_rows(rows: torch.Tensor, mode: str, goal: int, align: bool, scale: float | None) -> torch.Tensor:
-    made: torch.Tensor
+    weights: torch.Tensor
     if mode == "linear":
-        made = aten.upsample_linear1d(rows[None], [goal], align, scale)[0]
+        weights = aten.upsample_linear1d(rows[None], [goal], align, scale)[0]
     elif mode == "linear_aa":
-        made = aten._upsample_bilinear2d_aa(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
+        weights = aten._upsample_bilinear2d_aa(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
     elif mode == "cubic_aa":
-        made = aten._upsample_bicubic2d_aa(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
+        weights = aten._upsample_bicubic2d_aa(rows[None, :, None], [1, goal], align, None, scale)[0, :, 0]
     else:
         # Four rows high, so that along the other axis too each neighbour is one of its own.
         high = torch.zeros(1, len(rows), 4, rows.shape[1], dtype=rows.dtype, device="cpu")
         high[0, :, 1] = rows
-        made = aten.upsample_bicubic2d(high, [4, goal], align, None, scale)[0, :, 1]
-    return made
+        weights = aten.upsample_bicubic2d(high, [4, goal], align, None, scale)[0, :, 1]
+    return weights
 
 
 def _places(exact: bool, size: int, goal: int, scale: float | None) -> Array:
     """Which input element torch takes for each output element of an axis."""
     layer = aten._upsample_nearest_exact1d if exact else aten.upsample_nearest1d
     places = layer(torch.arange(size, dtype=torch.float64, device="cpu")[None, None], [goal], scale)
-    found: Array = places[0, 0].numpy().astype(np.int64)
-    return found
+    nearest: Array = places[0, 0].numpy().astype(np.int64)
+    return nearest
 
 
 def _taps(weights: Array, lost: Array) -> tuple[Array, Array]:
@@ -218,17 +218,17 @@ def smooth(
         raise ConversionError(f"resizing {self.dtype.name} by {mode} is not handled")
     rank = self.ndim - 2
     x, goal = wide(self, halves=True), _goal(self, output_size, scales)
-    given = [scale is not None for scale in scales]
+    has_scale = [scale is not None for scale in scales]
     if align:
         scales = [None] * rank  # corners decide alone
     known = all(isinstance(n, int) for n in (*goal, *self.shape[2:]))
     plain = mode == "linear" or (mode == "cubic" and not known)
     if plain and rank == 2 and (None not in scales or not any(scales)):
-        if not known and any(given) and align:
+        if not known and any(has_scale) and align:
             raise ConversionError("align_corners=True with scale factors needs sizes known ahead")
         if not known or None in scales or _scales_match(x, goal, scales):
             where = "align_corners" if align else "half_pixel"
-            made = _layer(
+            result = _layer(
                 x,
                 goal,
                 scales,
@@ -236,7 +236,7 @@ def smooth(
                 coordinate_transformation_mode=where,
                 cubic_coeff_a=-0.75 if mode == "cubic" else None,
             )
-            return F.cast(made, self.dtype)
+            return F.cast(result, self.dtype)
     for i in reversed(range(rank)):  # as torch does, so that what overflows on the way does in both
         if goal[i] is None:
             raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
@@ -258,7 +258,7 @@ def nearest(
     x = wide(self)
     factors = [_factor(self.shape[2 + i], goal[i], scales[i]) for i in range(rank)]
     if all(factors) and is_float(self):
-        made = _layer(
+        result = _layer(
             x,
             goal,
             factors,
@@ -266,7 +266,7 @@ def nearest(
             coordinate_transformation_mode="asymmetric",
             nearest_mode="floor",
         )
-        return F.cast(made, self.dtype)
+        return F.cast(result, self.dtype)
     for i in range(rank):
         if goal[i] is None:
             raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
@@ -375,11 +375,11 @@ def grid_sampler(
     if mode == "nearest" and grid.dtype in HALVES:
         # torch rounds places in halves, and then takes another pixel.
         raise ConversionError(f"interpolation_mode=1 (nearest) by a grid of {grid.dtype.name} is not handled")
-    made = F.grid_sample(
+    result = F.grid_sample(
         wide(input, halves=True),
         wide(grid, halves=True),
         mode=mode,
         padding_mode=_GRID_PADDING[padding_mode],
         align_corners=align_corners,
     )
-    return F.cast(made, input.dtype)
+    return F.cast(result, input.dtype)

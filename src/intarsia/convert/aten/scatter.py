@@ -74,8 +74,8 @@ def _written(
     axis = wrap(dim, x.ndim)
     index = from_the_front(index, size(x, axis))
     source = expanded(source, sizes(index), index.shape) if source.ndim == 0 else cropped(source, index)
-    made = reduced(x, index, source, axis, reduce, include_self)
-    return reshape(made, [], ()) if result_shape(ctx) == () else made
+    result = reduced(x, index, source, axis, reduce, include_self)
+    return reshape(result, [], ()) if result_shape(ctx) == () else result
 
 
 def reduced(
@@ -91,12 +91,12 @@ def reduced(
         neutral = None if reduce in ("amax", "amin") else F.constant(neutral_element(reduce, wide), wide)
         start = added if neutral is None else expanded(neutral, sizes(index), index.shape)
         base = F.scatter_elements(base, index, start, axis)
-    made = F.scatter_elements(base, index, added, axis, reduction=_LAYER[reduce])
+    result = F.scatter_elements(base, index, added, axis, reduction=_LAYER[reduce])
     if reduce == "mean":
-        made = _mean(made, index, axis, include_self)
+        result = _mean(result, index, axis, include_self)
     if reduce in ("amax", "amin") and wide in dtypes.FLOATS:
-        made = _with_nan(made, base, added, index, axis)
-    return F.cast(made, x.dtype)
+        result = _with_nan(result, base, added, index, axis)
+    return F.cast(result, x.dtype)
 
 
 def neutral_element(reduce: str, dtype: ir.DataType) -> Any:
@@ -289,9 +289,9 @@ def _bags(
         # What pads goes to a bag behind the last one.
         pads = F.equal(indices, F.constant(padding, D.INT64))
         bag = F.where(pads, F.constant(count) if isinstance(count, int) else count, bag)
-    made = _reduced(rows, bag, count, _REDUCE[mode])
+    result = _reduced(rows, bag, count, _REDUCE[mode])
     return (
-        F.cast(F.slice(made, 0, count - 1 if include_last else count, axis=0), weight.dtype),
+        F.cast(F.slice(result, 0, count - 1 if include_last else count, axis=0), weight.dtype),
         None,
         None,
         None,
@@ -300,11 +300,11 @@ def _bags(
 
 def _unlike_offsets(offsets: Tensor, count: Size) -> Tensor:
     """Where offsets do not rise from 0 to at most the number of indices; torch refuses most of that."""
-    given = F.cast(offsets, D.INT64)
-    before = F.concat([F.constant(np.zeros(1, np.int64)), F.slice(given, 0, -1, axis=0)], 0)
-    starts = F.concat([F.constant(np.ones(1, np.bool_)), F.less(F.slice(given, 1, END, axis=0), 0)], 0)
-    late = F.logical_and(starts, F.logical_not(F.equal(given, 0)))
-    return F.logical_or(F.logical_or(F.less(given, before), F.less(int64(count), given)), late)
+    begins = F.cast(offsets, D.INT64)
+    before = F.concat([F.constant(np.zeros(1, np.int64)), F.slice(begins, 0, -1, axis=0)], 0)
+    starts = F.concat([F.constant(np.ones(1, np.bool_)), F.less(F.slice(begins, 1, END, axis=0), 0)], 0)
+    late = F.logical_and(starts, F.logical_not(F.equal(begins, 0)))
+    return F.logical_or(F.logical_or(F.less(begins, before), F.less(int64(count), begins)), late)
 
 
 def _bag_of(indices: Tensor, offsets: Tensor) -> Tensor:
@@ -319,14 +319,14 @@ def _reduced(rows: Tensor, bag: Tensor, count: Size, reduce: str) -> Tensor:
     start = F.constant(neutral_element(reduce, rows.dtype), rows.dtype)
     base = expanded(start, [count + 1, width], (count + 1 if isinstance(count, int) else None, rows.shape[1]))
     places = expanded(F.unsqueeze(bag, [1]), sizes(rows), rows.shape)
-    made = reduced(base, places, rows, 0, "amax" if reduce == "amax" else "sum")
+    result = reduced(base, places, rows, 0, "amax" if reduce == "amax" else "sum")
     if reduce == "sum":
-        return made
+        return result
     if reduce == "amax":
-        made = left_where(made, F.isnan(made))  # torch keeps it only where it comes first
+        result = left_where(result, F.isnan(result))  # torch keeps it only where it comes first
     ones = expanded(F.constant(1, rows.dtype), sizes(bag), bag.shape)
     none = expanded(F.constant(0, rows.dtype), [count + 1], (count + 1 if isinstance(count, int) else None,))
     held = F.unsqueeze(F.scatter_elements(none, bag, ones, 0, reduction="add"), [1])
     if reduce == "mean":
-        return F.div(made, F.maximum(held, F.constant(1, rows.dtype)))
-    return F.where(F.equal(held, 0), F.constant(0, rows.dtype), made)
+        return F.div(result, F.maximum(held, F.constant(1, rows.dtype)))
+    return F.where(F.equal(held, 0), F.constant(0, rows.dtype), result)

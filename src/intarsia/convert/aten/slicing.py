@@ -218,14 +218,14 @@ def _at(x: Tensor, indices: Sequence[Size], axis: int) -> list[Tensor]:
 def tensor_split_tensor(
     ctx: ConversionContext, self: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0
 ) -> list[Tensor]:
-    given, axis = tensor_indices_or_sections, wrap(dim, self.ndim)
-    known = given.constant
-    if given.ndim == 1:
+    sections, axis = tensor_indices_or_sections, wrap(dim, self.ndim)
+    known = sections.constant
+    if sections.ndim == 1:
         if known is not None:
             return _at(self, list(map(int, known)), axis)
         # Torch refuses the largest numbers, which a slice would cut to the size.
-        far = F.logical_or(F.less(_LONGEST, given), F.less(given, -_LONGEST))
-        inside = left_where(given, far)
+        far = F.logical_or(F.less(_LONGEST, sections), F.less(sections, -_LONGEST))
+        inside = left_where(sections, far)
         return _at(self, [F.gather(inside, i) for i in range(len(ctx.value) - 1)], axis)
     if known is None:
         raise ConversionError("a number of sections that is not known yet is not handled")
@@ -258,8 +258,8 @@ def cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tens
     promoted = ctx.promote(*tensors)
     rank = max(x.ndim for x in promoted)
     # torch lets an empty vector join tensors of any rank, and ignores it.
-    kept = [x for x in promoted if x.ndim == rank and (x.shape != (0,) or rank == 1)]
-    return joined(kept, wrap(dim, rank))
+    parts = [x for x in promoted if x.ndim == rank and (x.shape != (0,) or rank == 1)]
+    return joined(parts, wrap(dim, rank))
 
 
 @converter(aten.stack.default)
@@ -407,8 +407,10 @@ def linalg_diagonal(
 def diag_embed(
     ctx: ConversionContext, self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1
 ) -> Tensor:
-    made = embedded(self, offset)
-    return moved(made, [made.ndim - 2, made.ndim - 1], [wrap(dim1, made.ndim), wrap(dim2, made.ndim)])
+    result = embedded(self, offset)
+    return moved(
+        result, [result.ndim - 2, result.ndim - 1], [wrap(dim1, result.ndim), wrap(dim2, result.ndim)]
+    )
 
 
 def embedded(x: Tensor, offset: int) -> Tensor:
@@ -424,8 +426,8 @@ def diagonal_scatter(
     rank = self.ndim
     axes, last = [wrap(dim1, rank), wrap(dim2, rank)], [rank - 2, rank - 1]
     x = moved(self, axes, last)
-    made = _placed(F.cast(src, self.dtype), x, size(x, rank - 2), size(x, rank - 1), offset)
-    return moved(made, last, axes)
+    result = _placed(F.cast(src, self.dtype), x, size(x, rank - 2), size(x, rank - 1), offset)
+    return moved(result, last, axes)
 
 
 def _placed(x: Tensor, base: Tensor | None, rows: Size, columns: Size, offset: int) -> Tensor:

@@ -28,7 +28,7 @@ from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
-from intarsia.network.infer.shapes import product
+from intarsia.network.shapes import product
 
 aten = torch.ops.aten
 
@@ -61,8 +61,8 @@ def flatten(ctx: ConversionContext, self: Tensor, start_dim: int = 0, end_dim: i
     first, last = wrap(start_dim, self.ndim), wrap(end_dim, self.ndim)
     if first == last:
         return self
-    kept = [*(size(self, i) for i in range(first)), -1, *(size(self, i) for i in range(last + 1, self.ndim))]
-    return reshape(self, kept, result_shape(ctx))
+    sizes = [*(size(self, i) for i in range(first)), -1, *(size(self, i) for i in range(last + 1, self.ndim))]
+    return reshape(self, sizes, result_shape(ctx))
 
 
 @converter(aten.ravel.default)
@@ -277,14 +277,14 @@ def _widest(tensors: Sequence[Tensor], axis: int, known: str | None) -> Size:
     named = [x for x in candidates if x.shape[axis] == known and known is not None]
     if named or len(candidates) == 1:
         return size((named or candidates)[0], axis % (named or candidates)[0].ndim)
-    found: Tensor | None = None
+    common: Tensor | None = None
     for x in candidates:
         extent = F.size(x, axis)
         # The sizes are equal or 1, so the product of ONNX's broadcasting rule is their largest; an
         # empty size beats 1.
-        found = extent if found is None else F.where(F.equal(found, 1), extent, found)
-    assert found is not None
-    return found
+        common = extent if common is None else F.where(F.equal(common, 1), extent, common)
+    assert common is not None
+    return common
 
 
 @converter(torch.ops.prims.broadcast_in_dim.default)

@@ -2,6 +2,9 @@
 
 Queries, keys and values are the usual case. Merged before the graph is compiled, the parts reach attention as
 views of one result; merged later, the compiler would copy them into the layout it had planned for.
+
+Projections merged before Inductor traces reach attention as views; its own freezing copies the parts into the
+layout it had planned.
 """
 
 from __future__ import annotations

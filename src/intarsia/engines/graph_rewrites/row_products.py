@@ -128,8 +128,10 @@ def _normed(module: fx.GraphModule, node: Any) -> tuple[fx.Node, fx.Node, float]
     product: Any = scaled[0].args[0]
     if product.target is not aten.mul.Tensor:
         return None
+    root: Any
+    wide: Any
     wide, root = product.args
-    mean_eps = root.args[0] if isinstance(root, fx.Node) and root.target is aten.rsqrt.default else None
+    mean_eps: Any = root.args[0] if isinstance(root, fx.Node) and root.target is aten.rsqrt.default else None
     if mean_eps is None or mean_eps.target not in (aten.add.Tensor, aten.add.Scalar):
         return None
     mean, eps = mean_eps.args

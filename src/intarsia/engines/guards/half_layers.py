@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.guards.intervals.rules import torch_constant
+from intarsia.engines.guards.intervals.interval import torch_constant
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network.ops import MOVES_DATA, MULTIPLIES_WEIGHTS
 

@@ -19,7 +19,7 @@ from intarsia.engines.guards.half_layers import (
     sums_of_weights,
 )
 from intarsia.engines.guards.intervals import Interval, layer_ranges, range_of, whole
-from intarsia.engines.guards.intervals.rules import torch_constant
+from intarsia.engines.guards.intervals.interval import torch_constant
 from intarsia.engines.guards.kinds import AnyGuard, Guards, Largest, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes

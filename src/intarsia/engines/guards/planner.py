@@ -2,6 +2,9 @@
 
 Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anything for an index out of range:
 an engine says which. Where the intervals of a network do not rule that out, a guard watches a tensor.
+
+Guards watch instead of computing twice: an exact layer for every kernel that deviates would cost every model
+its fusions, for values that do not come. A network of a hundred layers needs a handful of guards.
 """
 
 from __future__ import annotations
@@ -10,8 +13,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from intarsia.engines.guards.divisors import divides_by_floats, may_be_denormal
-from intarsia.engines.guards.factors import merged_out_of_range
+from intarsia.engines.guards.constants import divides_by_floats, may_be_denormal, merged_out_of_range
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.engines.guards.limits import Limits

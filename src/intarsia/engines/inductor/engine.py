@@ -1,4 +1,8 @@
-"""TorchInductor: whole segments compiled to C++ or Triton, with the weights frozen in."""
+"""TorchInductor: whole segments compiled to C++ or Triton, with the weights frozen in.
+
+Inductor is called below Dynamo, with weights as buffers: they are frozen, nothing is traced twice, and no
+guards run at a call. Random operators stay with PyTorch, so that they are eager's.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Inputs whose sizes vary, as Inductor takes them: tensors without contents whose sizes are symbols.
 
 The symbols are Inductor's own, so that nothing it finds out about them changes the graph's.
+
+A condition that Inductor adds means code for some sizes only, so such a piece is refused. So are sizes that
+may be 0 or 1, which Inductor takes for constants without asking.
 """
 
 from __future__ import annotations

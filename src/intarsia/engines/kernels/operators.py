@@ -26,7 +26,7 @@ def has_kernels(query: torch.Tensor) -> bool:
 def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` with a mask. Heads may share keys; a row that sees nothing gives zeros."""
+    """Attention with a mask, whose heads may share keys; a row that sees nothing gives zeros."""
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if has_kernels(query):
         from intarsia.engines.kernels.attention import masked_attention as kernel

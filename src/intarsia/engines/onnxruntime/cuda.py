@@ -1,23 +1,29 @@
-"""Calls of an ONNX Runtime session on an NVIDIA GPU, in the order of torch's stream.
-
-A session launches its kernels on the stream that it was made with. Events put that stream between what torch
-has queued before and what it queues after; nobody waits on the host, and a graph recorded by torch holds
-the session's kernels too:
-
-    torch's stream   ── … ──●                      ●── … ──
-                            └▶ session's kernels ──┘
-"""
+"""ONNX Runtime's execution providers, and calls of its sessions on an NVIDIA GPU."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from intarsia.engines.guards.checks import Checks
+from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.onnxruntime.session import BoundSession
 from intarsia.engines.ports import Ports
+
+# Calls of an ONNX Runtime session on an NVIDIA GPU, in the order of torch's stream.
+#
+# A session launches its kernels on the stream that it was made with. Events put that stream between what
+# torch has queued before and what it queues after; nobody waits on the host, and a graph recorded by torch
+# holds the session's kernels too:
+#
+#     torch's stream   ── … ──●                      ●── … ──
+#                             └▶ session's kernels ──┘
+#
+# A session keeps the stream it was made with, and torch records on another one each time. So sessions share
+# a side stream that events fork from torch's and join again: no host waits, and a recording holds the
+# session's kernels.
 
 
 def side_stream() -> torch.cuda.Stream:
@@ -65,3 +71,36 @@ class CudaSession(BoundSession):
             callers.wait_stream(self._stream)
         if self._made:
             self._stream.synchronize()
+
+
+# ONNX Runtime's execution providers, by the device that a model is on.
+
+
+_CPU, _CUDA, _TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
+
+
+def missing_provider(device: str, tensorrt: bool, available: Sequence[str]) -> str | None:
+    """Why an ONNX Runtime with these providers cannot be used; None if it can."""
+    if tensorrt and device != "cuda":
+        return f"TensorRT runs on device='cuda', not {device!r}"
+    wanted = {"cpu": [_CPU], "cuda": [_CUDA, *[_TENSORRT] * tensorrt]}.get(device, [f"for {device!r}"])
+    for provider in wanted:
+        if provider not in available:
+            return f"this onnxruntime has no provider {provider}; it has {', '.join(available)}"
+    return None
+
+
+def providers(device: str, tensorrt: bool) -> list[tuple[str, dict[str, Any]]]:
+    """The providers to ask, in order, with their options.
+
+    On a GPU they share a stream that we know, and shorten float32 (TF32) only where torch's products do.
+    """
+    if device == "cpu":
+        return [(_CPU, {})]
+    stream = side_stream()
+    options = {"user_compute_stream": str(stream.cuda_stream)}
+    if stream.device_index:  # told of device 0 too, ONNX Runtime warns of a plugin that nobody asked for
+        options["device_id"] = str(stream.device_index)
+    exact = {"use_tf32": "1" if torch.backends.cuda.matmul.allow_tf32 else "0"}
+    own = [(_TENSORRT, dict(options))] if tensorrt else []
+    return [*own, (_CUDA, options | exact)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,12 +15,12 @@ from intarsia.engines.base import (
     NetworkEngine,
     Packed,
     Program,
+    RuntimeFile,
     WeightFile,
     Workload,
 )
-from intarsia.engines.guards.checks import Checks
-from intarsia.engines.onnxruntime.cuda import CudaSession
-from intarsia.engines.onnxruntime.providers import missing_provider, providers
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, providers
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
@@ -47,17 +48,18 @@ _ROUNDING = (
 
 @dataclass(frozen=True)
 class OnnxRuntime(NetworkEngine):
-    """Options: `threads` (torch's count by default), `spinning` threads, `prepack` weights, `device`.
+    """Runs layer networks on ONNX Runtime.
 
-    Threads spin while a run is under way, and stop when it ends, so that the next engine has the cores. Where
-    several calls run at once that costs more than it gains: `spinning=False`, which a search for throughput
-    takes by itself.
-
-    On `device="cuda"` weights, inputs and results stay on the GPU, and kernels run in the order of torch's
-    stream. `tensorrt` asks ONNX Runtime's TensorRT provider first; that option is untested.
-
-    With `guards` a program watches for values that ONNX Runtime would treat unlike PyTorch (NaN, infinities
-    and huge places where kernels mind them) and leaves such a call to PyTorch; without, it trusts them.
+    Args:
+        threads: by default, `torch.get_num_threads()`.
+        spinning: threads spin while a run is under way and stop when it ends, so that the next engine has the
+            cores. False is better if several calls run at once; a search for throughput uses it by itself.
+        prepack: pack weights for faster products, for one copy of each.
+        device: `"cpu"` or `"cuda"`. On a GPU, weights, inputs and results stay there.
+        options: entries of the session's configuration.
+        guards: watch for values that ONNX Runtime treats otherwise than PyTorch (NaN, infinities, indices),
+            and leave such a call to PyTorch.
+        tensorrt: ask ONNX Runtime's TensorRT provider first. This has not been tested.
 
     >>> from intarsia.engines import OnnxRuntime
     >>> OnnxRuntime(threads=1).name
@@ -73,6 +75,7 @@ class OnnxRuntime(NetworkEngine):
     tensorrt: bool = False
     name: ClassVar[str] = "onnxruntime"
     libraries: ClassVar[tuple[str, ...]] = ("onnxruntime",)
+    file_suffix: ClassVar[str] = ".onnx"
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
@@ -136,6 +139,17 @@ class OnnxRuntime(NetworkEngine):
             return self._program(Ports.of(net), session, (model.weights, model.on_gpu), model.checks)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed to build {net.name}: {_first_line(error)}") from error
+
+    def write(self, net: Network, path: Path) -> Mapping[str, str]:
+        from intarsia.engines.onnxruntime.model import write_file
+
+        write_file(replace(self, guards=False)._guarded(net), path)
+        return {}
+
+    def open(self, path: Path) -> RuntimeFile:
+        from intarsia.engines.onnxruntime.file import OnnxFile
+
+        return OnnxFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """The model that a session is made of, guards and all, less its weights.

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.guards.checks import Checks
-from intarsia.engines.guards.kinds import Guards
+from intarsia.engines.guards.kinds import Checks, Guards
 from intarsia.engines.guards.planner import plan_guards
-from intarsia.engines.onnxruntime.casts import cast_through_int64, keep_casts_apart
-from intarsia.engines.onnxruntime.checks import add_checks
+from intarsia.engines.onnxruntime.checks import OnnxRuntimeLimits, RoundedProductLimits, add_checks
+from intarsia.engines.onnxruntime.corrections import (
+    cast_through_int64,
+    divide_for_reciprocals,
+    keep_casts_apart,
+    keep_signed_zeros,
+)
 from intarsia.engines.onnxruntime.halves import compute_in_float32
-from intarsia.engines.onnxruntime.limits import OnnxRuntimeLimits, RoundedProductLimits
-from intarsia.engines.onnxruntime.reciprocals import divide_for_reciprocals
-from intarsia.engines.onnxruntime.signed_zeros import keep_signed_zeros
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network
 from intarsia.network.ops import MULTIPLIES_WEIGHTS, RECURRENT
@@ -71,6 +73,27 @@ def guarded(
         divide_for_reciprocals(net, proto)
         compute_in_float32(net, proto)  # last: it renames what others look for
     return Model(proto, _values(weights), _weights_on_gpu(weights), checks)
+
+
+_MOST_INSIDE = 2**31 - 2**26  # protobuf's limit for one message, less what the graph may take
+
+
+def write_file(model: Model, path: Path) -> None:
+    """Write a model with its weights, in a second file beside it where one file may not hold them."""
+    import onnx
+
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    values = {**model.weights, **model.on_gpu}
+    for tensor in proto.graph.initializer:
+        if tensor.name in values:
+            held = values[tensor.name][1]
+            array = held.cpu().numpy() if isinstance(held, torch.Tensor) else held
+            del tensor.external_data[:]
+            tensor.ClearField("data_location")
+            tensor.raw_data = array.tobytes()  # type: ignore[attr-defined]
+    is_large = sum(len(tensor.raw_data) for tensor in proto.graph.initializer) > _MOST_INSIDE
+    onnx.save_model(proto, path, save_as_external_data=is_large, location=f"{path.name}.data")
 
 
 _PACKING = MULTIPLIES_WEIGHTS | RECURRENT | {"Attention"}

@@ -1,7 +1,10 @@
-"""A network as a model whose products have weights of few bits: `MatMulNBits`, by ONNX Runtime's own tool."""
+"""Products whose weights have 8 or 4 bits, by ONNX Runtime's own tool, which is silent here."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,11 +12,36 @@ import onnx_ir as ir
 import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from intarsia.engines.onnxruntime.protos import names_read
-from intarsia.engines.onnxruntime.silent import silent_tool
+from intarsia.engines.onnxruntime.corrections import names_read
 from intarsia.errors import EngineError
 from intarsia.network import Network
 from intarsia.network.serialize import Weights, to_proto
+
+# ONNX Runtime's quantization tools without what they tell and change of logging.
+
+
+@contextmanager
+def silent_tool() -> Iterator[None]:
+    """Within it tools log errors alone; the root logger is then as it was, whatever an import did to it."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    root.setLevel(logging.ERROR)
+    tools = logging.getLogger("onnxruntime.quantization")
+    before = tools.level
+    tools.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        tools.setLevel(before)
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+# A network as a model whose products have weights of few bits: `MatMulNBits`, by ONNX Runtime's own tool.
+#
+# Each product goes through ONNX Runtime's quantizer as a model of its own: no model of 2 GB is made, and
+# other weights stay where torch has them.
+
 
 _INTEGER_PRODUCTS = 4  # the accuracy level at which kernels round activations to 8 bits
 _LARGEST = 2**31 - 2**20  # bytes that one ONNX model can hold

@@ -1,4 +1,8 @@
-"""Calls of an ONNX Runtime session from torch tensors, without copies."""
+"""Calls of an ONNX Runtime session from torch tensors, without copies.
+
+Results stay in ONNX Runtime's arena and torch wraps them. Binding outputs to fresh torch tensors looked like
+the way without a copy, but fresh pages are faulted in at every call.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ import torch
 import torch.utils.dlpack
 
 from intarsia.engines.base import GuardedProgram, Program
-from intarsia.engines.guards.cached_squares import is_known_to_hold
-from intarsia.engines.guards.checks import Checks
-from intarsia.engines.guards.inputs import input_check, told_of
+from intarsia.engines.guards.inputs import input_check, is_known_to_hold, told_of
+from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
 
 OUTPUT = "intarsia_guards"  # the last output, which has a number for each guard

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.guards.checks import Checks
 from intarsia.engines.guards.half_layers import LARGEST_HALF
 from intarsia.engines.guards.kinds import (
     AnyGuard,
+    Checks,
     Guards,
     Index,
     Largest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from intarsia.engines.base import (
@@ -12,13 +13,13 @@ from intarsia.engines.base import (
     NetworkEngine,
     Packed,
     Program,
+    RuntimeFile,
     WeightFile,
     Workload,
 )
-from intarsia.engines.guards.checks import Checks
+from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.openvino.core import core, last_line
-from intarsia.engines.openvino.packing import export, imported
-from intarsia.engines.openvino.program import CompiledModel
+from intarsia.engines.openvino.program import CompiledModel, export, imported
 from intarsia.engines.openvino.snippets import settings
 from intarsia.engines.ports import Ports
 from intarsia.engines.threads import thread_count
@@ -34,10 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenVINO(NetworkEngine):
-    """Options: `precision` the arithmetic may use, `threads` (torch's count by default), `options`.
+    """Runs layer networks on OpenVINO.
 
-    With `guards` a program watches for values that OpenVINO would treat unlike PyTorch (NaN, integers beyond
-    its arithmetic, indices out of range) and leaves such a call to PyTorch; without, it trusts them.
+    Args:
+        precision: the arithmetic that it may use. OpenVINO itself would choose fp16 or bf16 where the
+            processor has it.
+        threads: by default, `torch.get_num_threads()`.
+        options: properties of the compiled model.
+        guards: watch for values that OpenVINO treats otherwise than PyTorch (NaN, integers beyond its
+            arithmetic, indices out of range), and leave such a call to PyTorch.
 
     >>> from intarsia.engines import OpenVINO
     >>> OpenVINO(precision="f32").name
@@ -51,6 +57,7 @@ class OpenVINO(NetworkEngine):
     guards: bool = True
     name: ClassVar[str] = "openvino"
     libraries: ClassVar[tuple[str, ...]] = ("openvino",)
+    file_suffix: ClassVar[str] = ".xml"
 
     @property
     def coarsest(self) -> float:
@@ -80,7 +87,7 @@ class OpenVINO(NetworkEngine):
         return self.probe_all([net])[0]
 
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
-        from intarsia.engines.openvino.probe import refusals
+        from intarsia.engines.openvino.model import refusals
 
         return refusals(nets, self.precision, self.guards)
 
@@ -93,6 +100,21 @@ class OpenVINO(NetworkEngine):
             return CompiledModel(Ports.of(net), made, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
+
+    def write(self, net: Network, path: Path) -> Mapping[str, str]:
+        import openvino
+
+        try:
+            model, _weights, _ = replace(self, guards=False)._guarded(net)
+            openvino.save_model(model, path, compress_to_fp16=False)
+        except Exception as error:
+            raise EngineError(f"OpenVINO failed to write {net.name}: {last_line(error)}") from error
+        return {"INFERENCE_PRECISION_HINT": self.precision}
+
+    def open(self, path: Path) -> RuntimeFile:
+        from intarsia.engines.openvino.file import OpenvinoFile
+
+        return OpenvinoFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         from intarsia.engines.openvino.gated import is_gated

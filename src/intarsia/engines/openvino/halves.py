@@ -1,4 +1,8 @@
-"""Products and sums of bfloat16 in OpenVINO's own kernels for it, where the processor has such arithmetic."""
+"""Products and sums of bfloat16 in OpenVINO's own kernels for it, where the processor has such arithmetic.
+
+Networks hold such products as float32 with a rounding behind them, since ONNX Runtime has no kernels for
+bfloat16. OpenVINO took that literally and read twice the memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Layers written the way OpenVINO's fusions look for them, where they could be written in several."""
+"""Layers written the way OpenVINO's fusions look for them, where they could be written in several.
+
+OpenVINO's fusions know one way of writing each: a rotary embedding joined along axis -1 and not 3, a norm's
+weight before the rounding, products of three dimensions. No other engine asks for this, so it is done after
+the network is read.
+"""
 
 from __future__ import annotations
 

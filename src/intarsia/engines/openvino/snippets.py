@@ -1,4 +1,9 @@
-"""Where OpenVINO may not put elementwise layers together (its "snippets"), and where it cannot."""
+"""Where OpenVINO may not put elementwise layers together (its "snippets"), and where it cannot.
+
+OpenVINO 2026.4 reads a null pointer, and the process ends, where attention is one snippet and another
+elementwise layer reads it (in `query_model` too). Of 900 random models with attention 51 ended the process;
+none did without snippets. No model of the zoo is concerned.
+"""
 
 from __future__ import annotations
 

@@ -99,8 +99,8 @@ class EditableGraph:
         key = None
         if name is None and array.nbytes <= _SHARED_BYTES:
             key = (array.dtype, shape, array.tobytes())
-            if (found := self.constants.get(key)) is not None:
-                return found
+            if (constant := self.constants.get(key)) is not None:
+                return constant
         value = ir.Value(
             name=self.unique_name(name or "const"),
             type=ir.TensorType(array.dtype),
@@ -130,7 +130,7 @@ class EditableGraph:
         `inferred` says that the types come from the operator's own rule and need no second look.
         """
         layer_name = self.unique_name(name or self.scope or op_type.lower())
-        made = [
+        results = [
             ir.Value(
                 name=f"{layer_name}.{index}" if index else layer_name,
                 type=ir.TensorType(dtype),
@@ -143,7 +143,7 @@ class EditableGraph:
             op_type,
             inputs,
             [to_attr(key, item) for key, item in (attributes or {}).items() if item is not None],
-            outputs=made,
+            outputs=results,
             version=version,
             name=layer_name,
             metadata_props=None if self.origin is None else dict(self.origin),

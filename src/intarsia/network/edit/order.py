@@ -1,4 +1,7 @@
-"""The order of a graph's layers as numbers: "made before" is one comparison, and neighbours are known."""
+"""The order of a graph's layers as numbers: "made before" is one comparison, and neighbours are known.
+
+A cycle is refused before it exists, and a removed layer comes back to its place without a walk.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +68,10 @@ class Order:
         """The layer that stands behind this one; None at the end."""
         if node not in self._labels:
             self.relabel()
-        found = self._behind[node]
-        while found is not None and found.graph is not self._graph:  # taken out of the graph directly
-            found = self._behind.get(found)
-        return found
+        behind = self._behind[node]
+        while behind is not None and behind.graph is not self._graph:  # taken out of the graph directly
+            behind = self._behind.get(behind)
+        return behind
 
     def remove(self, node: ir.Node) -> ir.Node | None:
         """Take a layer out of the graph; gives the layer that stood behind it."""

@@ -121,14 +121,14 @@ def _move_readers_behind(
                     stack.append(reader)
     nodes = list(graph.graph)
     graph.record(Reordered(nodes))
-    kept = [node for node in nodes if node not in region]
-    place = kept.index(maker) + 1
-    order.reorder([*kept[:place], *(node for node in nodes if node in region), *kept[place:]])
+    outside = [node for node in nodes if node not in region]
+    place = outside.index(maker) + 1
+    order.reorder([*outside[:place], *(node for node in nodes if node in region), *outside[place:]])
 
 
 def _owner(graph: ir.Graph, node: ir.Node) -> ir.Node:
     """The layer itself, or the layer of this graph in whose body it stands."""
-    found = owner_in(graph, node)
-    if found is None:
+    owner = owner_in(graph, node)
+    if owner is None:
         raise NetworkError(f"layer {node.name} belongs to another network")
-    return found
+    return owner

@@ -12,7 +12,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 
 from intarsia.errors import NetworkError
 from intarsia.network import dtypes
-from intarsia.network.infer.registry import infer
+from intarsia.network.infer import infer
 from intarsia.network.network import Network, Tensor, default_net
 from intarsia.network.types import Shape
 
@@ -57,15 +57,15 @@ def ints(values: Sequence[int]) -> Tensor:
 def operands(*values: Operand | None) -> list[Tensor | None]:
     """Tensors of all values; a scalar takes the dtype of the first tensor."""
     like = next((v.dtype for v in values if isinstance(v, Tensor)), None)
-    made: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for value in values:
         if value is None or isinstance(value, Tensor):
-            made.append(value)
+            tensors.append(value)
         elif isinstance(value, bool | int | float):
-            made.append(constant(value, like))
+            tensors.append(constant(value, like))
         else:
-            made.append(constant(value))
-    return made
+            tensors.append(constant(value))
+    return tensors
 
 
 def op(op_type: str, *inputs: Operand | None, domain: str = "", **attributes: Any) -> Tensor:
@@ -96,10 +96,10 @@ def _add(
     tensors = operands(*inputs)
     while tensors and tensors[-1] is None:
         tensors.pop()
-    given = {name: value for name, value in attributes.items() if value is not None}
-    made = infer(domain, op_type, tensors, given, outputs)
+    present = {name: value for name, value in attributes.items() if value is not None}
+    types = infer(domain, op_type, tensors, present, outputs)
     values = [None if tensor is None else tensor.value for tensor in tensors]
-    return net.new_node(op_type, values, given, made, domain=domain, inferred=True)
+    return net.new_node(op_type, values, present, types, domain=domain, inferred=True)
 
 
 def opaque(
@@ -113,6 +113,6 @@ def opaque(
     if not domain:
         raise NetworkError(f"an opaque layer needs a domain of its own; {op_type} was given none")
     net: Network = default_net(*inputs)
-    made = [(as_dtype(dtype), tuple(shape)) for dtype, shape in makes]
-    layer = net.add_layer(op_type, operands(*inputs), attributes, outputs=made, domain=domain)
+    types = [(as_dtype(dtype), tuple(shape)) for dtype, shape in makes]
+    layer = net.add_layer(op_type, operands(*inputs), attributes, outputs=types, domain=domain)
     return tuple(Tensor.of(value) for value in layer.node.outputs)

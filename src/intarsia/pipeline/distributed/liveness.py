@@ -3,6 +3,9 @@
 A connection that breaks tells of one neighbour, and a rank that raises for it breaks connections of its own.
 So each rank counts in the store twice a second. The first that loses a connection waits to see whose count
 stands still, and writes the verdict there, for the others to find.
+
+A broken connection names a neighbour, and neighbours that raise break more of them. So ranks count in the
+store, and the one whose count stands still is named.
 """
 
 from __future__ import annotations
@@ -52,10 +55,11 @@ class Heartbeat:
         if self.store is None:
             return others
         try:
-            return self._verdict() or others
+            verdict = self._verdict()
+            self._wait_for_readers(verdict)
+            return verdict or others
         except Exception:  # the store is gone, and with it the process that holds it
-            launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return "the launcher, which holds torch.distributed's store" if launched else "rank 0"
+            return "the launcher, which holds torch.distributed's store" if _has_launcher() else "rank 0"
 
     def _verdict(self) -> str | None:
         assert self.store is not None
@@ -71,9 +75,30 @@ class Heartbeat:
                 return self.store.compare_set(_VERDICT, "", words).decode()
         return None
 
+    def _wait_for_readers(self, verdict: str | None) -> None:
+        """Keep the store until the others have read the verdict, on the rank whose process holds it.
+
+        Without torchrun the store ends with rank 0. A rank whose own connection breaks later would find it
+        gone, and say that rank 0 died.
+        """
+        assert self.store is not None
+        read = self.store.add("read", 1)
+        if verdict is None or self.me != 0 or _has_launcher():
+            return
+        living = len(self.ranks) - len(verdict.split(" and "))
+        began = time.monotonic()
+        while read < living and time.monotonic() - began < _PATIENCE:
+            time.sleep(_PERIOD / 5)
+            read = self.store.add("read", 0)
+
     def _count(self, rank: int) -> int:
         assert self.store is not None
         return int(self.store.add(str(rank), 0))
+
+
+def _has_launcher() -> bool:
+    """Whether torchrun holds the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 _beating: list[Any] = []  # the store of the process group that this process counts in

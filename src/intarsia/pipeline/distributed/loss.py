@@ -1,4 +1,9 @@
-"""The loss of a batch from the losses of its micro-batches, each weighed by what it averaged over."""
+"""The loss of a batch from the losses of its micro-batches, each weighed by what it averaged over.
+
+Which losses average over unequal numbers cannot be known of a function. So the loss of the whole batch is
+computed once more, without gradients, and compared. Replicas weigh and add up; an average of replicas would
+be wrong where they hold different numbers of tokens.
+"""
 
 from __future__ import annotations
 

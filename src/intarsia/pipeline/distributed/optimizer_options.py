@@ -1,4 +1,8 @@
-"""The options of an optimizer by parameter: another cut, or another rank, has other groups."""
+"""The options of an optimizer by parameter: another cut, or another rank, has other groups.
+
+A new group whose parameters were saved with different options is refused: either choice would be wrong for
+some. What one rank refuses, all are told before any tensor is read.
+"""
 
 from __future__ import annotations
 

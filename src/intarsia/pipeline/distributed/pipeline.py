@@ -53,11 +53,12 @@ from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, fi
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
-from intarsia.pipeline.schedule.schedules import refusal
+from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.statistics import defer_statistics
 from intarsia.pipeline.stages.tied import TiedGradients
 from intarsia.pipeline.stages.weights import Weights
 
@@ -88,6 +89,8 @@ class DistributedPipeline(RankStages):
             "equal"; see `MicrobatchLoss` for what is recognised without it.
         reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
+        deferred_batch_norm: whether batch norms' running statistics are those of the whole batch; else every
+            micro-batch changes them. It is normalised by its own statistics either way.
         checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
             (True), none, or some by number; or modules, by name or pattern (`"h.*.mlp"`).
         scaler: a `torch.amp.GradScaler`, one on each rank that learns, None on one whose stages are frozen:
@@ -113,6 +116,7 @@ class DistributedPipeline(RankStages):
         loss_weight: LossWeight | None = None,
         reduction: Reduction = "mean",
         check_loss: bool = True,
+        deferred_batch_norm: bool = False,
         checkpoint: bool | Collection[int | str] = False,
         scaler: torch.amp.GradScaler | None = None,
         target_axis: int = 0,
@@ -138,7 +142,8 @@ class DistributedPipeline(RankStages):
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
         self.stage_ranks = stage_ranks(len(stages), world.size, self.schedule_class)
-        reason = refusal(schedule, world.size, n_microbatches)
+        definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+        reason = None if definition is None else definition.refusal(world.size, n_microbatches)
         if reason is not None:
             raise PartitionError(reason)
         check_agreement(stages, schedule, n_microbatches, world.everyone, self.device)
@@ -160,6 +165,7 @@ class DistributedPipeline(RankStages):
         super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, world, self.device)
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
+        self._deferred = defer_statistics(parts.values(), deferred_batch_norm)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
@@ -217,6 +223,8 @@ class DistributedPipeline(RankStages):
         own = partial(own_scale, self.scaler, self.parameters(), self.device)
         batch = agree(self._terms, args, kwargs, target, loss, own)
         self._sizes, scale = batch.sizes, batch.scale
+        for norm in self._deferred:
+            norm.begin(self.n_microbatches)
         borders, run = self._schedule(loss, batch)
         fresh = [p for p in self.parameters() if p.requires_grad and p.grad is None]
         if loss is not None:

@@ -13,38 +13,72 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, schedule
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
 
-# Our names of torch's schedules; any other is looked up by torch itself.
-_NAMES = {
-    "GPipe": "ScheduleGPipe",
-    "1F1B": "Schedule1F1B",
-    "Interleaved1F1B": "ScheduleInterleaved1F1B",
-    "LoopedBFS": "ScheduleLoopedBFS",
-    "ZeroBubble": "ScheduleInterleavedZeroBubble",
-    "ZBV": "ScheduleZBVZeroBubble",
-    "DualPipeV": "ScheduleDualPipeV",
-}
-_FOLDED = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}  # rank r holds stages r and 2n - 1 - r
+# Torch's runtime takes an order of passes and adds sending and receiving. It has no public name; torch's own
+# schedules are subclasses of it (2.11 to 2.13), and tests/pipeline/test_new_schedule.py runs one of ours.
+_RUNTIME, _LOWER, _ACTION, _PASS = (
+    "_PipelineScheduleRuntime",
+    "_prepare_schedule_with_comms",
+    "_Action",
+    "_ComputationType",
+)
 
 
 def schedule_class(name: str) -> Any:
-    """The class of torch's schedule of that name."""
-    if name in _NAMES and hasattr(schedules, _NAMES[name]):
-        return getattr(schedules, _NAMES[name])
+    """Torch's class for a schedule: its own of that name, or its runtime in the order of our generator."""
+    definition = SCHEDULES.get(name) or TORCH_ONLY.get(name)
+    if definition is not None and hasattr(schedules, definition.torch):
+        return getattr(schedules, definition.torch)
+    if definition is not None and definition.order is not None:
+        return _in_order_of(definition)
     try:
         return schedules.get_schedule_class(name)
     except ValueError as error:
+        known = ", ".join([*SCHEDULES, *TORCH_ONLY])
+        raise PartitionError(f"schedule={name!r} is none of {known}, nor one of torch's") from error
+
+
+def _in_order_of(definition: Definition) -> Any:
+    """A schedule of torch that runs the passes as a generator gives them."""
+    runtime: Any = getattr(schedules, _RUNTIME, None)
+    action: Any = getattr(schedules, _ACTION, None)
+    kind: Any = getattr(schedules, _PASS, None)
+    if not hasattr(runtime, _LOWER) or action is None or kind is None:
         raise PartitionError(
-            f"schedule={name!r} is none of {', '.join(_NAMES)}, nor one of torch's"
-        ) from error
+            f"schedule={definition.name!r} cannot run: torch {torch.__version__} has no {_RUNTIME}.{_LOWER}"
+        )
+    passes = {
+        Action.FORWARD: kind.FORWARD,
+        Action.BACKWARD: kind.FULL_BACKWARD,
+        Action.INPUT: kind.BACKWARD_INPUT,
+        Action.WEIGHT: kind.BACKWARD_WEIGHT,
+    }
+
+    class InOrder(runtime):  # type: ignore[misc]
+        """Torch's runtime with the order of a generator."""
+
+        def __init__(self, stages: Sequence[Any], n_microbatches: int, **options: Any) -> None:
+            super().__init__(stages, n_microbatches, **options)
+            ranks = self.pp_group_size
+            plan = schedule(definition.name, ranks, n_microbatches, stages[0].num_stages // ranks)
+            self.pipeline_order = {
+                rank: [action(s.stage, passes[s.action], s.microbatch) for s in slots]
+                for rank, slots in enumerate(plan.ranks)
+            }
+            getattr(self, _LOWER)(self.pipeline_order)
+
+    InOrder.__name__ = definition.name
+    return InOrder
 
 
 def is_folded(kind: Any) -> bool:
     """Whether the second half of the stages runs back over the ranks of the first."""
-    return kind.__name__ in _FOLDED
+    known = (*SCHEDULES.values(), *TORCH_ONLY.values())
+    return any(d.folded and kind.__name__ in (d.torch, d.name) for d in known)
 
 
 def stage_ranks(stages: int, world: int, kind: Any) -> list[int]:

@@ -1,4 +1,8 @@
-"""What crosses each border under the caller's autocast: the dtypes that the stages will really give."""
+"""What crosses each border under the caller's autocast: the dtypes that the stages will really give.
+
+Every rank runs all stages on fake tensors once for each precision, so receive buffers are right before the
+first tensor arrives.
+"""
 
 from __future__ import annotations
 

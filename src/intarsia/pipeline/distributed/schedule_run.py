@@ -1,4 +1,8 @@
-"""torch's schedule over this rank's stages, for batches of one size and precision."""
+"""torch's schedule over this rank's stages, for batches of one size and precision.
+
+A rank that raises in the middle of torch's schedule leaves the others waiting. So zeros take the place of
+what it cannot give, and one small exchange at the end of each step says whether anyone failed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What crosses between stages cut along the module tree: found by running one micro-batch, in order."""
+"""What crosses between stages cut along the module tree: found by running one micro-batch, in order.
+
+Such a model decides by its data, which fake tensors do not have, so one micro-batch runs in order on the
+ranks that hold its stages.
+"""
 
 from __future__ import annotations
 

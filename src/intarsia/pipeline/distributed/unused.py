@@ -2,6 +2,9 @@
 
 Every value that crosses a border gets a gradient back, zeros where the loss does not use it. An optimizer
 would take zeros for a gradient, and let weights decay that the plain loop leaves alone.
+
+The last rank notes at which outputs the backward pass began, and the flags that every step shares anyway
+carry it. A flag with every wire would cost a message for each micro-batch and border.
 """
 
 from __future__ import annotations

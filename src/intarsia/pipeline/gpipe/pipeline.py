@@ -1,4 +1,8 @@
-"""The pipeline: stages work on different micro-batches at the same time."""
+"""The pipeline: stages work on different micro-batches at the same time.
+
+A stage runs ahead of the next where its outputs are kept anyway. Elsewhere, and at the last micro-batch, it
+is at most one ahead: outputs would pile up, and deferred batch norm counted a mini-batch that had failed.
+"""
 
 from __future__ import annotations
 

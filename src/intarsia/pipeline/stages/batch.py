@@ -1,4 +1,8 @@
-"""Which tensors of a call hold one entry for each sample, and along which axis."""
+"""Which tensors of a call hold one entry for each sample, and along which axis.
+
+`Dim.AUTO` gives every input a symbol of its own, so symbols alone would send a padding mask whole to every
+micro-batch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tied weights of stages on different devices: one parameter, and a copy of it where it is used besides."""
+"""Tied weights of stages on different devices: one parameter, and a copy of it where it is used besides.
+
+The copy is made by autograd at each forward pass, so gradients come back by themselves. A second parameter
+would need hooks, which checkpointing refuses.
+"""
 
 from __future__ import annotations
 

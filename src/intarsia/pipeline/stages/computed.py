@@ -1,4 +1,8 @@
-"""Buffers that a model computes and does not save, computed again for a model on the meta device."""
+"""Buffers that a model computes and does not save, computed again for a model on the meta device.
+
+A buffer that no file holds is never guessed: the model's own `_init_weights` makes it twice, from different
+memory, and it is taken if both agree.
+"""
 
 from __future__ import annotations
 

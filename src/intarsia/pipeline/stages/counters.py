@@ -1,4 +1,7 @@
-"""Noticing that a model counts its calls in Python, which tracing would freeze."""
+"""Noticing that a model counts its calls in Python, which tracing would freeze.
+
+What only a first call sets is allowed: models of transformers do so.
+"""
 
 from __future__ import annotations
 

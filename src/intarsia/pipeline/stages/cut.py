@@ -1,4 +1,8 @@
-"""Where to cut a line of nodes: the best balance first, then the fewest bytes across."""
+"""Where to cut a line of nodes: the best balance first, then the fewest bytes across.
+
+With a slack of 10 % in the balance, cuts were 90 % balanced where 99 % were possible, and every step pays for
+that. 2 % is what measuring costs can tell apart.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,16 @@
-"""Export of a model to be cut: in its own mode, with the batch open, and buffers written early."""
+"""Export of a model to be cut: in its own mode, with the batch open, and buffers written early.
+
+Export writes `self.n = ...` at the end of the graph as a `copy_`. Moved up to where the value is made, it no
+longer forbids every cut.
+"""
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from typing import Any
 
@@ -30,7 +39,7 @@ def export_model(
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
-            with short_stack_traces(), opening(model, (args, kwargs)):
+            with _quiet(), short_stack_traces(), opening(model, (args, kwargs)):
                 run = partial(export, model, args, kwargs, dynamic_shapes=dynamic)
                 program = trace_without_counters(partial(export_without_chance, run), model, args, kwargs)
         except CaptureError:
@@ -43,6 +52,23 @@ def export_model(
         return program
     first = str(reason).strip().splitlines()
     raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what torch writes about an export that fails: its whole graph, at every attempt.
+
+    The reason is in the exception. What is written where the export succeeds is written after it.
+    """
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level, text = log.level, io.StringIO()
+    log.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(text):
+            yield
+        sys.stderr.write(text.getvalue())
+    finally:
+        log.setLevel(level)
 
 
 def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:

@@ -14,6 +14,7 @@ from intarsia.pipeline.stages.borrowed import place_stages
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage
+from intarsia.pipeline.stages.statistics import defer_statistics
 
 
 class Pipelined(StageSequence):
@@ -28,6 +29,7 @@ class Pipelined(StageSequence):
         stages.check_memory()
         _check(stages, chunks, options)
         rest = dict(options)
+        self.deferred = defer_statistics(stages, rest.pop("deferred_batch_norm", False))
         devices = [torch.device(d) for d in rest.pop("devices", ["cpu"] * len(stages))]
         if len(devices) != len(stages):
             raise PartitionError(f"{len(stages)} stages need as many devices, not {len(devices)}")
@@ -64,6 +66,8 @@ class Pipelined(StageSequence):
         ]
         for weight in self.borrowed:
             weight.refresh()
+        for norm in self.deferred:
+            norm.begin(max(1, len(sizes)))
         made = self.engine(tuple(given), sizes or None)
         if size > samples:
             made = tuple(m.narrow(0, 0, samples) for m in made)
@@ -154,10 +158,6 @@ def _axis(signature: CallSignature, spec: TensorSpec) -> int | None:
 def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> None:
     if chunks < 1:
         raise PartitionError(f"chunks={chunks} must be 1 or more")
-    if options.get("deferred_batch_norm"):
-        raise PartitionError(
-            "deferred_batch_norm=True needs nn.BatchNorm modules; the graph holds their operations instead"
-        )
     if chunks == 1:
         return
     stages.signature.check_divisible()

@@ -29,6 +29,8 @@ class SplitReport:
     tied: tuple[Tied, ...]
     cuts: tuple[Waist, ...] = ()  # where the graph was cut
     source: str = ""  # where the times come from: measured, or computed
+    changed: tuple[str, ...] = ()  # buffers that a forward pass changes
+    mixes: str = ""  # why a batch cannot be divided into micro-batches, if it cannot
 
     @property
     def balance(self) -> float:
@@ -49,6 +51,15 @@ class SplitReport:
             if i < len(self.borders):
                 lines.append(f"    | {', '.join(map(str, self.borders[i]))} ({_size(self.crossing[i])})")
         lines += [f"  tied: {tie}" for tie in self.tied]
+        if self.mixes:
+            lines.append(f"  for one micro-batch alone: {self.mixes}")
+        if self.changed:
+            lines.append(f"  changed by every micro-batch's forward pass: {', '.join(self.changed)}")
+        if any(name.endswith("running_mean") for name in self.changed):
+            lines.append(
+                "  batch norm normalises by each micro-batch's own statistics; deferred_batch_norm=True keeps"
+                " the running ones those of the whole batch"
+            )
         return "\n".join(lines)
 
 

@@ -1,4 +1,8 @@
-"""Weights in safetensors files: one file, or the shards of a folder, read tensor by tensor."""
+"""Weights in safetensors files: one file, or the shards of a folder, read tensor by tensor.
+
+A tensor is read into memory of its own: pages of a mapped file count as the process's until the last view of
+it goes.
+"""
 
 from __future__ import annotations
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import CaptureError
+from intarsia.graph.alias import changed_values, memory_of
 from intarsia.graph.line import Line, training_line
-from intarsia.graph.nodes import whereabouts
 from intarsia.pipeline.stages.batch import Axes, BatchDims, batch_axes, needs_its_batch
 from intarsia.pipeline.stages.export import export_model
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
@@ -57,9 +58,37 @@ class Trace:
         """The graph as a line of nodes that may be cut."""
         return training_line(self.graph, {n: s.tensor.requires_grad for n, s in self.states.items()})
 
+    def changed_buffers(self) -> tuple[str, ...]:
+        """The names of the buffers that a forward pass changes."""
+        found = set()
+        for node in self.line.nodes:
+            # Its schema holds for both modes; in evaluation it reads the statistics alone.
+            if node.target is torch.ops.aten.batch_norm.default and not node.args[5]:
+                continue
+            roots = {root for value in changed_values(node) for root in memory_of(value)}
+            found |= {self.states[root].name for root in roots if root in self.states}
+        return tuple(sorted(found))
+
     def spec(self, node: fx.Node) -> TensorSpec:
         """What the tensor of a node looks like."""
         return tensor_spec(node.name, node.meta["val"], self.same)
+
+    def fakes(self, mode: FakeTensorMode, lengths: Mapping[str, int]) -> list[Any]:
+        """Fake values of all placeholders: inputs of these lengths, and the states."""
+        out: list[Any] = []
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            value = node.meta.get("val")
+            if node in self.states:
+                out.append(mode.from_tensor(self.states[node].tensor, static_shapes=True))
+            elif isinstance(value, torch.Tensor):
+                out.append(
+                    torch.empty(self.spec(node).sizes(lengths), dtype=value.dtype, device=value.device)
+                )
+            else:
+                out.append(value)
+        return out
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -229,22 +258,8 @@ def _signature(
         example=example,
         axes={e.name: axis for e, axis in zip(entries, axes, strict=True) if isinstance(e, TensorSpec)},
         same={str(alias): str(symbol) for alias, symbol in same.items()},
-        mixes=_mixing(program.graph, batch, same),
     )
 
 
 def _dim(symbol: Any) -> int | str:
     return int(symbol) if isinstance(symbol, int) or symbol.is_number else str(symbol)
-
-
-def _mixing(graph: fx.Graph, batch: Any, same: Mapping[Any, Any]) -> str:
-    """Why samples cannot be computed apart: a tensor that holds the batch along two of its dimensions."""
-    for node in graph.nodes if isinstance(batch, str) else ():
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            continue
-        spec = tensor_spec(node.name, value, same)
-        having = [s for s in spec.symbols if not isinstance(s, int) and batch in map(str, s.free_symbols)]
-        if len(having) > 1:
-            return f"{spec} ({whereabouts(node)}) sets samples against each other"
-    return ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.stages.batch import BatchDims, batch_axes
 from intarsia.pipeline.stages.chance import trace_without_chance
 from intarsia.pipeline.stages.counters import trace_without_counters
+from intarsia.pipeline.stages.samples import Incomparable, difference_in_halves
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
+from intarsia.pipeline.stages.stopwatch import measure_node
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.token_means import TokenMeans
 from intarsia.pipeline.stages.tree_stage import TreeStage, keep_the_rest, note_writes
@@ -65,6 +67,7 @@ def split_tree(
     prices = [float(size) for size in line.crossing_bytes]
     cuts = choose(line, costs, prices)
     parts = _build(model, graph, line, cuts, recorder.means)
+    mixes = _mixed(model, args, kwargs or {}, batch_dims)
     note_writes(parts, changed)
     bounds = [0, *cuts, len(line.nodes)]
     report = SplitReport(
@@ -76,13 +79,26 @@ def split_tree(
         tuple(int(prices[c]) for c in cuts),
         find_tied(parts),
         tuple(map(line.waist, cuts)),
+        changed=tuple(sorted(n for n, b in model.named_buffers() if id(b) in changed)),
+        mixes=mixes,
     )
     with trial(model), torch.no_grad():
         output = model(*args, **(kwargs or {}))
-    signature = _signature(model, list(bound), args, kwargs or {}, output, batch_dims)
+    signature = replace(_signature(model, list(bound), args, kwargs or {}, output, batch_dims), mixes=mixes)
     made = StageSequence(parts, signature, report, list(model.state_dict()))
     _verify(model, made, args, kwargs, reason)
     return made
+
+
+def _mixed(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None
+) -> str:
+    """How the samples of a batch are mixed, as far as forward passes show it."""
+    axes, _ = batch_axes(model, args, kwargs, batch_dims)
+    try:
+        return difference_in_halves(model, args, kwargs, axes) if any(a is not None for a in axes) else ""
+    except Incomparable:
+        return ""  # nor does the plain model take a larger batch
 
 
 class _Tracer(fx.Tracer):
@@ -166,31 +182,12 @@ class _Recorder(fx.Interpreter):
         if n.op == "call_module":
             module = self.fetch_attr(str(n.target))
             weights = sum(p.numel() * p.element_size() for p in module.parameters())
-            seconds = _time(module, *self.fetch_args_kwargs_from_env(n)) if self.timed else (0.0, 0.0)
-            self.costs[n] = Cost(seconds[0], seconds[1], saved=_bytes(value), weights=weights)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            parameters = list(module.parameters())
+            cost = measure_node(module, args, kwargs, 3, parameters) if self.timed else Cost()
+            self.costs[n] = replace(cost, saved=_bytes(value), weights=weights)
         n.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to("meta"), value)
         return value
-
-
-def _time(module: nn.Module, args: Any, kwargs: Any, repeats: int = 3) -> tuple[float, float]:
-    """Seconds forward and backward: once to warm up, then the least of `repeats`."""
-    inputs, spec = pytree.tree_flatten((args, kwargs))
-    forward, backward = [], []
-    for _ in range(repeats + 1):
-        fresh = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in inputs]
-        grown = [v.requires_grad_() for v in fresh if isinstance(v, torch.Tensor) and v.is_floating_point()]
-        again, options = pytree.tree_unflatten(fresh, spec)
-        begin = time.perf_counter()
-        with torch.enable_grad():
-            value = module(*again, **options)
-        forward.append(time.perf_counter() - begin)
-        roots = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
-        leaves = [*grown, *(p for p in module.parameters() if p.requires_grad)]
-        begin = time.perf_counter()
-        if roots and leaves:
-            torch.autograd.grad(roots, leaves, [torch.ones_like(r) for r in roots], allow_unused=True)
-        backward.append(time.perf_counter() - begin)
-    return min(forward[1:]), min(backward[1:])
 
 
 def _bytes(value: Any) -> int:

@@ -59,8 +59,8 @@ def _tanh_written(rng: np.random.Generator, large: bool) -> None:
 
 
 def _write_half(x: Tensor, gate: Tensor, way: int) -> None:
-    made = (x * 0.5) * gate if way == 0 else (x * gate) * 0.5 if way == 1 else x * (gate * 0.5)
-    made.mark_output("y")
+    product = (x * 0.5) * gate if way == 0 else (x * gate) * 0.5 if way == 1 else x * (gate * 0.5)
+    product.mark_output("y")
 
 
 @rule(lambda op, x: op.Mul(x, op.Sigmoid(x)))

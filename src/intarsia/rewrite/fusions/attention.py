@@ -75,8 +75,8 @@ def attention(
 
     key = source if order == list(range(q.ndim)) else F.transpose(source, order)
     added = None if causal else _as_tensor(bias, q, scores)
-    made = F.attention(wide(q), wide(key), wide(v), added, scale=scale, is_causal=causal)
-    return made if q.ndim == 4 else F.squeeze(made, [1])
+    heads = F.attention(wide(q), wide(key), wide(v), added, scale=scale, is_causal=causal)
+    return heads if q.ndim == 4 else F.squeeze(heads, [1])
 
 
 def _product(*scales: Tensor | None) -> float | Refusal:
@@ -110,10 +110,10 @@ def _mask(
     if lowest is None or lowest > _HIDDEN:
         return refuse(f"hidden scores are filled with {lowest}, which leaves them some weight")
     if mask.constant is not None:
-        kept = mask.constant != inverted
-        if not np.all(np.any(kept, axis=-1)):
+        visible = mask.constant != inverted
+        if not np.all(np.any(visible, axis=-1)):
             return refuse("the mask hides a whole row")
-        return np.where(kept, 0.0, -np.inf).astype(np.float32)
+        return np.where(visible, 0.0, -np.inf).astype(np.float32)
     if not math.isinf(lowest):
         return refuse(f"a row hidden whole by {mask.name} gets equal weights from {lowest}, none from a mask")
     zero, low = F.constant(0.0, scores.dtype), F.constant(-np.inf, scores.dtype)
@@ -201,11 +201,11 @@ def grouped_heads(
         heads, copied = x.shape[1], wide.get_outputs(0)[0].shape
         if not isinstance(heads, int) or not isinstance(copied[2], int):
             return refuse(f"the heads of {x!r} are not known")
-        made = flat.get_outputs(0)[0].shape
+        shape = flat.get_outputs(0)[0].shape
         if copied[:2] != x.shape[:2] or copied[3:] != x.shape[2:] or None in (copied[0], copied[3]):
             return refuse(f"{list(x.shape)} is repeated to {list(copied)}")
-        if made != (x.shape[0], heads * copied[2], *x.shape[2:]) or made[1] != q.shape[1]:
-            return refuse(f"the repeated heads are {list(made)}")
+        if shape != (x.shape[0], heads * copied[2], *x.shape[2:]) or shape[1] != q.shape[1]:
+            return refuse(f"the repeated heads are {list(shape)}")
     attributes = {name: whole.attribute(name) for name in whole.node.attributes}
     return F.op("Attention", q, k, v, mask, **attributes)
 
@@ -213,12 +213,12 @@ def grouped_heads(
 def _grouped_written(rng: np.random.Generator, large: bool) -> None:
     batch, groups, copies, length, width = (1, 4, 4, 128, 64) if large else (2, 2, 3, 4, 5)
     q = given("q", batch, groups * copies, length, width)
-    made = []
+    summed = []
     for name in "kv":
         x = F.unsqueeze(given(name, batch, groups, length, width), [2])
         wide = F.expand(x, (1, 1, copies, 1, 1))
-        made.append(F.reshape(wide, (batch, groups * copies, length, width)))
-    F.attention(q, made[0], made[1], scale=0.5).mark_output("y")
+        summed.append(F.reshape(wide, (batch, groups * copies, length, width)))
+    F.attention(q, summed[0], summed[1], scale=0.5).mark_output("y")
 
 
 def _rows(op: Any, q: Any, k: Any, v: Any, mask: Any, s0: Any, s1: Any, s2: Any, back: Any) -> Any:
@@ -240,7 +240,7 @@ def multi_head_attention(
 ) -> object:  # fmt: skip
     """Heads split off rows, attended, and put back into rows: one layer that works on rows."""
     splits = [layer.get_outputs(0)[0].shape for layer in (qh, kh, vh)]
-    made = out.get_outputs(0)[0]
+    result = out.get_outputs(0)[0]
     for x, split in zip((q, k, v), splits, strict=True):
         if x.ndim not in (2, 3) or not all(isinstance(d, int) for d in (*x.shape, *split)):
             return refuse(f"{x!r} is not rows of known sizes")
@@ -250,8 +250,8 @@ def multi_head_attention(
             return refuse(f"{list(x.shape)} is split into {list(split)}")
     batch, length, heads, _ = splits[0]
     width = _times(splits[2][2:])
-    if made.shape not in ((batch, length, width), (_times((batch, length)), width)):
-        return refuse(f"the heads are put back as {list(made.shape)}")
+    if result.shape not in ((batch, length, width), (_times((batch, length)), width)):
+        return refuse(f"the heads are put back as {list(result.shape)}")
     wide = (heads, length, splits[1][1])
     if mask is not None and (mask.ndim != 4 or mask.shape[1:] not in (wide, (1, *wide[1:]))):
         return refuse(f"the mask is {list(mask.shape)}")
@@ -261,11 +261,11 @@ def multi_head_attention(
     options = {} if scale is None else {"scale": float(scale)}
     rows = [_as_rows(x, split) for x, split in zip((q, k, v), splits, strict=True)]
     extra = [] if mask is None else [None, None, mask]
-    makes = [(made.dtype, (batch, length, width))]
+    makes = [(result.dtype, (batch, length, width))]
     whole_rows = F.opaque(
         MICROSOFT, "MultiHeadAttention", *rows, *extra, makes=makes, num_heads=heads, **options
     )[0]
-    return whole_rows if made.ndim == 3 else F.reshape(whole_rows, [int(d) for d in made.shape])  # type: ignore[arg-type]
+    return whole_rows if result.ndim == 3 else F.reshape(whole_rows, [int(d) for d in result.shape])  # type: ignore[arg-type]
 
 
 def _times(dims: Any) -> int:
@@ -286,8 +286,8 @@ def _rows_written(rng: np.random.Generator, large: bool) -> None:
     batch, length, whole = (int(d) for d in rows[0].shape)  # type: ignore[arg-type]
     q, k, v = (F.transpose(F.reshape(x, (batch, length, heads, -1)), (0, 2, 1, 3)) for x in rows)
     mask = given("mask", batch, 1, length, length) if rng.integers(2) or large else None
-    made = F.transpose(F.attention(q, k, v, mask, scale=0.25), (0, 2, 1, 3))
-    F.reshape(made, (batch, length, whole) if rng.integers(2) else (-1, whole)).mark_output("y")
+    result = F.transpose(F.attention(q, k, v, mask, scale=0.25), (0, 2, 1, 3))
+    F.reshape(result, (batch, length, whole) if rng.integers(2) else (-1, whole)).mark_output("y")
 
 
 def _biased(op: Any, q: Any, k: Any, v: Any, a: Any, b: Any, c: Any) -> Any:
@@ -306,10 +306,10 @@ def attention_bias(
             return refuse(f"both operands of the sum of {x.name} are constant")
         if bias.ndim != 1 or bias.shape[0] != x.shape[-1]:
             return refuse(f"the bias of {x.name} is {list(bias.shape)}")
-    made = whole.get_outputs(0)[0]
+    result = whole.get_outputs(0)[0]
     attributes = {name: whole.attribute(name) for name in whole.node.attributes}
     together = F.constant(np.concatenate(biases))
-    makes = [(made.dtype, made.shape)]
+    makes = [(result.dtype, result.shape)]
     return F.opaque(MICROSOFT, "MultiHeadAttention", q, k, v, together, makes=makes, **attributes)[0]
 
 
@@ -317,8 +317,8 @@ def _bias_written(rng: np.random.Generator, large: bool) -> None:
     rows, heads = _row_inputs(rng, large)
     summed = [x + weight(rng, int(x.shape[2])) for x in rows]  # type: ignore[arg-type]
     makes = [(rows[0].dtype, rows[0].shape)]
-    made = F.opaque(MICROSOFT, "MultiHeadAttention", *summed, makes=makes, num_heads=heads, scale=0.25)
-    made[0].mark_output("y")
+    results = F.opaque(MICROSOFT, "MultiHeadAttention", *summed, makes=makes, num_heads=heads, scale=0.25)
+    results[0].mark_output("y")
 
 
 FUSIONS = (

@@ -1,4 +1,9 @@
-"""Patterns that only take layers away: identities, casts, equal work, constants."""
+"""Patterns that only take layers away: identities, casts, equal work, constants.
+
+Constants and equal work are handled on the FX graph too, for all engines. On the network these patterns see
+what only converters make: they still fire 12 and 4 times on BERT's 89 layers, 57 and 6 times on Llama's 184.
+`onnx_ir.passes` edits the graph past the journal, so a rewrite could not be undone.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +74,12 @@ def _fits(inner: ir.DataType, outer: ir.DataType) -> bool:
 @rule(lambda op, x: op.Cast(op.Cast(x, to=op.any, _name="inner", _shared=True), to=op.any, _name="outer"))
 def redundant_casts(net: Network, x: Tensor, inner: Layer, outer: Layer) -> object:
     """A cast to a dtype that holds all values of the first, then to another, is one cast."""
-    middle, made = inner.get_outputs(0)[0].dtype, outer.get_outputs(0)[0].dtype
-    if x.dtype in dtypes.FLOATS and middle in dtypes.FLOATS and made in dtypes.INTEGERS:
-        return refuse(f"of what {made.name} does not hold each dtype makes another number")
+    middle, target = inner.get_outputs(0)[0].dtype, outer.get_outputs(0)[0].dtype
+    if x.dtype in dtypes.FLOATS and middle in dtypes.FLOATS and target in dtypes.INTEGERS:
+        return refuse(f"of what {target.name} does not hold each dtype makes another number")
     if not _fits(x.dtype, middle):
         return refuse(f"{middle.name} does not hold every {x.dtype.name}")
-    return F.cast(x, made)
+    return F.cast(x, target)
 
 
 def _two_casts(rng: np.random.Generator, large: bool) -> None:
@@ -144,18 +149,18 @@ class Folded(PatternRewriter):
         super().__init__("constant_folding", _FOLDABLE)
 
     def match_and_rewrite(self, layer: Layer) -> bool | Refusal:
-        node, made = layer.node, layer.get_outputs(0)[0]
-        if made.is_output():
+        node, result = layer.node, layer.get_outputs(0)[0]
+        if result.is_output():
             return refuse(f"{layer.name} makes an output of the network")
         if layer.kind == "Shape":
             return self._shape(layer)
         if not node.inputs or any(v is not None and v.const_value is None for v in node.inputs):
             return refuse("not all of its inputs are constant")
-        size = int(np.prod([d if isinstance(d, int) else _LARGEST + 1 for d in made.shape], initial=1))
+        size = int(np.prod([d if isinstance(d, int) else _LARGEST + 1 for d in result.shape], initial=1))
         if size > _LARGEST:
             return refuse(f"it makes {size} elements, more than {_LARGEST}")
         array = _evaluate(node)
-        made.replace_all_uses_with(F.constant(array, made.dtype))
+        result.replace_all_uses_with(F.constant(array, result.dtype))
         layer.mark_as_removed()
         return True
 
@@ -179,10 +184,10 @@ def _evaluate(node: ir.Node) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]
         None if x is None else ir.Value(name=f"i{n}", type=ir.TensorType(x.dtype), shape=ir.Shape(x.shape))  # type: ignore[arg-type]
         for n, x in enumerate(arrays)
     ]
-    made = ir.Value(name="made", type=node.outputs[0].type, shape=node.outputs[0].shape)
-    alone = ir.Node("", node.op_type, inputs, list(node.attributes.values()), outputs=[made])
+    output = ir.Value(name="made", type=node.outputs[0].type, shape=node.outputs[0].shape)
+    alone = ir.Node("", node.op_type, inputs, list(node.attributes.values()), outputs=[output])
     given_inputs = [value for value in inputs if value is not None]
-    graph = ir.Graph(given_inputs, [made], nodes=[alone], opset_imports={"": OPSET}, name="fold")
+    graph = ir.Graph(given_inputs, [output], nodes=[alone], opset_imports={"": OPSET}, name="fold")
     known = {
         str(v.name): x.numpy() for v, x in zip(inputs, arrays, strict=True) if v is not None and x is not None
     }

@@ -79,10 +79,10 @@ def _batch_norm_written(rng: np.random.Generator, large: bool) -> None:
 @rule(lambda op, x, w, b: op.Relu(_conv(op, x, w, b)))
 def conv_relu(net: Network, x: Tensor, w: Tensor, b: Tensor | None, conv: Layer) -> object:
     """A convolution and the relu after it."""
-    made = conv.get_outputs(0)[0]
+    result = conv.get_outputs(0)[0]
     attributes = {name: conv.attribute(name) for name in conv.node.attributes}
     inputs = [x, w] if b is None else [x, w, b]
-    out = (made.dtype, made.shape)
+    out = (result.dtype, result.shape)
     return F.opaque(MICROSOFT, "FusedConv", *inputs, makes=[out], activation="Relu", **attributes)[0]
 
 

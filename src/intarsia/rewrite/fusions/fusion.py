@@ -104,9 +104,9 @@ def scalar(tensor: Tensor | None) -> float | None:
 def scaled_to(array: Array, factor: float | Array) -> Array | None:
     """A constant times a factor; None where that overflows or vanishes, as multiplying later might not."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        made: Array = (array * factor).astype(array.dtype)
-    vanishes = not made.any() and array.any() and np.any(factor)
-    return made if np.isfinite(made).all() and not vanishes else None
+        weight: Array = (array * factor).astype(array.dtype)
+    vanishes = not weight.any() and array.any() and np.any(factor)
+    return weight if np.isfinite(weight).all() and not vanishes else None
 
 
 def integers(tensor: Tensor | None) -> list[int] | None:
@@ -117,8 +117,8 @@ def integers(tensor: Tensor | None) -> list[int] | None:
 
 def order_of(layer: object, rank: int) -> list[int]:
     """The permutation of a Transpose."""
-    found = layer.attribute("perm")  # type: ignore[attr-defined]
-    return list(reversed(range(rank))) if found is None else list(found)
+    order = layer.attribute("perm")  # type: ignore[attr-defined]
+    return list(reversed(range(rank))) if order is None else list(order)
 
 
 def is_float(tensor: Tensor) -> bool:

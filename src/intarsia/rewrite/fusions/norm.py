@@ -54,15 +54,15 @@ def _plain(op: Any, x: Any, axes: Any, eps: Any, count: Any) -> Any:
 
 def _axis(x: Tensor, axes: Tensor, count: Tensor | None) -> int | Refusal:
     """The axis from which on the norm works; a refusal if it is over other dimensions than the last ones."""
-    found = sorted(axis % x.ndim for axis in integers(axes) or ())
-    if not found or found != list(range(x.ndim - len(found), x.ndim)):
-        return refuse(f"it works over axes {found} of {x.ndim}, not over the last ones")
-    sizes = x.shape[found[0] :]
+    dims = sorted(axis % x.ndim for axis in integers(axes) or ())
+    if not dims or dims != list(range(x.ndim - len(dims), x.ndim)):
+        return refuse(f"it works over axes {dims} of {x.ndim}, not over the last ones")
+    sizes = x.shape[dims[0] :]
     if count is not None and (
         not all(isinstance(d, int) for d in sizes) or scalar(count) != float(np.prod(sizes))  # type: ignore[arg-type]
     ):
         return refuse(f"the sum over {list(sizes)} is divided by {scalar(count)}")
-    return found[0]
+    return dims[0]
 
 
 def _fits(x: Tensor, w: Tensor, axis: int) -> bool:
@@ -236,8 +236,8 @@ def residual_norm(net: Network, x: Tensor, skip: Tensor, w: Tensor, b: Tensor, n
     if w.ndim != 1 or b.ndim != 1:
         return refuse(f"weight {list(w.shape)} and bias {list(b.shape)} are no vectors")
     epsilon = float(norm.attribute("epsilon", 1e-5))
-    made = F.ops("SkipLayerNormalization", x, skip, w, b, outputs=4, domain=MICROSOFT, epsilon=epsilon)
-    return made[0], made[3]
+    results = F.ops("SkipLayerNormalization", x, skip, w, b, outputs=4, domain=MICROSOFT, epsilon=epsilon)
+    return results[0], results[3]
 
 
 def _residual_written(rng: np.random.Generator, large: bool) -> None:

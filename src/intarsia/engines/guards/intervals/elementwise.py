@@ -11,20 +11,18 @@ import onnx_ir as ir
 from intarsia.engines.guards.intervals.interval import (
     BOOL,
     INF,
+    SQUARES_FIT,
+    Given,
     Interval,
     add,
     around,
+    constant_range,
     hull,
     mul,
     neg,
-    whole,
-)
-from intarsia.engines.guards.intervals.rules import (
-    SQUARES_FIT,
-    Given,
-    constant_range,
     ranges_of,
     reduced_count,
+    whole,
 )
 from intarsia.network import dtypes
 from intarsia.network.network import Layer, Tensor

@@ -7,15 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
-from intarsia.engines.guards.intervals.interval import INF, Interval, add, around, hull, mul, times
-from intarsia.engines.guards.intervals.rules import (
+from intarsia.engines.guards.intervals.interval import (
+    INF,
     SQUARES_FIT,
     Given,
+    Interval,
+    add,
+    around,
     constant_range,
     count,
+    hull,
+    mul,
     ranges_of,
     reduced_count,
     root_of_squares,
+    times,
     torch_constant,
 )
 from intarsia.network.network import Layer, Tensor

@@ -7,8 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.guards.intervals.interval import Interval, add, hull, times, whole
-from intarsia.engines.guards.intervals.rules import LONGEST, MOST_ELEMENTS, Given, count, longest, ranges_of
+from intarsia.engines.guards.intervals.interval import (
+    LONGEST,
+    MOST_ELEMENTS,
+    Given,
+    Interval,
+    add,
+    count,
+    hull,
+    longest,
+    ranges_of,
+    times,
+    whole,
+)
 from intarsia.network.network import Layer
 
 ZERO = Interval(0, 0)

@@ -1,0 +1,208 @@
+"""A compiled module as files that engines' own runtimes load, without this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim
+
+from intarsia.archive.save import made_by
+from intarsia.engines import NetworkEngine, known_engines
+from intarsia.errors import ArchiveError, EngineError
+from intarsia.graph.piece import Piece
+from intarsia.lower.lowered import Role
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.fallback import WithFallback
+from intarsia.runtime.inlay import Step
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: a plain file, or a folder of pieces; and the settings to load it with."""
+
+    path: Path
+    is_folder: bool
+    settings: Mapping[str, str]
+
+    def __str__(self) -> str:
+        kind = "a folder of pieces, in the order of its manifest.json" if self.is_folder else "a plain file"
+        load = "".join(f"; load it with {name}={value}" for name, value in self.settings.items())
+        return f"wrote {self.path}, {kind}{load}"
+
+
+def export(compiled: nn.Module, path: str | os.PathLike[str]) -> Exported:
+    """Write a compiled module for the runtimes of its engines, which load it without this package.
+
+    A name that ends in `.onnx` (ONNX Runtime), `.xml` (OpenVINO) or `.pt2` (`torch.export.load`) asks for one
+    plain file with all weights. One engine must then hold the whole plan; for `.pt2`, which is the captured
+    model, any plan will do. Any other name is a folder: a file for each segment and a `manifest.json`
+    that says in which order they run and which values they take and give.
+    Guards are not part of the files: on values that an engine treats unlike PyTorch they answer as it does.
+
+    Example:
+        >>> import intarsia, pathlib, tempfile, torch
+        >>> model, x = nn.Linear(8, 8), torch.ones(2, 8)
+        >>> fast = intarsia.compile(model, (x,), engines="onnxruntime", min_block_size=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     intarsia.export(fast, pathlib.Path(folder, "linear.onnx")).is_folder
+        False
+    """
+    path = Path(path)
+    if not isinstance(compiled, Compiled):
+        raise ArchiveError(f"a {type(compiled).__name__} cannot be exported: it is no compiled module")
+    if not compiled.stands_for_model:
+        raise ArchiveError("this model runs as it is, by its own Python code, which a file cannot hold")
+    compiled.weights.check()
+    if path.suffix == ".pt2":
+        return _program(compiled, path)
+    written = [output.target for output in compiled.lowered.outputs if output.role is not Role.USER]
+    if written:
+        raise ArchiveError(f"a call changes {written[0]}, which a plain file cannot do; use intarsia.save")
+    if path.suffix in {getattr(kind, "file_suffix", "") for kind in known_engines().values()} - {""}:
+        return _plain(compiled, path)
+    return _folder(compiled, path)
+
+
+def _program(compiled: Compiled, path: Path) -> Exported:
+    program = compiled.lowered.program
+    if program is None:
+        raise ArchiveError("a loaded module has no program of torch.export; export its model instead")
+    torch.export.save(program, path)
+    return Exported(path, False, {})
+
+
+def _plain(compiled: Compiled, path: Path) -> Exported:
+    """One file, where one engine holds the whole plan."""
+    pieces, inlay = compiled.inlay.pieces, compiled.inlay
+    if len(pieces) != 1:
+        where = ", ".join(f"{len(piece.segment)} nodes on {piece.segment.engine}" for piece in pieces)
+        raise ArchiveError(f"no engine holds the whole plan ({where}); give a folder instead of {path.name}")
+    (piece,), (step,) = pieces, inlay.steps
+    if step.writes != tuple(slot for slot, _ in inlay.returned):
+        raise ArchiveError("a result is an input, a constant or given twice; give a folder to export to")
+    engine = _engine(step)
+    if engine is None or engine.file_suffix != path.suffix:
+        kind = "that" if engine is None else f"a file {engine.file_suffix or 'of its own'}"
+        raise ArchiveError(f"the plan runs on {piece.segment.engine}; {path.name} is not {kind}")
+    return Exported(path, False, dict(_write(step, path)))
+
+
+def _folder(compiled: Compiled, path: Path) -> Exported:
+    """A folder that appears whole or not at all."""
+    if path.exists():
+        raise ArchiveError(f"{path} exists already; give a folder that is new")
+    draft = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
+    settings: dict[str, str] = {}
+    try:
+        pieces = []
+        for number, (piece, step) in enumerate(zip(compiled.inlay.pieces, compiled.inlay.steps, strict=True)):
+            engine = _engine(step)
+            name = f"{number}-{piece.segment.engine}{engine.file_suffix if engine else '.pt2'}"
+            own = _write(step, draft / name) if engine else _piece_program(piece, draft / name)
+            settings |= own
+            pieces.append(
+                {
+                    "file": name,
+                    "engine": piece.segment.engine,
+                    "version": engine.version() if engine else f"torch {torch.__version__}",
+                    "settings": dict(own),
+                    "inputs": [node.name for node in piece.inputs],
+                    "outputs": [node.name for node in piece.outputs],
+                }
+            )
+        graph = compiled.lowered.module.graph
+        manifest = {
+            "format": "intarsia pieces",
+            "version": 1,
+            "made by": made_by(),
+            "inputs": [_described(node) for node in graph.find_nodes(op="placeholder")],
+            "pieces": pieces,
+            "outputs": _returned(graph),
+        }
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        draft.chmod(0o755)
+        draft.rename(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return Exported(path, True, settings)
+
+
+def _engine(step: Step) -> NetworkEngine | None:
+    """The engine of a step, if it writes files; PyTorch writes the others."""
+    origin = step.program.origin if isinstance(step.program, WithFallback) else None
+    engine = None if origin is None else origin.engine
+    return engine if isinstance(engine, NetworkEngine) and engine.file_suffix else None
+
+
+def _write(step: Step, path: Path) -> Mapping[str, str]:
+    assert isinstance(step.program, WithFallback) and step.program.origin is not None
+    engine, network = step.program.origin.engine, step.program.origin.network
+    assert isinstance(engine, NetworkEngine) and network is not None
+    try:
+        return engine.write(network, path)
+    except EngineError as error:
+        raise ArchiveError(f"a segment on {engine.name} has no file: {error}") from error
+
+
+def _piece_program(piece: Piece, path: Path) -> Mapping[str, str]:
+    """A segment that PyTorch runs, as a program of torch.export."""
+    examples, dims = zip(*map(_example, piece.inputs), strict=True) if piece.inputs else ((), ())
+    shapes = None if all(not dim for dim in dims) else (list(dims),)
+    try:
+        program = torch.export.export(
+            _Flat(piece.module), tuple(examples), dynamic_shapes=shapes, strict=False
+        )
+    except Exception as error:  # what came out of export once is not always taken again
+        said = next(iter(str(error).splitlines()), "")
+        where = f"a segment on {piece.segment.engine} ({piece.segment.nodes[0].name} and others)"
+        raise ArchiveError(f"{where} has no file: torch cannot export it: {said}") from error
+    torch.export.save(program, path)
+    return {}
+
+
+class _Flat(nn.Module):
+    """A piece as a module whose arguments have no names of their own."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+def _example(node: fx.Node) -> tuple[Any, dict[int, Any]]:
+    """An example for a value of the graph, and which of its sizes vary."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return value, {}
+    shape = [size if isinstance(size, int) else int(size.node.hint) for size in value.shape]
+    varying = {axis: Dim.DYNAMIC for axis, size in enumerate(value.shape) if not isinstance(size, int)}
+    return torch.zeros(shape, dtype=value.dtype, device=value.device), varying
+
+
+def _described(node: fx.Node) -> dict[str, Any]:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return {"name": node.name}
+    shape = [size if isinstance(size, int) else str(size) for size in value.shape]
+    return {"name": node.name, "dtype": str(value.dtype).removeprefix("torch."), "shape": shape}
+
+
+def _returned(graph: fx.Graph) -> list[Any]:
+    """What the graph returns: names of values, or constants."""
+    returned: Any = graph.output_node().args[0]
+    items = returned if isinstance(returned, list | tuple) else [returned]
+    return [{"name": item.name} if isinstance(item, fx.Node) else {"constant": item} for item in items]

@@ -1,0 +1,271 @@
+"""What MODEL means on the command line: the model that a word names, and an example call of it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from intarsia.cli import zoo
+from intarsia.cli.zoo import Specimen
+from intarsia.errors import InputError
+
+if TYPE_CHECKING:
+    from intarsia.runtime import Compiled
+
+_FORMS = "a zoo name, FILE.py:FUNCTION, MODULE:FUNCTION, a .pt2 file, an archive, or a Hugging Face folder"
+_ENGINES_OWN = (".onnx", ".xml")
+_WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
+
+
+def resolve(name: str, *, full: bool = False) -> Specimen:
+    """The model that a command line names, with an example call.
+
+    A name is looked up in this order: `file.py:function` or `package.module:function`, which returns
+    `(model, args)` or `(model, args, kwargs)`; a file or folder (a `.pt2` program, an archive of ours, a
+    Hugging Face folder); an architecture of the zoo; a model type of Hugging Face, with random weights.
+
+    >>> type(resolve("bert").model).__name__
+    'BertModel'
+    """
+    place, colon, function = name.rpartition(":")
+    if colon and place:
+        return _from_function(name, place, function)
+    path = Path(name)
+    if path.is_dir():
+        return _from_folder(path)
+    if path.is_file() or path.suffix in (".pt2", ".intarsia"):
+        return _from_file(path)
+    if name in zoo.names():
+        return zoo.specimen(name, full=full)
+    if path.suffix == ".py":
+        raise InputError(f"{name} names no function; write {name}:FUNCTION")
+    return _from_type(name)
+
+
+def compiled_file(name: str) -> Compiled | None:
+    """The compiled module, where the name is a file that `intarsia.save` wrote; None for other models."""
+    path = Path(name)
+    if not path.is_file() or path.suffix in (".pt2", ".py", *_ENGINES_OWN, *_WEIGHTS):
+        return None
+    from intarsia.archive import load
+
+    return load(path)
+
+
+def load_factory(place: str, name: str) -> Callable[..., Any]:
+    """The function `name` of a Python file or of a module, named on the command line."""
+    try:
+        module = _imported(place)
+    except InputError:
+        raise
+    except Exception as error:  # the user's own code
+        raise InputError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(f"{place} has no function {name!r}{near(name, own)}")
+    return factory  # type: ignore[no-any-return]
+
+
+def call_factory(place: str, name: str, *args: Any) -> Any:
+    """What the function `name` of a Python file or of a module returns."""
+    try:
+        return load_factory(place, name)(*args)
+    except InputError:
+        raise
+    except Exception as error:  # the user's own code
+        raise InputError(f"{place}:{name} raised {type(error).__name__}: {error}") from error
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """A hint that ends a sentence: the known words that are spelled much like this one, or nothing.
+
+    >>> near("brt", ["bert", "vit"])
+    "; did you mean 'bert'?"
+    """
+    found = get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def _imported(place: str) -> Any:
+    if not place.endswith(".py"):
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # modules of the folder the command runs in
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not place.startswith(error.name):
+                raise
+            hint = f"; did you mean {place}.py?" if Path(f"{place}.py").is_file() else ""
+            raise InputError(f"there is no module {place!r}{hint}") from error
+    path = Path(place)
+    if not path.is_file():
+        raise InputError(f"there is no file {place}{near(path.name, _names_beside(path))}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # what is defined there may be looked up by its module
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
+    spec.loader.exec_module(module)
+    return module
+
+
+def _names_beside(path: Path) -> list[str]:
+    return [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
+def _from_function(name: str, place: str, function: str) -> Specimen:
+    returned = call_factory(place, function)
+    is_call = isinstance(returned, tuple) and len(returned) in (2, 3)
+    if not is_call or not isinstance(returned[0], nn.Module | ExportedProgram):
+        kind = type(returned).__name__
+        raise InputError(f"{name} must return (model, args) or (model, args, kwargs), not a {kind}")
+    model, args, *rest = returned
+    kwargs = rest[0] if rest else {}
+    if not isinstance(args, tuple | list):
+        raise InputError(f"{name} returns args as a {type(args).__name__}; make it a tuple: (args,)")
+    if not isinstance(kwargs, dict):
+        raise InputError(f"{name} returns kwargs as a {type(kwargs).__name__}; make it a dict")
+    return Specimen(model.eval() if isinstance(model, nn.Module) else model, tuple(args), kwargs)
+
+
+def _from_file(path: Path) -> Specimen:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}{near(path.name, _names_beside(path))}")
+    if path.suffix == ".pt2":
+        return _from_program(path)
+    if path.suffix == ".py":
+        raise InputError(f"{path} names no function; write {path}:FUNCTION")
+    if path.suffix in _ENGINES_OWN:
+        raise InputError(f"{path} is no PyTorch model; `intarsia check MODEL --against {path}` compares it")
+    if path.suffix in _WEIGHTS:
+        raise InputError(
+            f"{path} holds weights without a model; write a function that builds the model and loads them,"
+            " and give FILE.py:FUNCTION"
+        )
+    if not zipfile.is_zipfile(path):
+        raise InputError(f"{path} is no model; give {_FORMS}")
+    return _from_archive(path)
+
+
+def _from_program(path: Path) -> Specimen:
+    try:
+        program = torch.export.load(path)
+    except Exception as error:  # torch raises many kinds here
+        said = next(iter(str(error).splitlines()), "")
+        raise InputError(f"{path} is no program of torch.export.save: {said}") from error
+    if program.example_inputs is None:
+        raise InputError(f"{path} holds no example inputs; export the model again with this version of torch")
+    args, kwargs = program.example_inputs
+    return Specimen(program, tuple(args), dict(kwargs))
+
+
+def _from_archive(path: Path) -> Specimen:
+    from intarsia.archive import load
+    from intarsia.serve.interface import Interface
+
+    compiled = load(path)
+    if compiled.captured is None:
+        raise InputError(f"{path} has not kept the model that it was compiled from; compile it again")
+    interface = Interface.of(compiled)
+    drawn = interface.example(interface.usual(), torch.Generator().manual_seed(0))
+    args, kwargs = pytree.tree_unflatten(interface.prepared(drawn), compiled.lowered.in_spec)
+    model = _CapturedModel(compiled.captured(), compiled.lowered.out_spec)
+    return Specimen(model.eval(), tuple(args), dict(kwargs))
+
+
+class _CapturedModel(nn.Module):
+    """The graph that an archive was compiled from, called as the model was."""
+
+    def __init__(self, graph: nn.Module, out_spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.captured, self._out_spec = graph, out_spec
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        flat = self.captured(*pytree.tree_leaves((args, kwargs)))
+        return pytree.tree_unflatten(list(flat), self._out_spec)
+
+
+def _from_folder(path: Path) -> Specimen:
+    if not (path / "config.json").is_file():
+        raise InputError(f"{path} has no config.json, so it is no Hugging Face folder; give {_FORMS}")
+    hf = _transformers(str(path))
+    try:
+        config = hf.AutoConfig.from_pretrained(path)
+        has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+        kind = _class_of(hf, config)
+        model = kind.from_pretrained(path) if has_weights else _random(kind, config)
+    except Exception as error:  # transformers raises many kinds here
+        said = next(iter(str(error).splitlines()), "")
+        raise InputError(f"transformers cannot load {path}: {said}") from error
+    return Specimen(model.eval(), (), _hugging_face_call(str(path), model))
+
+
+def _from_type(name: str) -> Specimen:
+    types: list[str] = []
+    if importlib.util.find_spec("transformers") is not None:
+        hf = _transformers(name)
+        types = list(hf.CONFIG_MAPPING)
+        if name in types:
+            config = hf.AutoConfig.for_model(name)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = _random(_class_of(hf, config), config)
+            return Specimen(model.eval(), (), _hugging_face_call(name, model))
+    hint = near(name, [*zoo.names(), *types, *_names_beside(Path(name))])
+    raise InputError(f"there is no model {name!r}{hint or f': give {_FORMS}'}")
+
+
+def _transformers(name: str) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(f"{name} needs transformers: pip install 'intarsia[generation]'") from error
+    return transformers
+
+
+def _class_of(hf: Any, config: Any) -> Any:
+    named = next(iter(config.architectures or ()), "")
+    return getattr(hf, named, None) or hf.AutoModel
+
+
+def _random(kind: Any, config: Any) -> Any:
+    return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+
+
+def _hugging_face_call(name: str, model: Any) -> dict[str, torch.Tensor]:
+    """An example call, made from what the configuration tells of the model's main input."""
+    config, main = model.config, model.main_input_name
+    texts, draw = getattr(config, "text_config", config), torch.Generator().manual_seed(0)
+    if main == "pixel_values":
+        side = getattr(config, "image_size", None) or 224
+        height, width = (side, side) if isinstance(side, int) else side
+        shape = (1, getattr(config, "num_channels", 3), height, width)
+        return {main: torch.randn(shape, generator=draw)}
+    if main == "input_values":
+        return {main: torch.randn((1, 16000), generator=draw)}
+    vocabulary = getattr(texts, "vocab_size", None)
+    if main != "input_ids" or vocabulary is None:
+        raise InputError(
+            f"{name} takes {main!r}, for which no example is known here; write a function that returns"
+            " (model, args, kwargs), and give FILE.py:FUNCTION"
+        )
+    ids = torch.randint(0, vocabulary, (1, 32), generator=draw)
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if getattr(config, "is_encoder_decoder", False):
+        call["decoder_input_ids"] = ids[:, :8]
+    return call

@@ -1,0 +1,14 @@
+"""Plans as pictures: a page for the browser, SVG for documents, JSON for Model Explorer.
+
+This package knows neither torch nor plans: `graph/plan_drawing.py` makes a `Drawing` of a plan.
+"""
+
+from intarsia.drawing.drawing import Drawing as Drawing
+from intarsia.drawing.drawing import DrawnLayers as DrawnLayers
+from intarsia.drawing.drawing import DrawnNode as DrawnNode
+from intarsia.drawing.drawing import DrawnSegment as DrawnSegment
+from intarsia.drawing.drawing import DrawnTrial as DrawnTrial
+from intarsia.drawing.model_explorer import model_explorer as model_explorer
+from intarsia.drawing.page import framed as framed
+from intarsia.drawing.page import page as page
+from intarsia.drawing.svg import svg as svg

@@ -1,0 +1,90 @@
+"""What every picture of a plan shows, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Of engines in the order they first run. Colour-blind readers can tell them apart (Okabe and Ito).
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c00")
+PYTORCH_COLOUR = "#8a8f98"
+
+
+@dataclass(frozen=True)
+class DrawnNode:
+    """One node. `inputs` are positions in the list of nodes; an input of the model has no engine."""
+
+    name: str
+    op: str
+    module: str = ""
+    source: str = ""
+    shape: str = ""
+    engine: str = ""
+    segment: int = -1
+    inputs: tuple[int, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    work: float = 1.0  # estimated; in any unit, the same for all nodes
+
+
+@dataclass(frozen=True)
+class DrawnLayers:
+    """The layers of a segment's network, before and after rewriting, and the rewrites between."""
+
+    converted: str
+    rewritten: str
+    rewrites: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DrawnSegment:
+    """One segment: its engine, what crosses its border, its layers."""
+
+    engine: str
+    nodes: int
+    operators: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    bytes_in: int = 0
+    bytes_out: int = 0
+    alone: bool = False
+    seconds: float | None = None  # of a call, where it was measured
+    layers: DrawnLayers | None = None  # of an engine that reads layer networks
+
+
+@dataclass(frozen=True)
+class DrawnTrial:
+    """One plan that was measured."""
+
+    name: str
+    seconds: float
+    spread: float
+    segments: int
+    chosen: bool
+    last_race: bool  # the plans that were still in it at the end are compared round by round
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Everything that a picture shows."""
+
+    heading: str
+    nodes: tuple[DrawnNode, ...]
+    segments: tuple[DrawnSegment, ...]
+    engine_seconds: Mapping[str, float] = field(default_factory=dict)  # measured, of a call
+    trials: tuple[DrawnTrial, ...] = ()
+    measured_how: str = ""
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    bodies: Mapping[str, Drawing] = field(default_factory=dict)  # of control flow, by node and name
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines in use, in the order they first run."""
+        return tuple(dict.fromkeys(segment.engine for segment in self.segments))
+
+    @property
+    def colours(self) -> dict[str, str]:
+        """The colour of each engine; PyTorch's is grey in every picture."""
+        others = [engine for engine in self.engines if engine != "pytorch"]
+        named = {engine: COLOURS[number % len(COLOURS)] for number, engine in enumerate(others)}
+        return {engine: named.get(engine, PYTORCH_COLOUR) for engine in self.engines}

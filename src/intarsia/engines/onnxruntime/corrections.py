@@ -1,0 +1,222 @@
+"""Layers in the place of those that ONNX Runtime gets wrong: casts, signed zeros, reciprocals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from intarsia.engines.processor import is_arm
+from intarsia.network import Network, dtypes
+from intarsia.network.ops import KEEPS_VALUES
+
+# What a graph of ONNX's own format holds: bodies of its nodes, and the names that are read.
+
+
+def bodies_in(node: Any) -> list[Any]:
+    """The graphs that a node holds."""
+    return [
+        body
+        for attribute in node.attribute
+        for body in ([attribute.g] if attribute.HasField("g") else attribute.graphs)
+    ]
+
+
+def names_read(graph: Any) -> set[str]:
+    """Names that are read in a graph, in the bodies of its nodes too."""
+    found = {value.name for value in graph.output}
+    for node in graph.node:
+        found.update(node.input)
+        found.update(*map(names_read, bodies_in(node)))
+    return found
+
+
+# Casts to integers that hold less than what is cast to them.
+#
+# ONNX Runtime makes one cast of two, whatever the first one took away: of 3e9 as 64 and then as 32 bits it
+# makes 2147483647, where the last 32 bits are -1294967296; of 2^24 + 1 as float32 and then as 16 bits it
+# makes 1, which float32 has lost. And on processors of ARM it makes 0 of some negative numbers as bytes,
+# and of others the last byte, as PyTorch does of all; elsewhere so of float64 beyond 32 bits.
+#
+# A guard was tried before: it belongs to the second cast, and does not see float16.
+
+
+_CAST = "intarsia_cast"
+_FLOATS = frozenset({TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16})
+# Those that hold less than what is cast to them may.
+_SHORT = frozenset({
+    TensorProto.INT32, TensorProto.INT16, TensorProto.INT8,
+    TensorProto.UINT32, TensorProto.UINT16, TensorProto.UINT8,
+})  # fmt: skip
+
+
+def cast_through_int64(net: Network, model: Any) -> None:
+    """Let floats become 64 bits before they become bytes, where it makes a difference."""
+    wide = dtypes.FLOATS if is_arm() else {ir.DataType.DOUBLE}
+    made = [tensor for layer in net.get_layers() for tensor in layer.get_outputs()]
+    floats = {tensor.name for tensor in (*net.get_inputs(), *made) if tensor.dtype in wide}
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if _target(node) == TensorProto.UINT8 and node.input[0] in floats:
+            name = f"{_CAST}_whole_{node.output[0]}"
+            nodes.append(helper.make_node("Cast", [node.input[0]], [name], name=name, to=TensorProto.INT64))
+            node.input[0] = name
+        nodes.append(node)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def keep_casts_apart(graph: Any) -> None:
+    """Put a layer that changes nothing between a cast and another of what it made."""
+    made = {node.output[0]: node for node in graph.node}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        for body in bodies_in(node):
+            keep_casts_apart(body)
+        middle = _cast_before(node, made)
+        if _target(node) in _SHORT or (_target(node), middle) == (TensorProto.FLOAT16, TensorProto.BFLOAT16):
+            nodes += _copied(node, middle, graph)
+        nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _cast_before(node: NodeProto, made: dict[str, NodeProto]) -> int:
+    """The dtype of the cast whose result a layer reads, be it moved; 0 where there is none."""
+    before = made.get(node.input[0]) if node.input else None
+    # ONNX Runtime may take such layers out, and then two casts are neighbours.
+    while before is not None and before.op_type in KEEPS_VALUES:
+        before = made.get(before.input[0])
+    return 0 if before is None else _target(before)
+
+
+def _target(node: NodeProto) -> int:
+    """The dtype that a cast is to; 0 for other layers."""
+    if node.op_type != "Cast":
+        return 0
+    return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
+
+
+def _copied(node: NodeProto, dtype: int, graph: Any) -> list[NodeProto]:
+    """Layers that give what a cast is given, and that no optimiser knows to do so; the cast reads them."""
+    if dtype in (0, TensorProto.BOOL):
+        return []
+    given, name = node.input[0], f"{_CAST}_{node.output[0]}"
+    node.input[0] = name
+    if dtype in _FLOATS:
+        return [helper.make_node("Max", [given], [name], name=name)]
+    if dtype == TensorProto.BFLOAT16:  # of which there are no extremes
+        wide = helper.make_node("Cast", [given], [f"{name}_wide"], name=f"{name}_wide", to=TensorProto.FLOAT)
+        return [wide, helper.make_node("Max", [f"{name}_wide"], [name], name=name)]
+    graph.initializer.append(helper.make_tensor(f"{name}_bits", dtype, [], [_all_bits(dtype)]))
+    return [helper.make_node("BitwiseAnd", [given, f"{name}_bits"], [name], name=name)]
+
+
+def _all_bits(dtype: int) -> int:
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    return (1 << 8 * kind.itemsize) - 1 if kind.kind == "u" else -1
+
+
+# Reciprocals by division, on processors of ARM.
+#
+# There ONNX Runtime's kernel approaches a reciprocal step by step: that of a denormal becomes an infinity of
+# the wrong sign, which signbit, copysign and atan2 are made of, and others are off by their last bit.
+
+
+_ONE = "intarsia_one"
+
+
+def divide_for_reciprocals(net: Network, model: Any) -> None:
+    """Let the model divide 1 by what it would take the reciprocal of."""
+    dtypes = {tensor.name: tensor.dtype for layer in net.get_layers() for tensor in layer.get_outputs()}
+    made: set[str] = set()
+    for node in model.graph.node:
+        if node.op_type != "Reciprocal" or node.output[0] not in dtypes:
+            continue
+        dtype = dtypes[node.output[0]]
+        one = f"{_ONE}_{dtype.name}"
+        if one not in made:
+            model.graph.initializer.append(helper.make_tensor(one, int(dtype), [], [1.0]))
+            made.add(one)
+        node.op_type = "Div"
+        node.input.insert(0, one)
+
+
+# `Where` that keeps the sign of zero: ONNX Runtime's CPU kernel turns a -0.0 of its first choice into 0.0.
+#
+# The kernel picks what is not zero of two halves, so only what comes third keeps its sign. It is seen in
+# what follows: 1 / -0.0, atan2, copysign.
+#
+# A `Not` of the condition would be taken out again by ONNX Runtime's optimizer, so it is turned round by
+# `Xor`.
+
+
+_SIGNED_ZERO = "intarsia_signed_zero"
+
+
+def keep_signed_zeros(net: Network, model: Any) -> None:
+    """Rewrite every `Where` of floats whose first choice may hold -0.0, so that none is lost."""
+    layers = {t.name: layer for layer in net.get_layers() for t in layer.get_outputs()}
+    nodes: list[NodeProto] = []
+    count = 0
+    for node in model.graph.node:
+        layer = layers.get(node.output[0]) if node.op_type == "Where" else None
+        if layer is None or layer.get_outputs(0)[0].dtype not in dtypes.FLOATS:
+            nodes.append(node)
+            continue
+        condition, first, second = layer.get_inputs()
+        assert condition is not None and first is not None and second is not None
+        parent = condition.get_parent()
+        given, chosen = node.input[0], list(node.input[1:])
+        if parent is not None and parent.kind == "Not":  # ONNX Runtime itself takes out such a `Not`
+            before = parent.get_inputs(0)[0]
+            assert before is not None
+            given, chosen, first, second = before.name, chosen[::-1], second, first
+        if _holds_none(first.constant):
+            nodes.append(helper.make_node("Where", [given, *chosen], list(node.output), name=node.name))
+            continue
+        count += 1
+        made = _exchanged if _holds_none(second.constant) else _by_product
+        nodes += made(f"{_SIGNED_ZERO}_{count}", given, chosen, node, first.dtype, model.graph)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def _holds_none(constant: np.ndarray[Any, Any] | None) -> bool:
+    """Whether a constant is known, and none of its elements is -0.0."""
+    if constant is None:
+        return False
+    values = np.asarray(constant).astype(np.float64)
+    return not bool(np.any((values == 0) & np.signbit(values)))
+
+
+def _exchanged(
+    name: str, given: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
+) -> list[NodeProto]:
+    """The choices the other way round: what may be -0.0 comes third."""
+    return [
+        _opposite(name, given, graph),
+        helper.make_node("Where", [f"{name}_not", chosen[1], chosen[0]], list(node.output), name=node.name),
+    ]
+
+
+def _by_product(
+    name: str, given: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
+) -> list[NodeProto]:
+    """Each choice comes third in a `Where` of its own, beside 1; their product is exact."""
+    one = helper.make_tensor(f"{name}_one", int(dtype), [], [1.0])
+    graph.initializer.append(one)
+    return [
+        _opposite(name, given, graph),
+        helper.make_node("Where", [f"{name}_not", one.name, chosen[0]], [f"{name}_first"]),
+        helper.make_node("Where", [given, one.name, chosen[1]], [f"{name}_second"]),
+        helper.make_node("Mul", [f"{name}_first", f"{name}_second"], list(node.output), name=node.name),
+    ]
+
+
+def _opposite(name: str, given: str, graph: Any) -> NodeProto:
+    """The condition turned round; not by `Not`, which ONNX Runtime would take out and exchange back."""
+    graph.initializer.append(numpy_helper.from_array(np.array(True), f"{name}_true"))
+    return helper.make_node("Xor", [given, f"{name}_true"], [f"{name}_not"])

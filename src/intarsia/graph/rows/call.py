@@ -1,0 +1,172 @@
+"""One operator of the graph, as it was called at some batch size, and where the batch is in what it got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Mixes(Exception):
+    """Rows are not computed apart here, or are not known to be; the message is a clause."""
+
+
+class Unknown(Mixes):
+    """No rule says whether rows are computed apart."""
+
+
+class Reduced(Mixes):
+    """One value is made of all rows. That mixes them only where it meets rows again: a loss does not."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An axis holds the batch, alone or folded with others: its places are `outer` x rows x `length`."""
+
+    axis: int
+    length: int = 1
+    outer: int = 1
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Along the axis stand the numbers of the rows, 0, 1, 2 and on; good only to pick each row's own."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number computed from the size of the batch: so many times it, or (None) in some other way.
+
+    A multiple is good as a size, whatever the batch; `min(size, 8)` is not, though it looks like one of a
+    small batch.
+    """
+
+    times: int | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A value made of all rows, without an axis for them; `made_by` says by which node."""
+
+    made_by: str
+
+
+Placement = Rows | Numbers | Size | Summary | None
+"""Where the batch is in a value; None in one that is the same whatever the batch."""
+
+
+class Call:
+    """An operator with its arguments by name, the values they had and where the batch is in them."""
+
+    def __init__(
+        self,
+        node: fx.Node,
+        size: int,
+        result: Any,
+        values: Mapping[fx.Node, Any],
+        placed: Mapping[fx.Node, Any],
+        trains: bool = False,
+    ) -> None:
+        self.node, self.size, self.result = node, size, result
+        self.trains = trains  # random numbers and batch norm's own statistics are a training step's business
+        self._values, self._placed = values, placed
+        schema = getattr(node.target, "_schema", None)
+        self.name = str(node.target) if schema is None else str(schema.name)
+        self.tags: Sequence[torch.Tag] = getattr(node.target, "tags", ())
+        self._order, self._given = _bound(node)
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument as it was: tensors and numbers, not nodes."""
+        given = self._given.get(name, default)
+        return fx.node.map_arg(given, self._values.__getitem__)
+
+    def of(self, name: str) -> Any:
+        """Where the batch is in an argument, or in each item of a list."""
+        return self._where(self._given.get(name))
+
+    def _where(self, given: Any) -> Any:
+        if isinstance(given, fx.Node):
+            return self._placed[given]
+        return [self._where(item) for item in given] if isinstance(given, list | tuple) else None
+
+    def operands(self) -> list[tuple[torch.Tensor, Placement]]:
+        """Every tensor among the arguments, with where the batch is in it."""
+        nodes: list[fx.Node] = []
+        for given in self._given.values():
+            fx.node.map_arg(given, nodes.append)
+        return [
+            (self._values[n], self._placed[n]) for n in nodes if isinstance(self._values[n], torch.Tensor)
+        ]
+
+    def sizes(self) -> list[str]:
+        """The names of arguments that hold a number computed from the size of the batch."""
+        return [name for name in self._given if _holds(self.of(name), Size)]
+
+    def inexact(self) -> bool:
+        """Whether one of those is no multiple of it."""
+        found = [self.of(name) for name in self.sizes()]
+        flat = [item for one in found for item in (one if isinstance(one, list | tuple) else [one])]
+        return Size(None) in flat
+
+    def numbers(self) -> list[str]:
+        """The names of arguments that hold the numbers of rows."""
+        return [name for name in self._given if _holds(self.of(name), Numbers)]
+
+    def first(self) -> str:
+        """The name of the first argument, which operators of one kind call `self` or `input`."""
+        return next(iter(self._order))
+
+    def only(self, *names: str) -> None:
+        """The batch may be in these arguments and in no other."""
+        for name in self._given:
+            if name not in names and self.of(name) is not None and _holds(self.of(name), Rows):
+                raise Unknown(f"{self.name} takes its {name} from the rows")
+
+    def rows(self, name: str) -> Rows:
+        """Where the batch is in an argument that must have it."""
+        found = self.of(name)
+        if not isinstance(found, Rows):
+            raise Unknown(f"{self.name} takes rows into an argument other than {name}")
+        return found
+
+    def at(self, axis: int, result: torch.Tensor | None = None) -> Rows:
+        """The batch is at this axis of the result, folded with the same outer axis as in the arguments."""
+        outer = {where.outer for _, where in self.operands() if isinstance(where, Rows)} or {1}
+        if len(outer) > 1:
+            raise Unknown(f"{self.name} takes batches that are folded in different ways")
+        return self.folded(axis, outer.pop(), result)
+
+    def folded(self, axis: int, outer: int, result: torch.Tensor | None = None) -> Rows:
+        """The batch is at this axis of the result, inside so many places of an outer axis."""
+        places = (self.result if result is None else result).shape[axis]
+        length, rest = divmod(places, self.size * outer)
+        if rest or not length:
+            raise Unknown(f"{self.name} makes {places} places of {self.size} rows")
+        return Rows(axis, length, outer)
+
+    def everywhere(self, axis: int) -> Any:
+        """The batch is at this axis of every result."""
+        if isinstance(self.result, torch.Tensor):
+            return self.at(axis)
+        return tuple(self.at(axis, made) for made in self.result)
+
+
+def _holds(found: Any, kind: type) -> bool:
+    several = isinstance(found, list | tuple)
+    return any(_holds(item, kind) for item in found) if several else isinstance(found, kind)
+
+
+def _bound(node: fx.Node) -> tuple[list[str], dict[str, Any]]:
+    """The names of the operator's schema, or numbers where it has none; and arguments by them."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        names, bound = [str(i) for i in range(len(node.args))], {}
+    else:
+        names = [argument.name for argument in schema.arguments]
+        bound = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return names, {**bound, **dict(zip(names, node.args, strict=False)), **node.kwargs}

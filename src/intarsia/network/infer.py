@@ -1,0 +1,130 @@
+"""What each layer makes: dtype and shape of its outputs, by ONNX's own inference.
+
+Operators that ONNX does not define get a rule of their own by `infers`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx import defs, helper, numpy_helper, shape_inference
+
+from intarsia.errors import NetworkError
+from intarsia.network.attributes import to_attr
+from intarsia.network.schema import schema_of
+from intarsia.network.types import MICROSOFT, OPSET, Shape
+from intarsia.network.value import TypedValue
+
+Types = list[tuple[ir.DataType, Shape]]
+ShapeRule = Callable[[Sequence[TypedValue | None], Mapping[str, Any], int], Types]
+
+_RULES: dict[tuple[str, str], ShapeRule] = {}
+# Sizes, axes, scales: constants that shapes depend on. A longer one is a weight.
+_LONGEST_ARGUMENT = 64
+
+
+def infers(*op_types: str, domain: str = "") -> Callable[[ShapeRule], ShapeRule]:
+    """Register the shape rule of operators that ONNX does not define.
+
+    >>> @infers("Twice", domain="docs.infers")
+    ... def twice(inputs, attributes, outputs):
+    ...     return [(inputs[0].dtype, inputs[0].shape)]
+    """
+
+    def register(rule: ShapeRule) -> ShapeRule:
+        for op_type in op_types:
+            _RULES[domain, op_type] = rule
+        return rule
+
+    return register
+
+
+def has_rule(domain: str, op_type: str) -> bool:
+    """Whether outputs can be inferred; layers with bodies say themselves what they make."""
+    return (domain, op_type) in _RULES or (not domain and _onnx_schema(op_type) is not None)
+
+
+def infer(
+    domain: str,
+    op_type: str,
+    inputs: Sequence[TypedValue | None],
+    attributes: Mapping[str, Any],
+    outputs: int,
+) -> Types:
+    """Dtype and shape of every output."""
+    arity = schema_of(domain, op_type)
+    if arity is not None and (why := arity.misfit(op_type, inputs)):
+        raise NetworkError(f"a layer {why}")
+    rule = _RULES.get((domain, op_type))
+    if rule is not None:
+        return rule(inputs, attributes, outputs)
+    schema = None if domain else _onnx_schema(op_type)
+    if schema is None:
+        raise NetworkError(f"no shape rule for {domain + '::' if domain else ''}{op_type}")
+    try:
+        return _by_onnx(schema, inputs, attributes, outputs)
+    except shape_inference.InferenceError as error:
+        operands = ", ".join("nothing" if x is None else repr(x) for x in inputs)
+        reason = str(error).partition("] ")[2] or str(error)
+        raise NetworkError(f"{op_type} of {operands}: {reason}") from None
+
+
+@functools.cache
+def _onnx_schema(op_type: str) -> Any:
+    """ONNX's definition at our opset, or the first one that is newer; None without inference of its own."""
+    if not defs.has(op_type, ""):
+        return None
+    try:
+        schema = defs.get_schema(op_type, OPSET, "")
+    except defs.SchemaError:
+        schema = defs.get_schema(op_type, "")
+    has_body = any(one.type == defs.OpSchema.AttrType.GRAPH for one in schema.attributes.values())
+    return schema if schema.has_type_and_shape_inference_function and not has_body else None
+
+
+def _by_onnx(
+    schema: Any, inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int
+) -> Types:
+    names = ["" if x is None else f"i{place}" for place, x in enumerate(inputs)]
+    node = helper.make_node(schema.name, names, [f"o{place}" for place in range(outputs)])
+    node.attribute.extend(ir.to_proto(to_attr(name, value)) for name, value in attributes.items())
+    types: dict[str, onnx.TypeProto] = {}
+    arguments: dict[str, onnx.TensorProto] = {}
+    for name, x in zip(names, inputs, strict=True):
+        if x is None:
+            continue
+        types[name] = helper.make_tensor_type_proto(int(x.dtype), x.shape)
+        size = x.shape[0] if x.ndim == 1 else 1 if x.ndim == 0 else None
+        if isinstance(size, int) and size <= _LONGEST_ARGUMENT and x.constant is not None:
+            arguments[name] = numpy_helper.from_array(x.constant, name)
+    opset = [helper.make_opsetid("", max(OPSET, schema.since_version))]
+    inferred = shape_inference.infer_node_outputs(schema, node, types, arguments, opset_imports=opset)
+    return [_type_of(schema.name, inferred.get(name)) for name in node.output]
+
+
+def _type_of(op_type: str, proto: onnx.TypeProto | None) -> tuple[ir.DataType, Shape]:
+    if proto is None or not proto.tensor_type.HasField("shape"):
+        raise NetworkError(f"{op_type} whose number of dimensions cannot be inferred")
+    tensor = proto.tensor_type
+    sizes = (d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim)
+    return ir.DataType(tensor.elem_type), tuple(sizes)
+
+
+# ONNX defines these two by other operators and infers nothing for them (onnx 1.23).
+@infers("GroupNormalization", "MeanVarianceNormalization")
+@infers("Gelu", "FastGelu", "BiasGelu", "QuickGelu", domain=MICROSOFT)
+def _like_first(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Types:
+    assert inputs[0] is not None
+    return [(inputs[0].dtype, inputs[0].shape)]
+
+
+@infers("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+def _skip_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Types:
+    assert inputs[0] is not None
+    dtype, shape = inputs[0].dtype, inputs[0].shape
+    moment = (ir.DataType.FLOAT, (*shape[:-1], 1))
+    return [(dtype, shape), moment, moment, (dtype, shape)][:outputs]

@@ -1,0 +1,205 @@
+"""Simulating a schedule with known costs: how long a training step takes, how much memory it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.schedules import FORWARD, WEIGHT, Action, Schedule, Slot, SlotTable
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A slot with its rank, start and end."""
+
+    rank: int
+    slot: Slot
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule is predicted to do: seconds, idle share, bytes by stage, and when each slot runs."""
+
+    schedule: Schedule
+    step_time: float
+    bubble: float  # the idle share of all ranks' time
+    peak_memory: tuple[int, ...]  # bytes by stage: weights and what waits for its backward pass
+    timeline: tuple[Span, ...]
+
+    @property
+    def peak_memory_by_rank(self) -> tuple[int, ...]:
+        """Bytes by rank: the sum over its stages (their peaks taken as one)."""
+        out = [0] * len(self.schedule.ranks)
+        for rank, steps in enumerate(self.schedule.ranks):
+            out[rank] = sum(self.peak_memory[s] for s in sorted({slot.stage for slot in steps}))
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """Costs by stage for one size of micro-batch.
+
+    The rows of `seconds` are the forward pass, the gradients of inputs and of weights, and what the last two
+    take longer when they run apart.
+    """
+
+    seconds: Vector  # 4 x stages
+    saved: Vector
+    weights: Vector
+    borders: Vector  # bytes that cross behind each stage but the last
+    handover: float = 0.0  # seconds of each forward pass and of each backward pass beside computing
+
+    @staticmethod
+    def of(costs: Sequence[Cost], borders: Sequence[int] | None = None) -> StageTable:
+        """The table of known stages."""
+        rows = [[c.forward, c.backward_input, c.backward_weight, c.apart] for c in costs]
+        crossing = borders if borders is not None else [0] * (len(costs) - 1)
+        return StageTable(
+            np.array(rows, float).T.reshape(4, len(costs)),
+            np.array([float(c.saved) for c in costs]),
+            np.array([float(c.weights) for c in costs]),
+            np.array(crossing, float),
+        )
+
+    def work(self, recompute: bool, splits_backward: bool = False) -> Vector:
+        """The seconds of all passes of a stage on a micro-batch."""
+        both: Vector = self.seconds[:3].sum(axis=0) + 2 * self.handover
+        if recompute:  # both gradients come at once, behind a second forward pass
+            both = both + self.seconds[0]
+        elif splits_backward:
+            both = both + self.seconds[3]
+        return both
+
+    def passes(self, recompute: bool) -> Vector:
+        """The seconds of each action on each stage.
+
+        With `recompute` the forward pass runs again in front of the backward. The weights' gradients then
+        come with the inputs': they would need the forward pass once more.
+        """
+        forward, inputs, weights, apart = self.seconds
+        whole = inputs + weights + (forward if recompute else 0.0)
+        parts = (whole, np.zeros_like(whole)) if recompute else (inputs, weights + apart)
+        passes = np.stack([forward, whole, *parts])
+        passes[:WEIGHT] += self.handover
+        return passes
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Sequence[Cost],
+    *,
+    links: Sequence[float] | None = None,
+    borders: Sequence[int] | None = None,
+    checkpoint: bool = False,
+    weight_copies: int = 4,
+) -> Simulation:
+    """Run `schedule` with the costs of each stage for one micro-batch.
+
+    `links[i]` is the seconds from stage i to i + 1 (and back), `borders[i]` the bytes. With `checkpoint` a
+    stage keeps only its input and runs forward again before backward. A rank does one thing at a time and
+    sends while it computes.
+
+    >>> from intarsia.pipeline.schedules import schedule
+    >>> s = simulate(schedule("GPipe", 2, 4), [Cost(1.0, 1.0, 0.0)] * 2)
+    >>> s.step_time, round(s.bubble, 2)
+    (10.0, 0.2)
+    """
+    _check(schedule, costs, links, borders)
+    table, slots = StageTable.of(costs, borders), schedule.table
+    wires = np.array(links if links is not None else [0.0] * (schedule.stages - 1), float)
+    ends = end_times(slots, table, wires, checkpoint)
+    seconds = table.passes(checkpoint)[slots.actions, slots.stages]
+    time = float(ends.max(initial=0.0))
+    idle = 1.0 - float(seconds.sum()) / (time * len(schedule.ranks)) if time > 0 else 0.0
+    spans = [
+        Span(rank, slot, start, end)
+        for (rank, slot), start, end in zip(
+            ((rank, slot) for rank, steps in enumerate(schedule.ranks) for slot in steps),
+            (ends - seconds).tolist(),
+            ends.tolist(),
+            strict=True,
+        )
+    ]
+    spans.sort(key=lambda s: (s.start, s.rank, s.end))
+    memory = peak_memory(slots, table, checkpoint, weight_copies)
+    return Simulation(schedule, time, idle, tuple(map(int, memory)), tuple(spans))
+
+
+def end_times(
+    slots: SlotTable, table: StageTable, links: Vector, recompute: bool = False, limit: float = np.inf
+) -> Vector:
+    """When each slot has ended; `links[i]` is the seconds from stage i to the next, and back.
+
+    All slots that can run next, one a rank at most, are taken in one step, as arrays. A simulation that is
+    certain to take `limit` seconds or more is left, with infinite ends.
+    """
+    count, m = slots.count, int(slots.microbatches.max()) + 1
+    stages, micro = slots.stages, slots.microbatches
+    # One row of ends for each stage, forward and backward, between two rows of zeros for what is there from
+    # the start. What a rank needs of its own it has by then: its slots are in order.
+    done = np.full(2 * (count + 2) * m + 1, np.inf)
+    done[:m] = 0.0
+    done[-1 - m : -1] = 0.0
+    forward, weight = slots.actions == FORWARD, slots.actions == WEIGHT
+    need = np.where(forward, stages * m, (count + 2 + stages + 2) * m) + micro
+    give = np.where(forward, (stages + 1) * m, (count + 2 + stages + 1) * m) + micro
+    need[weight], give[weight] = 0, len(done) - 1
+    wires = np.concatenate([[0.0], links, [0.0]])
+    wait = np.where(forward, wires[stages], wires[stages + 1])
+    wait[weight] = 0.0
+    seconds = table.passes(recompute)[slots.actions, stages]
+    ended = np.empty(len(stages))
+    place, stop = slots.begins[:-1].copy(), slots.begins[1:]
+    rest = np.add.reduceat(np.append(seconds, 0.0), place) if np.isfinite(limit) else np.zeros(len(place))
+    clock = np.zeros(len(place))
+    live = np.flatnonzero(place < stop)
+    turn = 0
+    while len(live):
+        at = place[live]
+        ready = done[need[at]] + wait[at]
+        can = ready < np.inf
+        if not can.any():
+            stuck = [str(Slot(int(stages[i]), Action(slots.actions[i]), int(micro[i]))) for i in at]
+            raise PartitionError(
+                f"the schedule waits for itself: the ranks are stuck before {', '.join(stuck)}"
+            )
+        going, at = live[can], at[can]
+        spent = seconds[at]
+        end = np.maximum(clock[going], ready[can]) + spent
+        clock[going] = done[give[at]] = ended[at] = end
+        rest[going] -= spent
+        place[going] += 1
+        live = live[place[live] < stop[live]]
+        turn += 1
+        if turn % 64 == 0 and float((clock + rest).max()) * (1 - 1e-9) >= limit:
+            return np.full(len(stages), np.inf)
+    return ended
+
+
+def peak_memory(slots: SlotTable, table: StageTable, recompute: bool, weight_copies: int) -> Vector:
+    """The most bytes each stage holds at once: from a forward's start to the end of its last gradient."""
+    held, held_back = slots.held
+    base = table.weights * weight_copies
+    if not recompute:
+        return np.asarray(base + table.saved * held)
+    entering = np.concatenate([[0.0], table.borders])
+    return np.asarray(base + np.maximum(entering * held, entering * held_back + table.saved))
+
+
+def _check(
+    schedule: Schedule, costs: Sequence[Cost], links: Sequence[float] | None, borders: Sequence[int] | None
+) -> None:
+    if len(costs) != schedule.stages:
+        raise PartitionError(f"{len(costs)} costs for {schedule.stages} stages")
+    for name, value in (("links", links), ("borders", borders)):
+        if value is not None and len(value) != schedule.stages - 1:
+            raise PartitionError(f"{len(value)} {name} for {schedule.stages - 1} borders")

@@ -1,0 +1,221 @@
+"""What is searched: every way to lay a model's pipeline out on a cluster, and what each costs at least.
+
+Rank r starts when the first micro-batch has come to it (P the work of the stages before it, forward), does m
+times its own work w, and what it gave must travel back: T >= P + m * w for every rank. Of all cuts of a total
+W over n ranks, the one that is even in this sense has T = W / (1 - (1 - 1/m) ** n). A schedule is known here
+by what its definition says, so the bounds hold for one that somebody adds, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from intarsia.pipeline.plan.cluster import Cluster
+from intarsia.pipeline.plan.layers import LayerLine
+from intarsia.pipeline.plan.simulate import StageTable, Vector
+from intarsia.pipeline.schedules import FORWARD, SCHEDULES, Definition, Whole
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a cluster is used: ranks of a pipeline, its replicas, and how each step runs."""
+
+    schedule: str
+    ranks: int
+    per_rank: int
+    replicas: int
+    microbatches: int
+    samples: int  # of a micro-batch
+    checkpoint: bool
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.ranks * self.per_rank
+
+    @property
+    def devices(self) -> int:
+        """How many devices work."""
+        return self.ranks * self.replicas
+
+    @property
+    def definition(self) -> Definition:
+        """What is known of the schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs and of weights are computed apart."""
+        return self.definition.splits_backward and not self.checkpoint
+
+
+@dataclass
+class Space:
+    """What is searched: a line of layers, a cluster, a batch, and which layouts may be."""
+
+    line: LayerLine
+    cluster: Cluster
+    batch: int
+    least: int = 1  # samples of a micro-batch, at least
+    most: int | None = None  # and at most
+    schedules: Sequence[str] = field(default_factory=lambda: tuple(SCHEDULES))
+    microbatches: Sequence[int] | None = None
+    replicas: Sequence[int] | None = None
+    weight_copies: int = 4
+    ranks: int | None = None  # so many and no other number
+    cut: Callable[[Vector, int], Sequence[int]] | None = None  # from the weights of layers, and stages
+    _cuts: dict[tuple[int, int, bool], tuple[int, ...]] = field(default_factory=dict)
+    _ranks: dict[tuple[str, int, int], Whole] = field(default_factory=dict)
+
+    def divisions(self) -> Iterator[tuple[int, int, int]]:
+        """Every (replicas, micro-batches, samples) that divides the batch."""
+        for replicas in divisors(self.batch):
+            if replicas > self.cluster.devices or (self.replicas and replicas not in self.replicas):
+                continue
+            share = self.batch // replicas
+            for samples in divisors(share):
+                m = share // samples
+                if self.least <= samples <= (self.most or samples) and (
+                    self.microbatches is None or m in self.microbatches
+                ):
+                    yield replicas, m, samples
+
+    def rank_counts(self, schedule: str, replicas: int, m: int) -> Whole:
+        """The numbers of ranks such a schedule can run on."""
+        definition = SCHEDULES[schedule]
+        most = min(self.cluster.devices // replicas, len(self.line) // definition.per_rank)
+        key = schedule, most, m
+        if key not in self._ranks:
+            # On one rank nothing is hidden behind anything: the plain order does.
+            least = 2 if definition.interleaved or definition.splits_backward else 1
+            numbers = range(least, most + 1) if self.ranks is None else range(self.ranks, self.ranks + 1)
+            right = [
+                p
+                for p in numbers
+                if least <= p <= most
+                and (m % p == 0 or not definition.divides)
+                and definition.refusal(p, m) is None
+            ]
+            self._ranks[key] = np.array(right, np.int64)
+        return self._ranks[key]
+
+    def table(self, layout: Layout, by_memory: bool) -> tuple[tuple[int, ...], StageTable]:
+        """The cuts of a layout, and its stages."""
+        key = layout.stages, layout.samples, by_memory
+        if key not in self._cuts:
+            line = self.line
+            if by_memory:
+                weights = line.saved * layout.samples + line.weights * self.weight_copies
+            else:
+                weights = line.seconds(layout.samples)[:3].sum(axis=0)
+            self._cuts[key] = tuple((self.cut or line.cuts)(weights, layout.stages))
+        cuts = self._cuts[key]
+        handover = self.cluster.handover if layout.stages > 1 else 0.0
+        return cuts, self.line.stages(cuts, layout.samples, self.cluster.speed, handover)
+
+    def links(self, layout: Layout, table: StageTable) -> Vector:
+        """The seconds from each stage to the next."""
+        chain = self.cluster.chain(layout.ranks, layout.replicas)
+        return np.array([chain[s % layout.ranks].seconds(b) for s, b in enumerate(table.borders)])
+
+    def averaging(self, layout: Layout, table: StageTable) -> Vector:
+        """The seconds each rank spends on averaging its gradients over the replicas, in a ring."""
+        if layout.replicas == 1:
+            return np.zeros(layout.ranks)
+        link = self.cluster.averaging(layout.ranks, layout.replicas)
+        held = table.weights.reshape(layout.per_rank, layout.ranks).sum(axis=0)
+        rounds = 2 * (layout.replicas - 1)
+        ring: Vector = rounds * link.latency + rounds / layout.replicas * held / link.bandwidth
+        return ring
+
+    def least_memory(self, layout: Layout, ranks: Whole) -> Vector:
+        """Bytes the fullest of so many ranks holds at least: the mean, or the largest layer's weights."""
+        weights = self.line.weights * self.weight_copies
+        kept = 0.0 if layout.checkpoint else float(self.line.saved.sum()) * layout.samples
+        mean: Vector = (float(weights.sum()) + kept) / ranks
+        return np.maximum(mean, float(weights.max()))
+
+    def least_seconds(self, layout: Layout, ranks: Whole) -> Vector:
+        """Seconds of a step at least on so many ranks, whatever the cuts."""
+        cluster, m, replicas = self.cluster, layout.microbatches, layout.replicas
+        stages = ranks * layout.per_rank
+        hand = np.where(stages > 1, cluster.handover, 0.0)
+        passes = self.line.seconds(layout.samples, cluster.speed)[:3]
+        layers = passes.sum(axis=0) + (passes[0] if layout.checkpoint else 0.0)
+        work = layers.sum() + 2 * hand * stages
+        bound = m * np.maximum(work / ranks, layers.max() + 2 * hand)
+        travel = work
+        if layout.definition.splits_backward:
+            # What comes before a rank is forward passes alone: of each stage's work at least this part.
+            real = layers > 0
+            part = min([0.5, *(passes[0][real] / layers[real]).tolist()])
+            travel = passes[:2].sum() + 2 * hand * stages
+            if part > 0:
+                bound = np.maximum(bound, part * work / (1 - (1 - part / m) ** ranks))
+        elif layout.per_rank == 1:
+            bound = np.maximum(bound, work / (1 - (1 - 1 / m) ** ranks))
+        bound = np.maximum(bound, travel + 2 * (stages - 1) * self._least_link(layout.samples))
+        if replicas == 1:
+            return np.asarray(bound)
+        rounds = 2 * (replicas - 1)
+        inside = ranks * replicas <= cluster.per_host
+        latency = np.where(inside, cluster.within.latency, cluster.between.latency) * rounds
+        bandwidth = np.where(inside, cluster.within.bandwidth, cluster.between.bandwidth)
+        mean = rounds / replicas * float(self.line.weights.sum()) / ranks / bandwidth
+        return np.asarray(np.maximum(bound + latency, m * work / ranks + latency + mean))
+
+    def _least_link(self, samples: int) -> float:
+        cluster = self.cluster
+        count = float(self.line.crossing[:-1].min()) * samples if len(self.line) > 1 else 0.0
+        return min(cluster.within.seconds(count), cluster.between.seconds(count))
+
+
+def near_seconds(layout: Layout, table: StageTable, links: Vector, averaging: Vector) -> float:
+    """Seconds of a step at least, with the cuts known."""
+    n, m = layout.ranks, layout.microbatches
+    work = table.work(layout.checkpoint, layout.splits_backward)
+    own = work.reshape(layout.per_rank, n).sum(axis=0)
+    forward = table.seconds[0][:n] + table.handover
+    back = work[:n] - forward
+    split = layout.definition.splits_backward
+    if split:
+        back = np.zeros(n)  # weight gradients may run while the others' gradients travel
+    wires = links[: n - 1] * (1 if split else 2)
+    before = np.concatenate([[0.0], np.cumsum((forward + back)[:-1] + wires)])
+    travel = float((table.seconds[:2] + table.handover).sum() + 2 * links.sum())
+    return max(float((before + m * own).max() + averaging.min()), float((m * own + averaging).max()), travel)
+
+
+def near_memory(layout: Layout, table: StageTable, weight_copies: int) -> Vector:
+    """Bytes of each rank at least, with the cuts known."""
+    held = table.weights * weight_copies + table.saved
+    if not layout.checkpoint and layout.per_rank == 1:
+        # The first rank's own order says how many micro-batches wait there; it takes no other rank to know.
+        held[0] += table.saved[0] * (_held_first(layout.definition, layout.ranks, layout.microbatches) - 1)
+    by_rank: Vector = held.reshape(layout.per_rank, layout.ranks).sum(axis=0)
+    return by_rank
+
+
+def _held_first(definition: Definition, ranks: int, microbatches: int) -> int:
+    """The forward passes that the first rank runs before anything else."""
+    assert definition.order is not None
+    count = 0
+    for slot in definition.order(0, ranks, microbatches, 1):
+        if slot.action is not FORWARD:
+            break
+        count += 1
+    return count
+
+
+def divisors(number: int) -> list[int]:
+    """What divides a number, least first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

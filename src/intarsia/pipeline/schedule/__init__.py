@@ -1,1 +1,0 @@
-"""Schedules: made, played through with known costs, chosen among, drawn."""

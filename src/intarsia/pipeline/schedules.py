@@ -1,0 +1,383 @@
+"""Pipeline schedules: for each rank, the order in which it runs its stages on its micro-batches.
+
+A schedule is a generator of slots for one rank. With 3 ranks and 4 micro-batches, time running right
+(`F` forward, `B` backward, `I` and `W` the gradients of inputs and of weights):
+
+    GPipe        F0 F1 F2 F3 -  -  -  -  B0 B1 B2 B3     all forward, then all backward
+    1F1B         F0 F1 F2 B0 F3 B1 B2 B3                 a backward as soon as one can run: less memory
+    interleaved  F0 F1 F2 f0 f1 f2 ...                   each rank holds several stages: smaller bubbles
+    zero bubble  F0 F1 F2 I0 F3 I1 W0 I2 W1 ...          weight gradients fill the bubbles
+
+`define_schedule` gives a generator a name. It is then run, simulated, planned, drawn and listed like these:
+
+    @define_schedule("LastInFirstOut")
+    def last_in_first_out(rank, ranks, microbatches, per_rank):
+        for i in range(microbatches):
+            yield Slot(rank, FORWARD, i)
+        for i in reversed(range(microbatches)):
+            yield Slot(rank, BACKWARD, i)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from intarsia.errors import PartitionError
+
+Whole = NDArray[np.int64]
+
+
+class Action(IntEnum):
+    """What a stage does with a micro-batch; printed as one letter."""
+
+    FORWARD = 0
+    BACKWARD = 1  # the gradients of inputs and weights
+    INPUT = 2  # the gradient of the inputs alone
+    WEIGHT = 3  # the gradient of the weights, behind INPUT
+
+    def __str__(self) -> str:
+        return "FBIW"[self]
+
+
+FORWARD, BACKWARD, INPUT, WEIGHT = Action
+
+
+class Slot(NamedTuple):
+    """One entry of a rank's schedule: a stage runs an action on a micro-batch.
+
+    >>> print(Slot(2, Action.FORWARD, 5))
+    2F5
+    """
+
+    stage: int
+    action: Action
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.action}{self.microbatch}"
+
+
+Order = Callable[[int, int, int, int], Iterator[Slot]]
+"""The slots of one rank, from its number, the ranks, the micro-batches and the stages a rank."""
+OrderOf = TypeVar("OrderOf", bound=Order)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A schedule by name: the order of its slots, and what it needs.
+
+    Stage `s` runs on rank `s % ranks`, or where the stages are folded on rank r run stages r and 2n - 1 - r.
+    """
+
+    name: str
+    order: Order | None  # None for a schedule that torch runs and nobody here simulates
+    per_rank: int = 1  # stages of a rank, unless a call says otherwise
+    interleaved: bool = False  # whether a rank may hold several stages
+    folded: bool = False
+    splits_backward: bool = False  # whether INPUT and WEIGHT take the place of BACKWARD
+    divides: bool = False  # whether the micro-batches must divide by the ranks
+    # The class of torch.distributed.pipelining that runs in this order. Without one, torch's runtime is given
+    # the order. Torch's classes are public and its runtime is not, so they are preferred where there is one.
+    torch: str = ""
+    limit: Callable[[int, int], str | None] | None = None  # why it cannot run on ranks with micro-batches
+
+    def refusal(self, ranks: int, microbatches: int) -> str | None:
+        """Why the schedule cannot be run so; None where it can."""
+        return None if self.limit is None else self.limit(ranks, microbatches)
+
+    def rank_of(self, stage: int, ranks: int) -> int:
+        """The rank that holds a stage."""
+        turn, place = divmod(stage, ranks)
+        return ranks - 1 - place if self.folded and turn % 2 else place
+
+
+SCHEDULES: dict[str, Definition] = {}
+
+
+def define_schedule(name: str, **needs: Any) -> Callable[[OrderOf], OrderOf]:
+    """Register a generator under a name; `needs` are the fields of `Definition`."""
+
+    def register(order: OrderOf) -> OrderOf:
+        known = SCHEDULES.get(name)
+        if known is not None and known.order is not order:
+            raise PartitionError(f"schedule={name!r} is defined already, by {known.order}")
+        SCHEDULES[name] = Definition(name, order, **needs)
+        return order
+
+    return register
+
+
+def find_schedule(name: str) -> Definition:
+    """The definition of a name."""
+    found = SCHEDULES.get(name) or TORCH_ONLY.get(name)
+    if found is None:
+        raise PartitionError(f"schedule={name!r} is none of {', '.join([*SCHEDULES, *TORCH_ONLY])}")
+    return found
+
+
+def needs_its_stages(name: str, per_rank: int = 1) -> Callable[[int, int], str | None]:
+    """Torch's class begins with as many micro-batches as there are stages."""
+
+    def limit(ranks: int, microbatches: int) -> str | None:
+        stages = per_rank * ranks
+        if microbatches >= stages:
+            return None
+        return f"{name} needs a micro-batch a stage: microbatches={microbatches} is less than {stages} stages"
+
+    return limit
+
+
+def needs_equal_rounds(name: str) -> Callable[[int, int], str | None]:
+    """Torch's class runs in rounds of about as many micro-batches as there are ranks."""
+
+    def limit(ranks: int, microbatches: int) -> str | None:
+        rounds = max(1, microbatches // ranks)
+        if microbatches % rounds == 0:
+            return None
+        return (
+            f"{name} runs in {rounds} rounds of equal length: they do not divide microbatches={microbatches}"
+        )
+
+    return limit
+
+
+@define_schedule("GPipe", torch="ScheduleGPipe")
+def gpipe(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
+    """All forward passes, then all backward passes.
+
+    >>> print(*gpipe(1, 2, 2))
+    1F0 1F1 1B0 1B1
+    """
+    for i in range(microbatches):
+        yield Slot(rank, FORWARD, i)
+    for i in range(microbatches):
+        yield Slot(rank, BACKWARD, i)
+
+
+@define_schedule("1F1B", torch="Schedule1F1B", limit=needs_its_stages("1F1B"))
+def one_f_one_b(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
+    """One forward, one backward: no rank holds more micro-batches than there are stages behind it.
+
+    >>> print(*one_f_one_b(0, 2, 3))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    """
+    ahead = min(ranks - rank - 1, microbatches)
+    for i in range(ahead):
+        yield Slot(rank, FORWARD, i)
+    for i in range(microbatches - ahead):
+        yield Slot(rank, FORWARD, ahead + i)
+        yield Slot(rank, BACKWARD, i)
+    for i in range(microbatches - ahead, microbatches):
+        yield Slot(rank, BACKWARD, i)
+
+
+@define_schedule(
+    "Interleaved1F1B",
+    per_rank=2,
+    interleaved=True,
+    divides=True,
+    torch="ScheduleInterleaved1F1B",
+    limit=needs_equal_rounds("Interleaved1F1B"),
+)
+def interleaved(rank: int, ranks: int, microbatches: int, per_rank: int = 2) -> Iterator[Slot]:
+    """1F1B with several stages a rank: stage `s` runs on rank `s % ranks`.
+
+    >>> print(*interleaved(1, 2, 2))
+    1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    total = microbatches * per_rank
+
+    def slot(action: Action, i: int) -> Slot:
+        # Micro-batches go round in groups of `ranks`: each group through every stage of the rank.
+        group, inside = divmod(i, ranks * per_rank)
+        turn, offset = divmod(inside, ranks)
+        stage = turn if action is FORWARD else per_rank - 1 - turn
+        return Slot(stage * ranks + rank, action, group * ranks + offset)
+
+    ahead = min(total, (per_rank - 1) * ranks + 2 * (ranks - rank - 1))
+    for i in range(ahead):
+        yield slot(FORWARD, i)
+    for i in range(total - ahead):
+        yield slot(FORWARD, ahead + i)
+        yield slot(BACKWARD, i)
+    for i in range(total - ahead, total):
+        yield slot(BACKWARD, i)
+
+
+@define_schedule(
+    "ZeroBubble",
+    splits_backward=True,
+    torch="ScheduleInterleavedZeroBubble",
+    limit=needs_equal_rounds("ZeroBubble"),
+)
+def zero_bubble(rank: int, ranks: int, microbatches: int, per_rank: int = 1) -> Iterator[Slot]:
+    """1F1B whose weight gradients wait, on rank r for r micro-batches, and fill the bubble at the end.
+
+    >>> print(*zero_bubble(1, 2, 2))
+    1F0 1I0 1F1 1I1 1W0 1W1
+    """
+    done = 0
+    for slot in one_f_one_b(rank, ranks, microbatches, 1):
+        if slot.action is FORWARD:
+            yield slot
+            continue
+        yield Slot(rank, INPUT, slot.microbatch)
+        if slot.microbatch >= rank:
+            yield Slot(rank, WEIGHT, done)
+            done += 1
+    for i in range(done, microbatches):
+        yield Slot(rank, WEIGHT, i)
+
+
+TORCH_ONLY = {
+    definition.name: definition
+    for definition in (
+        Definition("LoopedBFS", None, per_rank=2, interleaved=True, torch="ScheduleLoopedBFS"),
+        Definition("ZBV", None, per_rank=2, folded=True, splits_backward=True, torch="ScheduleZBVZeroBubble"),
+        Definition(
+            "DualPipeV",
+            None,
+            per_rank=2,
+            folded=True,
+            splits_backward=True,
+            torch="ScheduleDualPipeV",
+            limit=needs_its_stages("DualPipeV", 2),
+        ),
+    )
+}
+"""Schedules of torch that run, and that nobody here has written down as a generator."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The slots of every rank, in order."""
+
+    name: str
+    stages: int
+    microbatches: int
+    ranks: tuple[tuple[Slot, ...], ...]
+
+    @cached_property
+    def table(self) -> SlotTable:
+        """The same as arrays."""
+        return SlotTable.of(self.ranks, self.stages)
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {i}: {' '.join(map(str, steps))}" for i, steps in enumerate(self.ranks))
+
+
+@dataclass(frozen=True)
+class SlotTable:
+    """The slots of all ranks one after the other, as arrays: what the simulation works with."""
+
+    begins: Whole  # where each rank's slots begin, and the end
+    stages: Whole
+    actions: Whole
+    microbatches: Whole
+    count: int  # of stages
+
+    @staticmethod
+    def of(ranks: Any, count: int) -> SlotTable:
+        """The table of slots that are given rank by rank."""
+        # Numbers one after the other: numpy reads them twice as fast as tuples.
+        rows = [np.fromiter(chain.from_iterable(slots), np.int64).reshape(-1, 3) for slots in ranks]
+        begins = np.cumsum([0, *map(len, rows)])
+        stages, actions, microbatches = np.concatenate(rows).T
+        return SlotTable(begins, stages.copy(), actions.copy(), microbatches.copy(), count)
+
+    def check(self, name: str, microbatches: int) -> None:
+        """Refuse an order in which a pass is missing, runs twice, or runs before what it needs."""
+        keys, places = self.stages * microbatches + self.microbatches, np.arange(len(self.stages))
+        when = np.full((3, self.count * microbatches), -1)
+        for row, actions in enumerate(((FORWARD,), (BACKWARD, INPUT), (WEIGHT, BACKWARD))):
+            chosen = np.isin(self.actions, actions)
+            count = np.bincount(keys[chosen], minlength=when.shape[1])
+            if len(count) != when.shape[1] or (count != 1).any():
+                stage, microbatch = divmod(int(np.argmax(count != 1)), microbatches)
+                what = ("forward pass", "backward pass", "gradient of the weights")[row]
+                times = count[stage * microbatches + microbatch]
+                raise PartitionError(
+                    f"{name} runs the {what} of stage {stage} on micro-batch {microbatch} {times} times"
+                )
+            when[row, keys[chosen]] = places[chosen]
+        late = (when[0] >= when[1]) | (when[1] > when[2])
+        if late.any():
+            stage, microbatch = divmod(int(late.argmax()), microbatches)
+            raise PartitionError(
+                f"{name} runs stage {stage} on micro-batch {microbatch} backward before what that needs"
+            )
+
+    @cached_property
+    def held(self) -> tuple[Whole, Whole]:
+        """By stage, the most micro-batches held at once, and the most while one goes back.
+
+        A micro-batch is held from its forward pass to the end of its last gradient.
+        """
+        order = np.argsort(self.stages, kind="stable")
+        stages, actions = self.stages[order], self.actions[order]
+        taken = (actions == FORWARD).astype(np.int64)
+        freed = ((actions == BACKWARD) | (actions == WEIGHT)).astype(np.int64)
+        held = np.cumsum(taken - freed) + freed  # each stage ends with none
+        begins = np.searchsorted(stages, np.arange(self.count))
+        back = np.where((actions == BACKWARD) | (actions == INPUT), held, 0)
+        return np.maximum.reduceat(held, begins), np.maximum.reduceat(back, begins)
+
+
+def schedule(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> Schedule:
+    """The schedule of a name, for so many ranks, micro-batches and stages per rank.
+
+    >>> print(schedule("1F1B", 2, 2))
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1B0 1F1 1B1
+    """
+    definition, each = _checked(name, ranks, microbatches, per_rank)
+    assert definition.order is not None
+    steps = tuple(tuple(definition.order(r, ranks, microbatches, each)) for r in range(ranks))
+    for rank, slots in enumerate(steps):
+        wrong = next((s for s in slots if definition.rank_of(s.stage, ranks) != rank), None)
+        if wrong is not None:
+            home = definition.rank_of(wrong.stage, ranks)
+            raise PartitionError(f"{name} runs {wrong} on rank {rank}; stage {wrong.stage} is on rank {home}")
+    found = Schedule(name, ranks * each, microbatches, steps)
+    found.table.check(name, microbatches)
+    return found
+
+
+def slot_table(name: str, ranks: int, microbatches: int, per_rank: int | None = None) -> SlotTable:
+    """The slots of a schedule as arrays, without an object for each; the last few are remembered."""
+    definition, each = _checked(name, ranks, microbatches, per_rank)
+    return _slot_table(definition, ranks, microbatches, each)
+
+
+@lru_cache(maxsize=8)  # of a thousand ranks and as many micro-batches one takes 40 MB
+def _slot_table(definition: Definition, ranks: int, microbatches: int, per_rank: int) -> SlotTable:
+    assert definition.order is not None
+    slots = (definition.order(r, ranks, microbatches, per_rank) for r in range(ranks))
+    found = SlotTable.of(slots, ranks * per_rank)
+    found.check(definition.name, microbatches)
+    return found
+
+
+def _checked(name: str, ranks: int, microbatches: int, per_rank: int | None) -> tuple[Definition, int]:
+    definition = SCHEDULES.get(name)
+    if definition is None:
+        known = "one that torch runs alone" if name in TORCH_ONLY else f"none of {', '.join(SCHEDULES)}"
+        raise PartitionError(f"schedule={name!r} is {known}")
+    if ranks < 1 or microbatches < 1:
+        raise PartitionError(f"ranks={ranks} and microbatches={microbatches} must be 1 or more")
+    each = definition.per_rank if per_rank is None else per_rank
+    if definition.divides and microbatches % ranks:
+        raise PartitionError(f"microbatches={microbatches} must divide by ranks={ranks} in {name}")
+    if each != 1 and not definition.interleaved and each != definition.per_rank:
+        raise PartitionError(f"per_rank={each}: {name} gives a rank {definition.per_rank} stage")
+    if each < 1:
+        raise PartitionError(f"per_rank={each} must be 1 or more")
+    return definition, each

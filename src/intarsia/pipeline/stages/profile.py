@@ -1,0 +1,353 @@
+"""What each node of a graph costs: seconds forward and backward, and bytes kept for backward.
+
+Where the seconds come from is a `CostSource`: nodes measured on the model's own values, measured on made-up
+ones where the model has no memory, or computed for a described device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from intarsia.errors import PartitionError
+from intarsia.graph.nodes import is_compute
+from intarsia.pipeline.cost import Cost
+from intarsia.pipeline.stages.devices import META, on_device, to_meta
+from intarsia.pipeline.stages.stopwatch import costs_in_step, measure_node, share_apart
+from intarsia.pipeline.stages.trace import Trace
+
+Progress = Callable[[int, int], None]
+_PASSES = 2  # over the graph, each node timed in both
+
+
+class CostSource(Protocol):
+    """Where the seconds of a node come from; printed, what a report says of it."""
+
+    real: bool  # whether the model's values are used; the graph runs on the meta device otherwise
+
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+        """The cost of one node, from its target and arguments."""
+        ...
+
+
+class Measured:
+    """Nodes are measured on the model's own values."""
+
+    real = True
+
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+        """The least of `repeats` runs."""
+        return measure_node(target, args, kwargs, repeats)
+
+    def __str__(self) -> str:
+        return ""
+
+
+class MadeUp:
+    """Nodes are measured on real memory with made-up values, which is given back after each.
+
+    Floats are drawn between 0 and 1 and whole numbers are zero, which is an index of any table.
+    """
+
+    real = False
+
+    def __init__(self) -> None:
+        device = torch.get_default_device()
+        self.device = torch.device("cpu") if device.type == "meta" else device
+
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+        """The least of `repeats` runs."""
+        values = pytree.tree_map_only(Tensor, lambda t: _made_up(t, self.device), (args, kwargs))
+        try:
+            made, options = on_device(values, self.device)
+            return measure_node(target, made, options, repeats)
+        except Exception as error:
+            raise PartitionError(
+                f"{target} cannot be measured on made-up values ({error}); costs='analytic' computes them"
+                " instead"
+            ) from error
+
+    def __str__(self) -> str:
+        return f"each node measured on {self.device} with made-up values"
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """What a device computes and moves in a second, for costs that are computed; only the ratio balances."""
+
+    flops: float = 1e12
+    bytes: float = 1e11
+    real = False
+
+    def __str__(self) -> str:
+        return f"computed for {self.flops / 1e12:g} TFLOP/s and {self.bytes / 1e9:g} GB/s"
+
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+        """By count: floating point operations, by torch's counter, and the bytes read and written."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        fresh = [_leaf(v) if isinstance(v, Tensor) else v for v in leaves]
+        again, options = on_device(pytree.tree_unflatten(fresh, spec), META)
+        grown = [v for v in fresh if isinstance(v, Tensor) and v.requires_grad]
+        # What works in place may not change a leaf; what autograd sees is one step behind it.
+        with FlopCounterMode(display=False) as forward, torch.enable_grad():
+            seen, seen_options = pytree.tree_map_only(Tensor, _behind, (again, options))
+            value = target(*seen, **seen_options)
+        made = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
+        moved = _bytes([*(v for v in fresh if isinstance(v, Tensor)), *made]) / self.bytes
+        roots = [v for v in made if v.requires_grad]
+        ahead = forward.get_total_flops() / self.flops + moved
+        if not roots or not grown:
+            return Cost(ahead)
+        weights = [v for v in grown if isinstance(v, torch.nn.Parameter)]
+        others = [v for v in grown if not isinstance(v, torch.nn.Parameter)]
+        through, onto = (_backward(roots, side) for side in (others, weights))
+        return Cost(
+            ahead,
+            through / self.flops + moved if others else 0.0,
+            onto / self.flops + _bytes(weights) / self.bytes + (0.0 if others else moved),
+            # Computed apart, both gradients read what the node keeps.
+            apart=moved if others and weights else 0.0,
+        )
+
+
+def cost_source(
+    trace: Trace, costs: Literal["measured", "analytic"] | DeviceSpeed = "measured"
+) -> CostSource:
+    """The source that a user names, for a model that may have no memory."""
+    if isinstance(costs, DeviceSpeed):
+        return costs
+    if costs == "analytic":
+        return DeviceSpeed()
+    on_meta = any(state.tensor.is_meta for state in trace.states.values())
+    return MadeUp() if on_meta else Measured()
+
+
+def profile(
+    trace: Trace,
+    tensors: Sequence[Tensor],
+    *,
+    repeats: int = 2,
+    progress: Progress | None = None,
+    source: CostSource | None = None,
+    apart: bool = False,
+) -> list[Cost]:
+    """The cost of every node at the given inputs; of equal nodes one is measured in each pass.
+
+    Each node runs alone, once to warm up and then `repeats` times, forward and backward; the least time
+    counts, of two passes over the graph: what disturbs the machine for a moment meets a node only once.
+    Then the graph runs as a step runs it, and nodes are given their part of what that takes more. With
+    `apart` a backward pass in two parts is measured too. The model's buffers and the random state are as
+    before when it returns. A source that is not real needs the graph for its shapes alone.
+    """
+    source = source or Measured()
+    runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress, source)
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        for _ in range(_PASSES):
+            runner.known.clear()
+            values = _placeholders(trace, tensors)
+            runner.run(*(values if source.real else to_meta(values)))
+        saved, weights = saved_bytes(trace), weight_bytes(trace)
+        costs = [
+            replace(runner.costs.get(n, Cost()), saved=saved[i], weights=weights[i])
+            for i, n in enumerate(trace.line.nodes)
+        ]
+        if not source.real:
+            return costs
+        costs = costs_in_step(trace, tensors, costs, repeats)
+        share = share_apart(trace, tensors, costs, repeats) if apart else 0.0
+        return [replace(c, apart=share * c.backward) for c in costs]
+
+
+def memory_costs(trace: Trace) -> list[Cost]:
+    """The bytes of every node alone; nothing is measured."""
+    return [Cost(saved=s, weights=w) for s, w in zip(saved_bytes(trace), weight_bytes(trace), strict=True)]
+
+
+def saved_bytes(trace: Trace) -> list[int]:
+    """The bytes each node makes autograd keep, read from the graph alone: nothing is allocated.
+
+    A tensor that two nodes keep is counted where it is first kept; parameters are not counted.
+    """
+    runner = _Saver(trace)
+    # Fake tensors of the example's own lengths: the capture's open lengths must not be narrowed by this run.
+    with FakeTensorMode() as mode, torch.enable_grad():
+        runner.run(*trace.fakes(mode, trace.signature.example))
+    return [runner.kept.get(n, 0) for n in trace.line.nodes]
+
+
+def weight_bytes(trace: Trace) -> list[int]:
+    """The bytes of the states each node is the first to read."""
+    out, seen = [0] * len(trace.line.nodes), set()
+    for i, node in enumerate(trace.line.nodes):
+        for value in node.all_input_nodes:
+            state = trace.states.get(value)
+            if state is not None and id(state) not in seen:
+                seen.add(id(state))
+                out[i] += state.bytes
+    return out
+
+
+class _Profiler(fx.Interpreter):
+    """Runs the graph node by node on real tensors and times each."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        repeats: int,
+        count: int,
+        progress: Progress | None,
+        source: CostSource,
+    ) -> None:
+        super().__init__(trace.module, graph=trace.graph)
+        self.source = source
+        self.repeats, self.count, self.progress = repeats, count, progress
+        self.costs: dict[fx.Node, Cost] = {}
+        self.known: dict[Any, Cost] = {}
+        self.done = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not is_compute(n):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if not self.source.real:
+            args, kwargs = on_device((args, kwargs), META)
+        key = _key(n, args, kwargs)
+        cost = self.known.get(key) if key is not None else None
+        if cost is None:
+            cost = self.source.cost(n.target, args, kwargs, self.repeats)  # type: ignore[arg-type]
+            if key is not None:
+                self.known[key] = cost
+        self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.count)
+        grows = any(
+            isinstance(v, torch.Tensor) and v.requires_grad for v in pytree.tree_leaves((args, kwargs))
+        )
+        with torch.no_grad():
+            value = n.target(*args, **kwargs)  # type: ignore[operator]
+        return pytree.tree_map_only(
+            torch.Tensor, lambda v: v.detach().requires_grad_(grows and v.is_floating_point()), value
+        )
+
+
+def _least(a: Cost, b: Cost) -> Cost:
+    return Cost(
+        min(a.forward, b.forward),
+        min(a.backward_input, b.backward_input),
+        min(a.backward_weight, b.backward_weight),
+        apart=min(a.apart, b.apart),
+    )
+
+
+class _Saver(fx.Interpreter):
+    """Runs the graph on fake tensors and notes what autograd keeps at each node."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace.module, graph=trace.graph)
+        self.trace = trace
+        self.kept: dict[fx.Node, int] = {}
+        self.seen: set[Any] = set()
+        self.held: list[torch.Tensor] = []
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        # Weights are there anyway: keeping one costs nothing.
+        holders = [n for n in self.trace.graph.nodes if n.op == "placeholder"]
+        given = list(args)
+        for i, (node, value) in enumerate(zip(holders, args, strict=True)):
+            if node in self.trace.states:
+                given[i] = value.detach().requires_grad_(self.trace.states[node].tensor.requires_grad)
+                self.seen.add(_storage(given[i]))
+        return super().run(*given, **options)
+
+    def run_node(self, n: fx.Node) -> Any:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            key = _storage(tensor)
+            if key not in self.seen:
+                self.seen.add(key)
+                self.held.append(tensor)  # alive, so that its storage is not mistaken for another
+                self.kept[n] = self.kept.get(n, 0) + tensor.numel() * tensor.element_size()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda t: t):
+            return super().run_node(n)
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
+
+
+def _key(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return None
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    parts = tuple(
+        (tuple(v.shape), v.dtype, v.stride(), isinstance(v, torch.nn.Parameter), v.requires_grad)
+        if isinstance(v, torch.Tensor)
+        else repr(v)
+        for v in leaves
+    )
+    return node.target, spec, parts
+
+
+def _placeholders(trace: Trace, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    inputs = dict(zip(trace.inputs, tensors, strict=True))
+    out: list[Any] = []
+    for node in trace.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if node in trace.states:
+            tensor = trace.states[node].tensor
+            out.append(tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone())
+        else:
+            out.append(inputs.get(node))
+    return out
+
+
+def _backward(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> int:
+    if not leaves:
+        return 0
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(
+            roots, leaves, [torch.ones_like(r) for r in roots], retain_graph=True, allow_unused=True
+        )
+    return int(counter.get_total_flops())
+
+
+def _leaf(value: Tensor) -> Tensor:
+    empty = torch.empty_like(value, device=META)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(empty, requires_grad=value.requires_grad)
+    return empty.requires_grad_(value.requires_grad)
+
+
+def _behind(value: Tensor) -> Tensor:
+    return value.view_as(value) if value.requires_grad else value
+
+
+def _made_up(value: Tensor, device: torch.device) -> Tensor:
+    if not value.is_meta:
+        return value.to(device)
+    # In the layout of the value, which may be expanded: the memory behind it, seen through its strides.
+    steps = zip(value.shape, value.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in steps) if value.numel() else 0
+    memory = torch.zeros(extent, dtype=value.dtype, device=device)
+    if value.is_floating_point():
+        memory.uniform_()
+    made = memory.as_strided(value.shape, value.stride())
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
+    return made.requires_grad_(value.requires_grad)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,324 @@
+"""Whether the samples of a batch may be computed apart: proved by the graph, or seen in a forward pass.
+
+The batch axis is followed through the graph (`graph.rows`). Where that is no proof, one forward pass of two
+batches at once is compared with one of each: the first is the example, the second has other values, since
+samples that are all equal hide what mixes them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from intarsia.compare import disagreement
+from intarsia.graph.nodes import whereabouts
+from intarsia.graph.rows import Doubt, doubt_about
+from intarsia.pipeline.stages.batch import Axes, BatchDims
+from intarsia.pipeline.stages.trace import Trace, trace
+from intarsia.pipeline.stages.trial import trial
+
+# Two batch lengths that hardly any other size equals; fake tensors of them cost nothing.
+_LENGTHS = (61, 67)
+
+
+class Incomparable(Exception):
+    """The model does not run on twice the example's batch."""
+
+
+def mixed_samples(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    batch_dims: BatchDims | None = None,
+) -> str:
+    """Why the samples of a batch cannot be computed apart, with node and source line; empty if they can.
+
+    >>> class Centred(nn.Module):
+    ...     def forward(self, x):
+    ...         return x - x.mean(0)
+    >>> mixed_samples(Centred(), (torch.randn(4, 2),)).partition(",")[0]
+    'mean makes one value of all samples'
+    >>> mixed_samples(nn.Softmax(-1), (torch.randn(4, 2),))
+    ''
+    """
+    captured = trace(model, args, kwargs, batch_dims=batch_dims)
+    return judged(model, captured, args, kwargs).signature.mixes
+
+
+def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Trace:
+    """The capture, whose signature now says why a batch cannot be divided, if it cannot."""
+    signature = captured.signature
+    if signature.batch is None or not any(axis is not None for axis in signature.axes.values()):
+        return captured
+    fixed = not isinstance(signature.batch, str)
+    doubt = _doubt(captured)
+    if doubt is None and not fixed:
+        return captured
+    proved = doubt is not None and doubt.proved and not fixed
+    try:
+        if fixed or any(state.tensor.is_meta for state in captured.states.values()):
+            difference = difference_in_halves(model, args, kwargs or {}, _leaf_axes(captured))
+        else:
+            difference = _lockstep(captured, signature.flatten(args, kwargs))
+    except Incomparable as error:
+        if fixed:
+            return captured  # nor does the plain model take a larger batch
+        if doubt is not None and not doubt.proved:
+            warnings.warn(f"samples may be mixed: {doubt.reason}, and {error}", stacklevel=3)
+        difference = doubt.reason if doubt is not None and doubt.proved else ""
+    else:
+        if not difference and proved:
+            assert doubt is not None
+            warnings.warn(
+                f"samples may be mixed: {doubt.reason}; a forward pass of the example shows no difference",
+                stacklevel=3,
+            )
+        if difference and doubt is not None and (doubt.proved or fixed):
+            difference = doubt.reason
+    return replace(captured, signature=replace(signature, mixes=difference))
+
+
+def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> str:
+    """How the model's answer for two batches at once differs from its answers for each; empty if it does not.
+
+    The model runs in evaluation mode, and in training mode too where that draws no random numbers and no
+    batch norm normalises by the batch's own statistics.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+        raise Incomparable("the meta device cannot run it")
+
+    def answers(values: Sequence[Any]) -> list[Any]:
+        again, options = pytree.tree_unflatten(list(values), spec)
+        return pytree.tree_leaves(model(*again, **options))
+
+    modes = [False, True] if model.training and not _has_batch_norm(model) else [False]
+    for mode in modes:
+        with trial(model), _mode(model, mode), torch.no_grad():
+            state = torch.get_rng_state()
+            whole, halves = _attempt(leaves, axes, lambda lanes: [answers(lane) for lane in lanes])
+            if mode and not torch.equal(state, torch.get_rng_state()):
+                continue
+        for number, (one, first, second) in enumerate(zip(whole, *halves, strict=True)):
+            if _agree(one, (first, second)) is False:
+                return f"output {number} of two batches at once differs from that of the batches in halves"
+    return ""
+
+
+def _doubt(captured: Trace) -> Doubt | None:
+    """What the graph leaves open."""
+    signature = captured.signature
+    low, high = signature.ranges.get(str(signature.batch), (0, 0))
+    first = max(low, 2)
+    lengths = [n for n in _LENGTHS if low <= n <= high] or [n for n in (first, first + 1) if n <= high]
+    aliases = [alias for alias, length in signature.same.items() if length == signature.batch]
+    calls = []
+    with FakeTensorMode() as mode:
+        for n in lengths:
+            sizes = {**signature.example, str(signature.batch): n, **dict.fromkeys(aliases, n)}
+            calls.append((n, captured.fakes(mode, sizes)))
+        if not calls:
+            calls = [(_batch_length(captured), captured.fakes(mode, signature.example))]
+        axes = {node: signature.axes.get(node.name) for node in captured.inputs}
+        return doubt_about(captured.module, captured.graph, calls, axes)
+
+
+def _batch_length(captured: Trace) -> int:
+    pairs = (
+        (s.sizes(captured.signature.example), captured.signature.axes.get(s.name))
+        for s in captured.signature.tensors
+    )
+    return next(sizes[axis] for sizes, axis in pairs if axis is not None)
+
+
+def _leaf_axes(captured: Trace) -> Axes:
+    return [captured.signature.axes.get(entry.name) for entry in captured.signature.inputs]
+
+
+def _attempt(
+    leaves: Sequence[Any], axes: Axes, run: Callable[[list[list[Any]]], list[Any]]
+) -> tuple[Any, list[Any]]:
+    """What `run` gives for two batches at once, and for each."""
+    error: Exception | None = None
+    for bold in (True, False):
+        second = [
+            leaf if axis is None or not isinstance(leaf, Tensor) else _other_values(leaf, axis, bold)
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
+        whole = [
+            a if axis is None or not isinstance(a, Tensor) else torch.cat([a, b], axis)
+            for a, b, axis in zip(leaves, second, axes, strict=True)
+        ]
+        try:
+            one, *halves = run([whole, list(leaves), second])
+            return one, halves
+        except Exception as failure:  # whatever a model says to values or lengths that it does not take
+            error = failure
+    said = next(iter(str(error).splitlines()), "")
+    raise Incomparable(f"the model does not run on twice the batch ({type(error).__name__}: {said})")
+
+
+def _other_values(tensor: Tensor, axis: int, bold: bool) -> Tensor:
+    """Other samples of the same kind: floats with noise, whole numbers drawn from the example's own.
+
+    Where all of those are equal, `bold` takes 0 and 1, which index any table but one of a single row.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tensor = tensor.detach()
+    if tensor.is_floating_point():
+        noise = torch.randn(tensor.shape, generator=draw).to(tensor.device, tensor.dtype)
+        return tensor.roll(1, axis) + noise * (float(tensor.float().std(correction=0)) or 1.0)
+    if tensor.dtype is torch.bool or tensor.is_complex() or not tensor.numel():
+        return tensor.roll(1, axis)
+    values = tensor.flatten()
+    if bold and tensor.device.type == "cpu" and bool((values == values[0]).all()):
+        values = torch.tensor([0, 1], dtype=tensor.dtype)
+    places = torch.randint(0, len(values), tensor.shape, generator=draw)
+    return values[places.to(tensor.device)]
+
+
+def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
+    """Whether a value of two batches is those of each, joined; None where it has no axis for samples."""
+    values = (whole, *halves)
+    if not all(isinstance(v, Tensor) and v.ndim == whole.ndim for v in values):
+        return None
+    grown = [i for i, n in enumerate(whole.shape) if n != halves[0].shape[i]]
+    if len(grown) > 1:
+        return False
+    if not grown or whole.shape[grown[0]] != sum(h.shape[grown[0]] for h in halves):
+        return None
+    axis = grown[0]
+    tolerance = torch.finfo(whole.dtype).eps ** 0.5 if whole.is_floating_point() else 0.0
+    # The batch may be folded inside another axis: as many times as divides both lengths.
+    common = math.gcd(*(h.shape[axis] for h in halves))
+    for outer in (n for n in range(1, common + 1) if common % n == 0):
+        parts = [h.unflatten(axis, (outer, -1)) for h in halves]
+        joined = torch.cat(parts, axis + 1).flatten(axis, axis + 1)
+        if disagreement([joined], [whole], tolerance=tolerance) is None:
+            return True
+    return False
+
+
+def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
+    """The first node that differs, where the graph answers otherwise for two batches at once."""
+    axes = [captured.signature.axis(spec) for spec in captured.signature.tensors]
+    devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+
+    def run(lanes: list[list[Any]]) -> list[Any]:
+        interpreter = _Lockstep(captured)
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            interpreter.run(*_holders(captured, lanes))
+        return [interpreter.agreement, None, None]
+
+    agreement, _ = _attempt(tensors, axes, run)
+    waiting, seen, wrong = list(next(iter(reversed(captured.graph.nodes))).all_input_nodes), set(), False
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        wrong = wrong or agreement.get(node) is False
+        # What has no axis for samples, such as a loss, is right where that which it is made of is.
+        waiting += node.all_input_nodes if agreement.get(node) is None else []
+    if not wrong:
+        return ""
+    first = next(node for node in captured.graph.nodes if agreement.get(node) is False)
+    return f"{first.name} differs between a batch and its halves ({whereabouts(first)})"
+
+
+def _holders(captured: Trace, lanes: list[list[Any]]) -> list[Any]:
+    """The arguments of the graph, each a value for every lane."""
+    inputs = dict(zip(captured.inputs, zip(*lanes, strict=True), strict=True))
+    found: list[Any] = []
+    for node in captured.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        if node in captured.states:
+            state = captured.states[node].tensor.detach()
+            found.append(_Lanes([state.clone() if node in captured.line.written else state for _ in lanes]))
+        else:
+            found.append(_Lanes(list(inputs[node])) if node in inputs else None)
+    return found
+
+
+class _Lanes(list[Any]):
+    """The values of one node: for two batches at once, and for each of them."""
+
+
+class _Lockstep(fx.Interpreter):
+    """Runs the graph for several batches node by node, without dropout."""
+
+    def __init__(self, captured: Trace) -> None:
+        super().__init__(captured.module, graph=captured.graph)
+        self.agreement: dict[fx.Node, bool | None] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        count = next((len(v) for v in pytree.tree_leaves((args, kwargs), _is_lanes) if _is_lanes(v)), 3)
+        lanes = [
+            pytree.tree_map(lambda v, i=i: v[i] if _is_lanes(v) else v, (args, kwargs), is_leaf=_is_lanes)
+            for i in range(count)
+        ]
+        values = _Lanes(_calm(n.target, lanes))
+        self.agreement[n] = _agree(values[0], (values[1], values[2]))
+        return values
+
+
+def _is_lanes(value: Any) -> bool:
+    return isinstance(value, _Lanes)
+
+
+def _calm(target: Any, lanes: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """What an operator gives in each lane; random numbers and statistics of batches are the same in all."""
+    if target in _DROPOUTS:
+        return [args[0] for args, _ in lanes]
+    if target is torch.ops.aten.batch_norm.default and lanes[0][0][5]:
+        x = lanes[0][0][0]
+        variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
+        return [target(*a[:3], mean, variance, False, *a[6:]) for a, _ in lanes]
+    if target is torch.ops.aten.scaled_dot_product_attention.default:
+        return [target(*a[:4], 0.0, *a[5:], **k) for a, k in lanes]
+    values = [target(*args, **kwargs) for args, kwargs in lanes]
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return [
+            pytree.tree_map_only(Tensor, lambda t: t.fill_(1 if t.is_floating_point() else 0), v)
+            for v in values
+        ]
+    return values
+
+
+_ATEN = torch.ops.aten
+_DROPOUTS = {
+    *(_ATEN.dropout.default, _ATEN.feature_dropout.default, _ATEN.alpha_dropout.default),
+    *(_ATEN.feature_alpha_dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout_.default),
+}
+
+
+def _has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Any:
+    """Evaluation mode for a while, or the modes that the modules have."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if not training:
+            model.eval()
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -1,0 +1,114 @@
+"""Batch norm in the graph of a stage, whose running statistics become those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from intarsia.errors import PartitionError
+from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
+from intarsia.pipeline.gpipe.checkpoint import is_recomputing
+from intarsia.pipeline.stages.stage import Stage
+
+_BATCH_NORM, _COUNT = torch.ops.aten.batch_norm.default, torch.ops.aten.add_.Tensor
+
+
+class DeferredNode(nn.Module):
+    """Stands in a graph for `aten.batch_norm` in training."""
+
+    def __init__(self, momentum: float, eps: float) -> None:
+        super().__init__()
+        self.norm = DeferredBatchNorm(1, eps, momentum, affine=False)
+
+    def begin(self, chunks: int) -> None:
+        """Start a batch of so many micro-batches."""
+        self.norm.begin(chunks)
+
+    def forward(self, input: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor) -> Tensor:
+        """What batch norm gives; the statistics change with the last micro-batch."""
+        # The states are the stage's own: it hands them in at every call, wherever they have moved to.
+        self.norm._parameters.update(weight=weight, bias=bias)
+        self.norm._buffers.update(running_mean=mean, running_var=variance)
+        normalised: Tensor = self.norm(input)
+        return normalised
+
+
+class DeferredCount(nn.Module):
+    """Stands in a graph for the counting of batches, which may be in another stage than the statistics."""
+
+    counted = False
+
+    def begin(self, chunks: int) -> None:
+        """Start a batch."""
+        self.counted = False
+
+    def forward(self, batches: Tensor) -> Tensor:
+        """Count the batch, once."""
+        if not self.counted and not is_recomputing():
+            self.counted = True
+            batches.add_(1)
+        return batches
+
+
+class _Deferring(fx.GraphModule):
+    """A stage's program with such nodes."""
+
+
+def defer_statistics(stages: Iterable[nn.Module], wanted: bool) -> list[DeferredNode | DeferredCount]:
+    """Let batch norms of stages gather the statistics of all micro-batches, if that is wanted.
+
+    `begin` of each starts a batch. A micro-batch is normalised by its own statistics as before.
+    """
+    found: list[DeferredNode | DeferredCount] = []
+    for stage in stages:
+        if isinstance(stage, Stage) and isinstance(stage.runner, _Deferring):
+            object.__setattr__(stage, "runner", stage.program)
+        if not wanted:
+            continue
+        if not isinstance(stage, Stage):
+            raise PartitionError(
+                "deferred_batch_norm=True is for stages cut by the graph; these are cut along the module"
+                " tree, where DeferredBatchNorm.convert_deferred_batch_norm(model) does it before split"
+            )
+        if stage.runner is not stage.program:
+            raise PartitionError(
+                "deferred_batch_norm=True does not go with modules that are computed again by name; stages"
+                " are computed again as a whole with checkpoint="
+            )
+        if stage.training:
+            found += _defer(stage)
+    return found
+
+
+def _defer(stage: Stage) -> list[DeferredNode | DeferredCount]:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in stage.program.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    program = _Deferring(stage.program, graph)
+    form = stage.form
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    pairs = zip(holders, form.arguments, strict=True)
+    states = {node: form.states[name] for node, name in pairs if name in form.states}
+    found: list[DeferredNode | DeferredCount] = []
+    for node in list(graph.nodes):
+        state = states.get(node.args[3 if node.target is _BATCH_NORM else 0]) if node.args else None
+        if node.target is _BATCH_NORM and node.args[5] and state is not None:
+            deferred: DeferredNode | DeferredCount = DeferredNode(*node.args[6:8])
+            arguments = node.args[:5]
+        elif node.target is _COUNT and state is not None and state.endswith("num_batches_tracked"):
+            deferred, arguments = DeferredCount(), node.args[:1]
+        else:
+            continue
+        name = f"deferred_{node.name}"
+        program.add_module(name, deferred)
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.call_module(name, arguments))
+        graph.erase_node(node)
+        found.append(deferred)
+    if found:
+        program.recompile()
+        object.__setattr__(stage, "runner", program)
+    return found

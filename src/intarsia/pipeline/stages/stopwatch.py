@@ -1,0 +1,266 @@
+"""Times of nodes and of stages, by the clock.
+
+A node that is measured alone finds its inputs and its memory in the nearest cache; in a step other nodes and
+other micro-batches ran in between, and Python and autograd go from node to node. So the graph is also run as
+a step runs it, and the seconds of nodes grow by the share that the whole takes more than they.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from intarsia.pipeline.cost import Cost, total
+from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.stage import Stage, build_stages
+from intarsia.pipeline.stages.trace import Trace
+
+IN_FLIGHT = 2  # micro-batches that go forward before the first goes back
+_LONG = 1.0  # seconds of a step after which one more is enough
+
+
+def measure_node(
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    repeats: int,
+    held: Sequence[torch.nn.Parameter] = (),
+) -> Cost:
+    """Time one node alone, forward and backward, on copies of its inputs.
+
+    `held` are the parameters that a target has beside its arguments, as a module does. The gradient of a
+    weight is added to that of the micro-batches before, which counts too.
+    """
+    learning = [weight for weight in held if weight.requires_grad]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    grown = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    weights = {i for i in grown if isinstance(leaves[i], torch.nn.Parameter)}
+    forward, inputs, whole, added = [], [], [], []
+    for _ in range(repeats + 1):
+        # Copies, so that a node that works in place finds the same values each time.
+        fresh = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in leaves]
+        for i in grown:
+            fresh[i].requires_grad_(isinstance(leaves[i], torch.nn.Parameter) or leaves[i].requires_grad)
+        wanted = [i for i in grown if fresh[i].requires_grad]
+        # A leaf may not be changed in place; what autograd sees is one step behind it.
+        seen = [v.clone() if i in wanted and i not in weights else v for i, v in enumerate(fresh)]
+        again, options = pytree.tree_unflatten(seen, spec)
+        begin = synchronized(fresh)
+        with torch.enable_grad():
+            value = target(*again, **options)
+        forward.append(synchronized(fresh) - begin)
+        roots = [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor) and v.requires_grad]
+        if roots and (wanted or learning):
+            grads = [torch.ones_like(r) for r in roots]
+            inputs.append(_time_grad(roots, [fresh[i] for i in wanted if i not in weights], grads))
+            whole.append(_time_grad(roots, [*(fresh[i] for i in wanted), *learning], grads))
+            added.append(_time_adding([*(fresh[i] for i in wanted if i in weights), *learning]))
+    through = min(inputs[1:], default=0.0)
+    of_weights = max(0.0, min(whole[1:], default=0.0) - through) + min(added[1:], default=0.0)
+    return Cost(min(forward[1:]), through, of_weights)
+
+
+def _time_grad(roots: list[torch.Tensor], leaves: list[torch.Tensor], grads: list[torch.Tensor]) -> float:
+    if not leaves:
+        return 0.0
+    begin = synchronized(leaves)
+    torch.autograd.grad(roots, leaves, grads, retain_graph=True, allow_unused=True)
+    return synchronized(leaves) - begin
+
+
+def _time_adding(weights: list[torch.Tensor]) -> float:
+    sums = [torch.zeros_like(weight) for weight in weights]
+    begin = synchronized(weights)
+    for gradient, weight in zip(sums, weights, strict=True):
+        gradient.add_(weight.detach())
+    return synchronized(weights) - begin
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+def costs_in_step(
+    trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[Cost], repeats: int, memory: int = 2**30
+) -> list[Cost]:
+    """The costs of nodes, grown so that they add up to what a step takes.
+
+    The graph runs in stretches that keep at most `memory` bytes (or as little as the graph can be cut into),
+    one after the other: a model that is cut because it is large need not fit in one step. All nodes grow by
+    the same share, so that a moment in which the machine is slow does not move the balance between them.
+    """
+    forward = backward = 0.0
+    values: Sequence[Any] = tensors
+    for stage in build_stages(trace, stretches(trace, costs, memory)):
+        passes, values = measure_passes(stage, values, repeats)
+        forward += passes.forward
+        backward += passes.backward
+    whole = total(costs)
+    ahead = forward / whole.forward if whole.forward else 1.0
+    back = backward / whole.backward if whole.backward else 1.0
+    return [
+        replace(
+            c,
+            forward=c.forward * ahead,
+            backward_input=c.backward_input * back,
+            backward_weight=c.backward_weight * back,
+        )
+        for c in costs
+    ]
+
+
+def stretches(trace: Trace, costs: Sequence[Cost], memory: int) -> list[int]:
+    """The places between stretches of a graph; each keeps at most `memory` bytes if it can."""
+    places: list[int] = []
+    begin = last = 0
+    for place in [*trace.line.allowed, len(costs)]:
+        if last > begin and _held(costs[begin:place]) > memory:
+            places.append(last)
+            begin = last
+        last = place
+    return places
+
+
+def measure_passes(stage: Stage, values: Sequence[Any], repeats: int) -> tuple[Passes, Sequence[Any]]:
+    """The seconds of a stage's passes as in a step, and what it gives.
+
+    Some micro-batches are in flight and the gradients of weights are added up, on aliases of the parameters
+    and copies of the statistics: the model's own, its gradients and its hooks are left alone. The mean of a
+    step's micro-batches counts, the least of `repeats` steps after one to warm up.
+    """
+    form = stage.form
+    weights = {name: _alias(state) for name, state in stage.states().items()}
+    seconds: list[Passes] = []
+    gives: Sequence[Any] = ()
+    for turn in range(repeats + 1):
+        if turn > 1 and seconds[0].forward + seconds[0].backward > _LONG:
+            break
+        forward = backward = 0.0
+        flying = []
+        for _ in range(IN_FLIGHT):
+            # Copies: the program may change what it takes in place, which autograd forbids to a leaf.
+            known = {_name(s): _copy(v) for s, v in zip(form.takes, map(_alias, values), strict=True)}
+            known |= {name: _copy(w) if name in form.written else w for name, w in weights.items()}
+            arguments = [known[name] for name in form.arguments]
+            begin = synchronized(arguments)
+            with torch.enable_grad():
+                made = stage.program(*arguments)
+            forward += synchronized(arguments) - begin
+            known.update(zip(form.results, made, strict=True))
+            gives = [known[_name(spec)] for spec in form.gives]
+            roots = [v for v in gives if isinstance(v, torch.Tensor) and v.requires_grad]
+            flying.append((roots, [torch.ones_like(r) for r in roots]))
+        for roots, grads in flying:
+            begin = synchronized(roots)
+            if roots:
+                torch.autograd.backward(roots, grads)
+            backward += synchronized(roots) - begin
+        seconds.append(Passes(forward / IN_FLIGHT, backward / IN_FLIGHT))
+    least = Passes(min(s.forward for s in seconds[1:]), min(s.backward for s in seconds[1:]))
+    return least, [_alias(v) for v in gives]
+
+
+def share_apart(trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[Cost], repeats: int) -> float:
+    """How much longer a backward pass takes in two parts, as a share of it in one.
+
+    Torch computes the gradients of inputs first and those of weights later; for that it searches the graph of
+    autograd in Python, and walks some of it twice. Measured on the second half of the graph, whose inputs
+    want gradients.
+    """
+    parts = _two_parts()
+    sums = list(accumulate((c.seconds for c in costs), initial=0.0))
+    place = next((at for at in trace.line.allowed if sums[at] >= sums[-1] / 2), None)
+    if parts is None or place is None:
+        return 0.0
+    first, second = build_stages(trace, [place])
+    values = _run(first, tensors, torch.no_grad())[1]
+    values = [
+        v.detach().requires_grad_(v.is_floating_point()) if isinstance(v, torch.Tensor) else v for v in values
+    ]
+    inputs = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+    whole: list[float] = []
+    apart: list[float] = []
+    for _ in range(repeats + 1):
+        for seconds, split in ((whole, False), (apart, True)):
+            learning, gives = _run(second, values, torch.enable_grad())
+            roots = [v for v in gives if isinstance(v, torch.Tensor) and v.requires_grad]
+            if not inputs or not roots or not learning:
+                return 0.0
+            grads = [torch.ones_like(r) for r in roots]
+            begin = synchronized(roots)
+            if split:
+                _, groups = parts[0](roots, grads, inputs, iter(learning))
+                parts[1](iter(learning), groups)
+            else:
+                torch.autograd.backward(roots, grads)
+            seconds.append(synchronized(inputs) - begin)
+            for value in inputs:
+                value.grad = None
+    return max(0.0, min(apart[1:]) / (min(whole[1:]) or 1.0) - 1.0)
+
+
+def _two_parts() -> Any:
+    """Torch's two parts of a backward pass, which have no public names; None where they are elsewhere."""
+    try:
+        from torch.distributed.pipelining import _backward
+    except ImportError:
+        return None
+    names = ("stage_backward_input", "stage_backward_weight")
+    if not all(hasattr(_backward, name) for name in names):
+        warnings.warn(
+            f"torch {torch.__version__} has no {names[0]}: a backward pass in two parts has no price",
+            stacklevel=2,
+        )
+        return None
+    return _backward.stage_backward_input, _backward.stage_backward_weight
+
+
+def _run(stage: Stage, values: Sequence[Any], mode: Any) -> tuple[list[torch.nn.Parameter], Sequence[Any]]:
+    """Run a stage on parameters of its own memory; those that learn, and what the stage gives."""
+    form = stage.form
+    weights: dict[str, Any] = {
+        name: torch.nn.Parameter(s.detach()) if s.requires_grad else s.clone()
+        for name, s in stage.states().items()
+    }
+    known = {_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)} | weights
+    with mode:
+        made = stage.program(*(known[name] for name in form.arguments))
+    known.update(zip(form.results, made, strict=True))
+    return [w for w in weights.values() if w.requires_grad], [known[_name(spec)] for spec in form.gives]
+
+
+def synchronized(values: Sequence[Any]) -> float:
+    """The time, when the device of these values has done what it was given."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            torch.cuda.synchronize(value.device)
+            break
+    return time.perf_counter()
+
+
+def _held(costs: Sequence[Cost]) -> int:
+    """Bytes of a stretch: what waits for backward, and gradients."""
+    return IN_FLIGHT * sum(c.saved for c in costs) + sum(c.weights for c in costs)
+
+
+def _name(spec: TensorSpec | str) -> str:
+    return spec if isinstance(spec, str) else spec.name
+
+
+def _alias(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,82 @@
+"""Tensors taken apart: the plain tensors that a subclass, a sparse or a jagged tensor consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory of their own that a tensor consists of; a plain tensor is its own only part.
+
+    A subclass says by torch's protocol, `__tensor_flatten__`, what it holds. Nothing is known of the inside
+    of one without the protocol, nor of a tensor of another layout: such a tensor has no parts.
+
+    >>> [part.tolist() for part in plain_tensors(torch.eye(2).to_sparse_csr())]
+    [[0, 1, 2], [0, 1], [1.0, 1.0]]
+    """
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta):
+        return [tensor]
+    return [part for _, part in named_parts("", tensor)]
+
+
+def named_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same with names: `name` for a plain tensor, `name.qdata` and the like for the parts of another.
+
+    >>> [name for name, _ in named_parts("mask", torch.eye(2).to_sparse())]
+    ['mask.indices', 'mask.values']
+    """
+    if is_traceable_subclass(tensor):
+        attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for attribute in attributes:
+            yield from named_parts(f"{name}.{attribute}", getattr(tensor, attribute))
+    elif tensor.layout is torch.strided and tensor.is_nested:
+        for place, part in enumerate(tensor.unbind()):
+            yield f"{name}.{place}", part
+    elif tensor.layout is torch.strided:
+        if not is_opaque(tensor):
+            yield name, tensor
+    elif tensor.layout in _PARTS:
+        whole = tensor.detach()
+        if tensor.layout is torch.sparse_coo:
+            whole = whole.coalesce()  # which shares the memory of one that is coalesced already
+        for method in _PARTS[tensor.layout]:
+            yield f"{name}.{method}", getattr(whole, method)()
+
+
+def plain_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict with every tensor taken apart."""
+    return {part: plain for name, tensor in state.items() for part, plain in named_parts(name, tensor)}
+
+
+def is_traceable_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that can be taken apart by torch's protocol."""
+    return hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "__tensor_unflatten__")
+
+
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory that can be read, and nothing says what it consists of.
+
+    >>> is_opaque(torch.ones(2)), is_opaque(torch.nn.Parameter(torch.ones(2)))
+    (False, False)
+    """
+    if is_traceable_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if tensor.is_meta:
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # a wrapper made by `_make_wrapper_subclass` has no memory
+        return True
+    return False

@@ -1,0 +1,112 @@
+"""What is compared with a model: any callable, or a file that another runtime loads."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from intarsia.engines import NetworkEngine, RuntimeFile, known_engines
+from intarsia.errors import InputError
+from intarsia.runtime.compiled import Compiled
+
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that claims to compute what a model does.
+
+    `call` takes the model's arguments. What a file computes is `flat`: its tensors, without the structure of
+    the model's results. `inside` gives every value that a file computes on the way, by name.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    flat: bool = False
+    inside: Callable[..., Values] | None = None
+
+    @property
+    def compiled(self) -> Compiled | None:
+        """The candidate as a module of this package, whose segments can be run alone."""
+        return self.call if isinstance(self.call, Compiled) else None
+
+    @property
+    def recompile(self) -> Callable[[nn.Module], Callable[..., Any]] | None:
+        """For a module of torch.compile, what compiles another module the same way."""
+        # `dynamo_ctx` is private (torch 2.11 to 2.13); without it only the results are compared.
+        context = getattr(self.call, "dynamo_ctx", None)
+        return context if callable(context) and hasattr(self.call, "_orig_mod") else None
+
+
+def candidate_of(given: Any, model: nn.Module) -> Candidate:
+    """The candidate that a user gives: a callable, or the path of an engine's, a `.pt2` or a saved file."""
+    if isinstance(given, str | os.PathLike):
+        return _from_file(Path(given), model)
+    if not callable(given):
+        raise InputError(f"candidate is a {type(given).__name__}; give a callable or the path of a file")
+    return Candidate(getattr(given, "__name__", type(given).__name__), given)
+
+
+def _from_file(path: Path, model: nn.Module) -> Candidate:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}")
+    for name, kind in known_engines().items():
+        if issubclass(kind, NetworkEngine) and kind.file_suffix == path.suffix and kind.based_on is None:
+            engine = kind()
+            if (reason := engine.unavailable()) is not None:
+                raise InputError(f"{path} needs {name}: {reason}")
+            return _flat(path, engine.open(path), model)
+    if path.suffix == ".pt2":
+        return Candidate(path.name, torch.export.load(path).module())
+    from intarsia.archive import load
+
+    return Candidate(path.name, load(path))
+
+
+def _flat(path: Path, file: RuntimeFile, model: nn.Module) -> Candidate:
+    def arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        given = _by_name(path.name, file.inputs, _named(model, args, kwargs))
+        try:
+            return {name: value.detach().cpu().contiguous().numpy() for name, value in given.items()}
+        except TypeError as error:
+            raise InputError(f"the inputs have a dtype that numpy lacks: {error}") from error
+
+    def call(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in file.run(arrays(args, kwargs))]
+
+    def inside(*args: Any, **kwargs: Any) -> Values:
+        values = file.run_inside(arrays(args, kwargs))
+        return {name: torch.from_numpy(x) for name, x in values.items() if x.dtype.kind in "fiub"}
+
+    return Candidate(path.name, call, flat=True, inside=inside)
+
+
+def _named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
+    """The tensors of a call by the names of arguments; what is nested has a name like `pair.0`."""
+    try:
+        bound: Mapping[str, Any] = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # an exported module, say, whose forward takes anything
+        bound = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    leaves, _ = pytree.tree_flatten_with_path(dict(bound))
+    return {
+        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): value
+        for path, value in leaves
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _by_name(file: str, names: Sequence[str], given: Values) -> Values:
+    """The inputs of a file: those of the same names, or as many in the same order."""
+    if set(names) <= set(given):
+        return {name: given[name] for name in names}
+    if len(names) == len(given):
+        return dict(zip(names, given.values(), strict=True))
+    raise InputError(f"{file} takes {', '.join(names)}; the model is called with {', '.join(given)}")

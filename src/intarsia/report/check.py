@@ -1,0 +1,236 @@
+"""`intarsia.check`: whether something computes what a model does, and if not, where it first differs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from intarsia.build.judge import Answer, Judge, call_of
+from intarsia.build.trial import Case
+from intarsia.capture.call import Call
+from intarsia.capture.example import copied_call
+from intarsia.capture.input import check_call, resolve_call
+from intarsia.capture.random_state import keeps_random_state
+from intarsia.compare import disagreement, relative_error
+from intarsia.convert import registry
+from intarsia.errors import InputError, IntarsiaError
+from intarsia.lower.generalize import lower_model
+from intarsia.lower.lowered import Lowered, example_inputs
+from intarsia.lower.range_ends import corners
+from intarsia.report.candidate import Candidate, candidate_of
+from intarsia.report.drawn_calls import drawn_calls, edge_calls
+from intarsia.report.first_difference import FirstDifference, first_difference
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One call of both: how the candidate's answer differs, or None, and by how much at most."""
+
+    inputs: str
+    fault: str | None
+    error: float
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found. Print it, or take `equal`, `comparisons`, `difference` and `as_dict()`."""
+
+    model: str
+    candidate: str
+    comparisons: tuple[Comparison, ...]
+    difference: FirstDifference | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether every answer agreed to rounding, or within the tolerance that was given."""
+        return all(comparison.fault is None for comparison in self.comparisons)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"equal": self.equal, **asdict(self)}
+
+    def __str__(self) -> str:
+        verdict = "computes what the model does, to rounding" if self.equal else "differs from the model"
+        lines = [f"{self.candidate} {verdict}"]
+        for comparison in self.comparisons:
+            outcome = comparison.fault or f"equal, largest error {comparison.error:.1e}"
+            lines.append(f"  {comparison.inputs}: {outcome}")
+        if self.difference is not None:
+            lines += str(self.difference).splitlines()
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+@keeps_random_state
+def check(
+    model: nn.Module | ExportedProgram,
+    args: Sequence[Any] = (),
+    candidate: Callable[..., Any] | str | os.PathLike[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    tolerance: float | None = None,
+    draws: int = 3,
+    edges: bool = True,
+    reproduction: str | os.PathLike[str] | None = None,
+) -> CheckReport:
+    """Compare something with the model that it claims to compute.
+
+    The candidate is a callable (a module of `torch.compile`, say), or the path of an ONNX file, an OpenVINO
+    model, a `.pt2` file or a file of `intarsia.save`. Without one, the model is compiled and that is
+    checked. Both run on the example, on `draws` inputs drawn like it, at the ends of sizes that vary, and,
+    with `edges`, at edge values such as zeros, an infinity and NaN. Answers may differ by what rounding does
+    to the model itself, or by `tolerance` as a share of the largest value.
+
+    If an answer differs, the report names the first node whose value differs, with its source line, as far as
+    the candidate lets that be seen. The node and its inputs are written to the file `reproduction`, a
+    program of `torch.export`.
+
+    Example:
+        >>> import torch, intarsia
+        >>> model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+        >>> intarsia.check(model, (x,), lambda x: model(x)).equal
+        True
+        >>> print(intarsia.check(model, (x,), lambda x: model(x) + 0.1, draws=0, edges=False))
+        <lambda> differs from the model
+          the example: output 0 is off by 0.1 at ...
+        note: the first node that differs is unknown: a plain function shows its results alone
+    """
+    check_call(args, kwargs)
+    if tolerance is not None and not tolerance > 0:
+        raise InputError(f"tolerance={tolerance!r} must be more than 0")
+    args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+    if candidate is None:
+        from intarsia.compiler.api import compile
+
+        candidate = compile(model, args, kwargs, dynamic_shapes=dynamic_shapes)  # type: ignore[arg-type]
+    judge = Judge(model)
+    job = _Check(judge, (args, kwargs), candidate_of(candidate, judge.model), dynamic_shapes, tolerance)
+    return job.run(model, draws, edges, reproduction)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The model, the candidate, and how their answers to a call are compared."""
+
+    judge: Judge
+    call: Call
+    candidate: Candidate
+    dynamic_shapes: Any
+    tolerance: float | None
+
+    def run(
+        self,
+        model: nn.Module | ExportedProgram,
+        draws: int,
+        edges: bool,
+        reproduction: str | os.PathLike[str] | None,
+    ) -> CheckReport:
+        try:
+            truth = self.judge.answer(self.call)
+        except Exception as error:  # the user's own model
+            said = next(iter(str(error).splitlines()), "")
+            raise InputError(
+                f"the model fails on its example inputs: {type(error).__name__}: {said}"
+            ) from error
+        if not self.judge.is_deterministic(self.call, truth):
+            raise InputError("two runs of the model differ, so nothing can be compared with it")
+        notes: list[str] = []
+        lowered, reason = self.lowered
+        if lowered is None:
+            notes.append(f"rounding is estimated, since the model has no graph: {reason}")
+        comparisons: list[Comparison] = []
+        failed: Call | None = None
+        for name, call in self._calls(lowered, draws, edges, notes):
+            comparison = self._compare(name, call, lowered, notes)
+            if comparison is None:
+                continue
+            comparisons.append(comparison)
+            if comparison.fault is not None and failed is None:
+                failed = call
+        report = CheckReport(type(model).__name__, self.candidate.name, tuple(comparisons))
+        if failed is not None:
+            found = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
+            if isinstance(found, FirstDifference):
+                report = replace(report, difference=found)
+            else:
+                notes.append(f"the first node that differs is unknown: {found}")
+        return replace(report, notes=tuple(notes))
+
+    @cached_property
+    def lowered(self) -> tuple[Lowered | None, str]:
+        """The model's graph, which tells what rounding does to its answers; or why there is none."""
+        try:
+            lowered, _ = lower_model(
+                self.judge.model,
+                *self.call,
+                self.dynamic_shapes,
+                has_converter=registry.__contains__,
+                drop_guards=True,
+            )
+        except IntarsiaError as error:
+            return None, next(iter(str(error).splitlines()), "")
+        return lowered, ""
+
+    def _calls(
+        self, lowered: Lowered | None, draws: int, edges: bool, notes: list[str]
+    ) -> Iterator[tuple[str, Call]]:
+        yield "the example", self.call
+        yield from drawn_calls(self.call, draws)
+        if lowered is not None:
+            inputs = example_inputs(lowered, *self.call)
+            for number, corner in enumerate(corners(lowered, inputs, notes)):
+                yield f"the {'largest' if number else 'least'} sizes", call_of(lowered, corner)
+        if edges:
+            yield from edge_calls(self.call)
+
+    def _compare(self, name: str, call: Call, lowered: Lowered | None, notes: list[str]) -> Comparison | None:
+        try:
+            truth = self.judge.answer(call)
+        except Exception as error:  # inputs of our own making, which the model need not take
+            notes.append(f"not compared on {name}, where the model fails: {type(error).__name__}")
+            return None
+        try:
+            answer = self.judge.answer(call, self.candidate.call)
+        except Exception as error:
+            said = next(iter(str(error).splitlines()), "")
+            return Comparison(name, f"fails where the model does not: {type(error).__name__}: {said}", 0.0)
+        leaves = _like(truth, answer) if self.candidate.flat else answer.leaves
+        if len(leaves) != len(truth.leaves):
+            return Comparison(name, f"it gives {len(leaves)} results; the model {len(truth.leaves)}", 0.0)
+        if not self.candidate.flat and answer.structure != truth.structure:
+            structure = f"it gives results as {answer.structure}; the model as {truth.structure}"
+            return Comparison(name, structure, 0.0)
+        error_of = relative_error(leaves, truth.leaves)
+        if self.tolerance is not None:
+            return Comparison(name, disagreement(leaves, truth.leaves, tolerance=self.tolerance), error_of)
+        if disagreement(leaves, truth.leaves) is None:  # by a rule of thumb; the runs below cost more
+            return Comparison(name, None, error_of)
+        return Comparison(name, self._fault(call, truth, leaves, lowered), error_of)
+
+    def _fault(self, call: Call, truth: Answer, leaves: list[Any], lowered: Lowered | None) -> str | None:
+        """How an answer differs by more than rounding does to the model, which is run again to see that."""
+        if lowered is None or truth.structure != lowered.out_spec:
+            return disagreement(leaves, truth.leaves)
+        try:
+            expected = self.judge.graph_answer(lowered, call)
+        except Exception:  # sizes that the graph does not take
+            return disagreement(leaves, truth.leaves)
+        case = Case(lowered.module, example_inputs(lowered, *copied_call(call)), expected)
+        answer = replace(truth, leaves=leaves)
+        return self.judge.fault(lowered, truth, answer, case.rounding(0.0))
+
+
+def _like(truth: Answer, answer: Answer) -> list[Any]:
+    """The tensors of a file in the places of the model's; what is no tensor is the model's own."""
+    tensors = iter([leaf for leaf in answer.leaves if isinstance(leaf, torch.Tensor)])
+    leaves = [next(tensors, None) if isinstance(leaf, torch.Tensor) else leaf for leaf in truth.leaves]
+    return [*leaves, *tensors]

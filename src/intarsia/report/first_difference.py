@@ -1,0 +1,241 @@
+"""The first node of a model's graph whose value something else computes differently."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from intarsia.build.builder import part_of, values_of
+from intarsia.build.cases import case_of
+from intarsia.build.judge import Judge
+from intarsia.build.repair import bisect_failure
+from intarsia.build.rewriter import rewriter
+from intarsia.build.trial import Case, Failure, try_piece
+from intarsia.capture.call import Call
+from intarsia.capture.example import copied_call
+from intarsia.compare import disagreement
+from intarsia.errors import IntarsiaError
+from intarsia.graph.nodes import compute_nodes, module_path, op_name, source_line
+from intarsia.graph.piece import Piece
+from intarsia.lower.lowered import Lowered, example_inputs
+from intarsia.report.candidate import Candidate
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.fallback import WithFallback
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first node whose value differs, where it comes from, and how it differs."""
+
+    node: str
+    op: str
+    module: str
+    source: str
+    fault: str
+    last_equal: str = ""  # the last value that both have, where only values can be compared
+    reproduction: str | None = None  # a program of torch.export, with its inputs
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.module, self.source)))
+        lines = [f"first difference: {self.node} ({self.op}){f' [{where}]' if where else ''}: {self.fault}"]
+        if self.last_equal:
+            lines.append(f"  the last value that both compute is {self.last_equal}")
+        if self.reproduction:
+            lines.append(f"  reproduction: {self.reproduction}")
+        return "\n".join(lines)
+
+
+def first_difference(
+    judge: Judge,
+    lowered: Lowered | None,
+    call: Call,
+    candidate: Candidate,
+    reproduction: str | os.PathLike[str] | None = None,
+) -> FirstDifference | str:
+    """Where a candidate first differs on a call; else a clause that says why that cannot be seen."""
+    compiled = candidate.compiled
+    if compiled is not None and compiled.stands_for_model:
+        lowered = compiled.lowered
+    if lowered is None:
+        return _by_modules(judge, call, candidate) or "the model has no graph"
+    try:
+        inputs = example_inputs(lowered, *copied_call(call))
+        values = values_of(lowered.module, inputs)
+    except Exception as error:  # sizes that the graph does not take
+        return f"its graph does not run on this call: {type(error).__name__}"
+    if compiled is not None:
+        found = _in_segments(compiled, values)
+    elif candidate.recompile is not None:
+        found = _in_graph(lowered.module, "torch.compile", values, _recompiled(candidate.recompile))
+    elif candidate.inside is not None:
+        return _by_values(lowered.module, values, candidate.inside(*call[0], **call[1]))
+    else:
+        by_modules = _by_modules(judge, call, candidate)
+        return by_modules or "a plain function shows its results alone"
+    if found is None:
+        return "no node differs by itself; small errors add up (`intarsia diff` shows how)"
+    node, fault, part = found
+    path = None if reproduction is None else _written(part, [values[n] for n in part.inputs], reproduction)
+    return FirstDifference(node.name, op_name(node), module_path(node), source_line(node), fault, "", path)
+
+
+Found = tuple[fx.Node, str, Piece]
+Build = Callable[[fx.GraphModule], Callable[..., Sequence[Any]]]
+
+
+def _in_segments(compiled: Compiled, values: dict[fx.Node, Any]) -> Found | None:
+    """The first node that an engine computes differently, given PyTorch's values at its segment's border."""
+    for piece, step in zip(compiled.inlay.pieces, compiled.inlay.steps, strict=True):
+        program = step.program
+        if not isinstance(program, WithFallback) or program.origin is None:
+            continue
+        engine = program.origin.engine
+        case = case_of(piece, dict(values))
+        if _fault(step.program, case) is None:
+            continue
+        rewrite = rewriter(None, [engine])
+
+        def build(module: fx.GraphModule, engine: Any = engine, rewrite: Any = rewrite) -> Any:
+            tried = try_piece(module, engine, [], rewrite, None, [])
+            if isinstance(tried, Failure):
+                raise IntarsiaError(tried.reason)
+            return tried.program
+
+        inner = values_of(piece.module, case.inputs)
+        found = _in_graph(piece.module, engine.name, inner, build)
+        if found is None:
+            continue
+        own = {node.name: node for node in piece.segment.nodes}
+        node, fault, part = found
+        values.update(inner)
+        return own.get(node.name, node), fault, part
+    return None
+
+
+def _in_graph(module: fx.GraphModule, engine: str, values: dict[fx.Node, Any], build: Build) -> Found | None:
+    """The first node that differs where runs of nodes are built alone and given PyTorch's values."""
+
+    def fails(nodes: Sequence[fx.Node]) -> str | None:
+        part = part_of(module, engine, nodes)
+        try:
+            return _fault(build(part.module), case_of(part, dict(values)))
+        except IntarsiaError as error:
+            return f"is refused: {error}"
+
+    nodes = compute_nodes(module.graph)
+    blamed = bisect_failure(nodes, fails, most=0)
+    if not blamed:
+        return None
+    node = next(iter(blamed))
+    # The shortest run that ends with the node and still fails: alone it may be fused otherwise, and right.
+    place, length = nodes.index(node), 1
+    while length <= place and fails(nodes[place + 1 - length : place + 1]) is None:
+        length *= 2
+    return node, blamed[node], part_of(module, engine, nodes[max(0, place + 1 - length) : place + 1])
+
+
+def _fault(program: Callable[..., Sequence[Any]], case: Case) -> str | None:
+    try:
+        with torch.no_grad():
+            answers = list(program(*case.inputs))
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return disagreement(answers, case.expected, case.rounding(0.0))
+
+
+def _recompiled(recompile: Callable[[nn.Module], Callable[..., Any]]) -> Build:
+    def build(module: fx.GraphModule) -> Callable[..., Sequence[Any]]:
+        torch.compiler.reset()  # else many small graphs exceed the limit of recompilations
+        return recompile(module)
+
+    return build
+
+
+def _by_values(
+    module: fx.GraphModule, values: dict[fx.Node, Any], inside: dict[str, torch.Tensor]
+) -> FirstDifference | str:
+    """The first node behind which nothing is found again among the values of a file.
+
+    A file names its values as it likes, so they are compared by what they hold. Its runtime may fuse nodes:
+    those have no value there. What tells is the last node that has one.
+    """
+    shapes: dict[tuple[int, ...], list[tuple[str, torch.Tensor]]] = {}
+    for name, value in inside.items():
+        shapes.setdefault(tuple(value.shape), []).append((name, value))
+    nodes = [n for n in compute_nodes(module.graph) if _is_telling(values.get(n))]
+    last, twin = -1, ""
+    for place, node in enumerate(nodes):
+        value = values[node]
+        same = (
+            name
+            for name, other in shapes.get(tuple(value.shape), [])
+            if disagreement([other.to(value.dtype)], [value]) is None
+        )
+        found = next(same, None)
+        if found is not None:
+            last, twin = place, found
+    if last + 1 >= len(nodes):
+        return "every value of the model's graph is found in the file"
+    node = nodes[last + 1]
+    equal = f"{nodes[last].name} [{source_line(nodes[last])}], named {twin} in the file" if twin else ""
+    where = module_path(node), source_line(node)
+    return FirstDifference(node.name, op_name(node), *where, "no value of the file equals it", equal)
+
+
+def _is_telling(value: Any) -> bool:
+    """Whether a value can be found again by what it holds: floats that are not all the same."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 2:
+        return False
+    return not bool((value == value.flatten()[0]).all())
+
+
+def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> FirstDifference | None:
+    """The first module that gives another value than the module of that name in the candidate."""
+    if not isinstance(candidate.call, nn.Module):
+        return None
+    theirs = _module_values(judge, candidate.call, call)
+    for name, value in _module_values(judge, judge.model, call).items():
+        if name not in theirs:
+            continue
+        fault = disagreement(pytree.tree_leaves(theirs[name]), pytree.tree_leaves(value))
+        if name and fault is not None:
+            kind = type(judge.model.get_submodule(name)).__name__
+            return FirstDifference(name, kind, name, "", fault)
+    return None
+
+
+def _module_values(judge: Judge, model: nn.Module, call: Call) -> dict[str, Any]:
+    """What each module gives at its first call, in the order they end."""
+    values: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            copied = pytree.tree_map_only(torch.Tensor, lambda value: value.detach().clone(), result)
+            values.setdefault(name, copied)
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules()]
+    try:
+        judge.answer(call, model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return values
+
+
+def _written(part: Piece, inputs: list[Any], path: str | os.PathLike[str]) -> str | None:
+    """Write a piece and its inputs as a program of torch.export; None if torch cannot export it."""
+    try:
+        program = torch.export.export(part.module, tuple(inputs), strict=False)
+    except Exception:  # what came out of export once is not always taken again
+        return None
+    torch.export.save(program, Path(path))
+    return os.fspath(path)

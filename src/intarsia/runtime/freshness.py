@@ -1,0 +1,347 @@
+"""Whether what a program was made of is still as it was: weights, modules, hooks, modes and plain attributes.
+
+    contents     torch's count of changes, at every call
+                 steps of optimizers, at every call: fused ones write without raising the count (torch 2.13)
+                 a sample of each weight's bytes, in turns: torch does not count writes by `p.data` or numpy
+    structure    a weight that was replaced, a module, a hook, a mode, an attribute: in turns, or all at once
+
+Samples are read on the CPU only: on a GPU, a call would have to wait for its kernels. What follows from a
+change is up to who asks: a compiled module raises or warns, a tuned one runs its own forward, the backend
+compiles anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from operator import attrgetter, call, is_
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from intarsia.plain_tensors import plain_tensors
+from intarsia.runtime.settings import Attributes, Settings, Table, attributes_of
+
+_T = TypeVar("_T")
+
+# torch's count of in-place changes; it has no public name. A tensor made in inference mode keeps none.
+VERSION = attrgetter("_version")
+
+# Everything is looked at within so many calls. Of 262 weights, an eighth takes 15 us and all take 120 us.
+TURNS = 8
+_LEAST = 8  # weights and modules looked at together, at least
+_WORDS = 64  # of four bytes, read of a weight: 0.3 us
+
+_ROOT = "the model itself"
+
+# transformers hooks a model's layers when it first runs; they do something where hidden states are asked for.
+_IDLE_HOOKS = "transformers.utils.output_capturing"
+
+
+class Kind(Enum):
+    """What became of something, as a clause that follows its name."""
+
+    WRITTEN = "was written to"
+    REPLACED = "was replaced"
+    MODULES = "holds other modules than when compiled"
+    HOOK = "has a hook that it had not when compiled"
+    MODE = "is in another mode (training) than when compiled"
+    SETTING = "is another than when compiled"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the program will not fit again: hooks and settings may come back."""
+        return self in (Kind.WRITTEN, Kind.REPLACED, Kind.MODULES)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that is not as it was; of weights that were written to, all names."""
+
+    kind: Kind
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.kind.value}"
+
+    @property
+    def what(self) -> str:
+        """The first names.
+
+        >>> Change(Kind.WRITTEN, ("a", "b", "c", "d")).what
+        'a, b, c and 1 more'
+        """
+        more = f" and {len(self.names) - 3} more" if len(self.names) > 3 else ""
+        return ", ".join(self.names[:3]) + more
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that a program was made of, its name, and the table of a module that holds it, if one does."""
+
+    name: str
+    tensor: torch.Tensor
+    table: Table | None = None
+    key: str = ""
+
+
+def weights_of(model: nn.Module) -> Iterator[Weight]:
+    """Each parameter, buffer and tensor attribute of a model."""
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers, module.__dict__):
+            if not isinstance(table, dict):  # of TorchScript
+                continue
+            for key, tensor in table.items():
+                if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                    yield Weight(f"{path}.{key}" if path else key, tensor, table, key)
+
+
+class Freshness:
+    """What a program was made of, and whether it is fresh, or why not.
+
+    The modules of `root` are watched with the weights. A program that stands `in_place` of the root's forward
+    runs within the root's own hooks, and depends on the modes of modules. The model is not kept alive; `gone`
+    is called when a weight is no more.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Weight],
+        root: nn.Module | None = None,
+        *,
+        in_place: bool = False,
+        gone: Callable[[object], None] | None = None,
+    ) -> None:
+        self._weights = [_Watched(weight, gone) for weight in weights]
+        self._counted = [part for weight in self._weights for part in weight.counted]
+        self._total = sum(map(VERSION, self._counted))  # counts only grow, so the sum tells
+        self._stepped: set[int] = set()  # weights that an optimizer has stepped on
+        self._at: dict[int, list[int]] = {}  # weights by their storages
+        for place, weight in enumerate(self._weights):
+            for part in weight.parts:
+                self._at.setdefault(part.untyped_storage().data_ptr(), []).append(place)
+        modules = [] if root is None else list(root.named_modules())
+        attributes = [] if root is None else list(attributes_of(root, in_place=in_place))
+        turns = max(1, min(TURNS, max(len(self._weights), len(modules)) // _LEAST))
+        self._shares = [
+            _Share(
+                _part(self._weights, turn, turns),
+                _part(modules, turn, turns),
+                _part(attributes, turn, turns),
+                in_place,
+            )
+            for turn in range(turns)
+        ]
+        self._turn = 0
+        self._root = None if root is None else weakref.ref(root, _forgetting(weakref.ref(self)))
+        _watch_steps()
+        _watching.add(self)
+
+    def contents_change(self, *, thorough: bool = False) -> Change | None:
+        """Weights that were written to: all are counted, and those of this turn, or all, are sampled."""
+        is_fresh = not self._stepped and sum(map(VERSION, self._counted)) == self._total
+        if thorough:
+            is_fresh = is_fresh and all(share.is_sampled_alike() for share in self._shares)
+        elif is_fresh:
+            turn = self._turn
+            self._turn = turn + 1 if turn + 1 < len(self._shares) else 0
+            is_fresh = self._shares[turn].is_sampled_alike()
+        if is_fresh:
+            return None
+        names = (w.name for place, w in enumerate(self._weights) if place in self._stepped or w.is_written())
+        return Change(Kind.WRITTEN, tuple(names))
+
+    def structure_change(self, *, thorough: bool = False) -> Change | None:
+        """The first thing of this turn, or of all, that was replaced or set otherwise."""
+        for share in self._shares if thorough else (self._shares[self._turn],):
+            change = share.change()
+            if change is not None:
+                return change
+        return None
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the weights, in their order, where they were in memory."""
+        start = 0
+        for share in self._shares:
+            if not share.holds(tensors[start : start + len(share.weights)]):
+                return False
+            start += len(share.weights)
+        return True
+
+    def changed(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The places of those of `tensors` that are not the weights, or were written to."""
+        pairs = enumerate(zip(self._weights, tensors, strict=True))
+        return [i for i, (w, now) in pairs if i in self._stepped or not w.holds(now) or w.is_written()]
+
+    def note_step(self, storages: set[int]) -> None:
+        """An optimizer has written to these storages."""
+        for storage in storages & self._at.keys():
+            self._stepped.update(self._at[storage])
+
+    def forget(self) -> None:
+        """Let go of the modules: the model is gone, so nothing of it can change."""
+        for share in self._shares:
+            share.forget()
+
+
+def _forgetting(freshness: weakref.ref[Freshness]) -> Callable[[object], None]:
+    def forget(_: object) -> None:
+        if (alive := freshness()) is not None:
+            alive.forget()
+
+    return forget
+
+
+def _part(items: Sequence[_T], turn: int, turns: int) -> Sequence[_T]:
+    return items[len(items) * turn // turns : len(items) * (turn + 1) // turns]
+
+
+class _Watched:
+    """A weight, and all that tells whether its contents are as they were."""
+
+    def __init__(self, weight: Weight, gone: Callable[[object], None] | None) -> None:
+        tensor = weight.tensor
+        self.name = weight.name
+        self.place = None if weight.table is None else (weight.table, weight.key)
+        self.ref = weakref.ref(tensor, gone)
+        own = plain_tensors(tensor)
+        self.is_plain = len(own) == 1 and own[0] is tensor
+        self.parts = [part.detach() for part in own]  # a detached one shares memory and count
+        self.addresses = [part.data_ptr() for part in self.parts]
+        # What is written to a subclass is counted in the whole, not in its parts.
+        wholes = self.parts if self.is_plain else [tensor.detach(), *self.parts]
+        self.counted = [part for part in wholes if not part.is_inference()]
+        self._counts = [VERSION(part) for part in self.counted]
+        self.samples = [sample for part in self.parts for sample in _samples(part)]
+        self.values = [sample.tobytes() for sample in self.samples]
+
+    def holds(self, tensor: torch.Tensor | None) -> bool:
+        """Whether this is the weight, and lies where it lay."""
+        if tensor is None or tensor is not self.ref():
+            return False
+        return [part.data_ptr() for part in plain_tensors(tensor)] == self.addresses
+
+    def is_written(self) -> bool:
+        """Whether its contents are others, by torch's count or by the sample."""
+        values = [sample.tobytes() for sample in self.samples]
+        return [VERSION(part) for part in self.counted] != self._counts or values != self.values
+
+
+class _Share:
+    """What is looked at in one turn. One look is a few comparisons of lists, at the speed of C."""
+
+    def __init__(
+        self,
+        weights: Sequence[_Watched],
+        modules: Sequence[tuple[str, nn.Module]],
+        attributes: Sequence[Attributes],
+        in_place: bool,
+    ) -> None:
+        self.weights = weights
+        self._refs = [weight.ref for weight in weights]
+        self._addresses = [weight.addresses[0] for weight in weights if weight.is_plain]
+        self._samples = [sample for weight in weights for sample in weight.samples]
+        self._values = [value for weight in weights for value in weight.values]
+        self._places = [weight.place for weight in weights if weight.place is not None]
+        self._modules = modules if in_place else []
+        self._modes = [module.training for _, module in self._modules]
+        self._children = [
+            (path, part._modules, tuple(part._modules.values())) for path, part in modules if part._modules
+        ]
+        hooked = [(path, part) for path, part in modules if path or not in_place]
+        self._hooks = [
+            (path, table) for path, p in hooked for table in (p._forward_hooks, p._forward_pre_hooks)
+        ]
+        self._hook_tables = [table for _, table in self._hooks]
+        self._hook_counts = [*map(len, self._hook_tables)]
+        self._user_hooks = [*map(_user_hooks, self._hook_tables)]
+        self._settings = Settings(attributes)
+
+    def is_sampled_alike(self) -> bool:
+        return [sample.tobytes() for sample in self._samples] == self._values
+
+    def holds(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether these are the weights, where they lay."""
+        if not all(map(is_, tensors, map(call, self._refs))):
+            return False
+        if len(self._addresses) == len(self.weights):
+            return [*map(torch.Tensor.data_ptr, tensors)] == self._addresses  # type: ignore[arg-type]
+        return all(weight.holds(tensor) for weight, tensor in zip(self.weights, tensors, strict=True))
+
+    def change(self) -> Change | None:
+        if self._places:
+            now = [table.get(key) for table, key in self._places]
+            if not self.holds(now):
+                names = (w.name for w, tensor in zip(self.weights, now, strict=True) if not w.holds(tensor))
+                return Change(Kind.REPLACED, tuple(names))
+        for path, table, children in self._children:
+            if tuple(table.values()) != children:
+                return Change(Kind.MODULES, (path or _ROOT,))
+        modes = [module.training for _, module in self._modules]
+        if modes != self._modes:
+            pairs = zip(self._modules, modes, self._modes, strict=True)
+            return Change(
+                Kind.MODE, tuple(path or _ROOT for (path, _), now, before in pairs if now != before)
+            )
+        if [*map(len, self._hook_tables)] != self._hook_counts and (change := self._hook_change()):
+            return change
+        name = self._settings.changed()
+        return None if name is None else Change(Kind.SETTING, (name,))
+
+    def _hook_change(self) -> Change | None:
+        for (path, table), before in zip(self._hooks, self._user_hooks, strict=True):
+            if _user_hooks(table) != before:
+                return Change(Kind.HOOK, (path or _ROOT,))
+        self._hook_counts = [*map(len, self._hook_tables)]
+        return None
+
+    def forget(self) -> None:
+        for weight in self.weights:
+            weight.place = None
+        self._places, self._modules, self._modes, self._children = [], [], [], []
+        self._hooks, self._hook_tables, self._hook_counts, self._settings = [], [], [], Settings([])
+
+
+def _user_hooks(table: dict[int, Any]) -> int:
+    """How many hooks there are, without those that wait for a call which no program answers."""
+    return sum(getattr(hook, "__module__", "") != _IDLE_HOOKS for hook in table.values())
+
+
+def _samples(part: torch.Tensor) -> list[Any]:
+    """Some of a tensor's memory as an array of numpy, or nothing where reading it has to wait."""
+    if part.device.type != "cpu" or part.layout is not torch.strided or not part.numel():
+        return []
+    storage, start = part.untyped_storage(), part.storage_offset() * part.element_size()
+    reach = sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True)) + 1
+    memory = torch.empty(0, dtype=torch.uint8).set_(storage, start, (reach * part.element_size(),))  # type: ignore[call-overload]
+    octets = memory.numpy()
+    if len(octets) < 4 * _WORDS:
+        return [octets]
+    words = octets[: len(octets) // 4 * 4].view("u4")
+    # An odd step: one that divides a row's length would read the same column of every row.
+    return [words[:: len(words) // _WORDS | 1]]
+
+
+# Optimizers' steps. torch calls the hook after each step of each optimizer of the process.
+
+_watching: weakref.WeakSet[Freshness] = weakref.WeakSet()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    watching = list(_watching)
+    if not watching:
+        return
+    stepped = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    storages = {part.untyped_storage().data_ptr() for p in stepped for part in plain_tensors(p)}
+    for freshness in watching:
+        freshness.note_step(storages)
