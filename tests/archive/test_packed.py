@@ -184,7 +184,7 @@ def test_a_part_that_lies_outside_its_whole_is_refused(tmp_path: Path) -> None:
             entry["rows"][1:] = ends  # type: ignore[call-overload]
 
         (tmp_path / "forged").write_bytes(sealed(data, edit))
-        with pytest.raises(ArchiveError, match="is no part of"):
+        with pytest.raises(ArchiveError, match="is not part of"):
             intarsia.load(tmp_path / "forged")
 
 

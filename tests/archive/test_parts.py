@@ -141,5 +141,5 @@ def test_damaged_files_are_refused(saved: tuple[Gated, Path]) -> None:
             continue
         torch.testing.assert_close(fast(X), model(X), rtol=1e-4, atol=1e-5)  # a byte that nobody reads
     path.write_bytes(whole[:-50])
-    with pytest.raises(ArchiveError, match="no whole archive"):
+    with pytest.raises(ArchiveError, match="not a whole archive"):
         intarsia.load(path, model=model)

@@ -168,7 +168,7 @@ def test_a_saved_file_is_exported(x: torch.Tensor, tmp_path: Path) -> None:
 
 
 def test_what_has_no_plain_file_is_refused(x: torch.Tensor, tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match="no compiled module"):
+    with pytest.raises(ArchiveError, match="not a compiled module"):
         intarsia.export(nn.ReLU(), tmp_path / "a.onnx")
     fast = intarsia.compile(Net().eval(), (x,), engines="onnxruntime")
     with pytest.raises(ArchiveError, match=r"runs on onnxruntime; a\.xml is not a file \.onnx"):

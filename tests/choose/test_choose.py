@@ -324,7 +324,7 @@ def test_throughput_is_measured_at_the_largest_batch_by_several_threads(
         ({"objective": "speed"}, "objective='speed' is not known; known are latency, throughput"),
         ({"budget_s": 0}, "budget_s=0 must be more than 0"),
         ({"budget_s": "3"}, "budget_s='3' must be more than 0"),
-        ({"candidates": ["openvino"]}, "'openvino', which is no engine"),
+        ({"candidates": ["openvino"]}, "'openvino', which is not an engine"),
         ({"candidates": PyTorch()}, r"PyTorch\(.*\) is one engine; give a list"),
     ],
 )

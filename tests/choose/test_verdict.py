@@ -77,7 +77,7 @@ def test_the_order_of_the_plans_changes_no_figure(plans: list[Entry], random: ob
 
 
 def test_rounds_are_compared_in_pairs() -> None:
-    """The machine slows down for both alike, which is no spread between them."""
+    """The machine slows down for both alike, which is not a spread between them."""
     drifting = (1.0, 2.0, 4.0, 8.0)
     one = Entry("one", 2, tuple(0.95 * s for s in drifting))
     assert is_faster(one, Entry("other", 1, drifting))

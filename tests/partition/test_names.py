@@ -59,20 +59,20 @@ def test_iterators_are_read_once_and_stay() -> None:
     [
         (
             {"backend_support_map": {"onnxruntime": "aten::relu"}},
-            "is no list of names; give e.g. ['aten::relu']",
+            "is not a list of names; give e.g. ['aten::relu']",
         ),
         (
             {"backend_support_map": {"onnxruntime": None}},
-            "backend_support_map of onnxruntime=None is no list",
+            "backend_support_map of onnxruntime=None is not a list",
         ),
         ({"backend_support_map": {"pytorch": ["relu"]}}, "names 'pytorch', which takes every operator"),
         ({"memory_budget": {"pytorch": 100}}, "names 'pytorch', which takes every operator"),
         ({"memory_budget": None}, "memory_budget=None names no engine"),
-        ({"atomic": ["aten::relu"]}, "atomic='aten::relu' is no list of names"),
-        ({"atomic": None}, "atomic=None is no list of names"),
-        ({"atomic": [None]}, "atomic=None is no list of names"),
-        ({"torch_executed_ops": None}, "torch_executed_ops=None is no list of names"),
-        ({"torch_executed_modules": None}, "torch_executed_modules=None is no list of names"),
+        ({"atomic": ["aten::relu"]}, "atomic='aten::relu' is not a list of names"),
+        ({"atomic": None}, "atomic=None is not a list of names"),
+        ({"atomic": [None]}, "atomic=None is not a list of names"),
+        ({"torch_executed_ops": None}, "torch_executed_ops=None is not a list of names"),
+        ({"torch_executed_modules": None}, "torch_executed_modules=None is not a list of names"),
     ],
 )
 def test_values_that_mean_nothing_are_a_sentence(options: dict[str, Any], sentence: str) -> None:
@@ -98,7 +98,7 @@ class Scaled(nn.Module):
         ({"scale": {0: Dim("n")}}, "names dimension 0 of scale, which has 0 dimensions"),
         ({"x": {5: Dim("n")}}, "names dimension 5 of x, which has 2 dimensions"),
         ({"x": {"0": Dim("n")}}, "names dimension '0' of x"),
-        ({"scaled": {0: Dim("n")}}, "names 'scaled', which is no argument of the call; near is 'scale'"),
+        ({"scaled": {0: Dim("n")}}, "names 'scaled', which is not an argument of the call; near is 'scale'"),
         (({0: Dim("n")}, None, None), "dynamic_shapes has 3 entries; the call has 2 arguments"),
         ({"x": {0: "batch"}}, "gives 'batch' for dimension 0 of x; give a torch.export.Dim"),
         ({"x": "batch"}, "gives 'batch' for x"),

@@ -217,7 +217,7 @@ def test_a_priority_names_known_engines() -> None:
 @pytest.mark.parametrize("wrong", [3, [], intarsia.Measured])
 def test_what_is_no_strategy_is_refused(wrong: object) -> None:
     for ask in (intarsia.compile, intarsia.explain):
-        with pytest.raises(PartitionError, match="is no strategy"):
+        with pytest.raises(PartitionError, match="is not a strategy"):
             ask(nn.Linear(2, 2), (torch.ones(1, 2),), partition=wrong)
 
 
@@ -235,8 +235,8 @@ def test_what_is_no_time_limit_is_refused(wrong: object) -> None:
         ({"build_limit_s": True}, "build_limit_s=True; give seconds"),
         ({"min_block_size": True}, "min_block_size=True must be a whole number"),
         ({"require_full_compilation": "yes"}, "require_full_compilation='yes'; give True or False"),
-        ({"torch_executed_ops": "relu"}, "torch_executed_ops='relu' is no list of names"),
-        ({"backend_priority": "openvino"}, "backend_priority='openvino' is no list of names"),
+        ({"torch_executed_ops": "relu"}, "torch_executed_ops='relu' is not a list of names"),
+        ({"backend_priority": "openvino"}, "backend_priority='openvino' is not a list of names"),
         ({"memory_budget": -1}, "memory_budget=-1 names no engine"),
         ({"memory_budget": {"openvino": "1 GB"}}, "memory_budget of openvino is '1 GB' bytes"),
         ({"backend_support_map": ["openvino"]}, r"backend_support_map=\['openvino'\] names no engine"),

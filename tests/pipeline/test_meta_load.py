@@ -130,7 +130,7 @@ def test_names_and_shapes_that_do_not_fit_are_told(table, tmp_path):
         load(lambda t: t.update(more=torch.ones(1)))
     load(lambda t: t.update(more=torch.ones(1)), strict=False)
     with pytest.raises(
-        InputError, match="buffers gives 'scaled', which is no buffer of the model; is 'scale'"
+        InputError, match="buffers gives 'scaled', which is not a buffer of the model; is 'scale'"
     ):
         meta_stages().load(tmp_path / "other.safetensors", buffers={"scaled": torch.arange(4.0)})
     with pytest.raises(
@@ -184,7 +184,7 @@ def test_damaged_files_are_refused(table, tmp_path):
     (folder / INDEX).write_text("[]")
     with pytest.raises(InputError, match="has no weight_map"):
         meta_stages().load(folder, buffers=values)
-    with pytest.raises(InputError, match="is no safetensors file, and no folder with"):
+    with pytest.raises(InputError, match="is neither a safetensors file nor a folder with"):
         meta_stages().load(tmp_path / "nothing", buffers=values)
 
 

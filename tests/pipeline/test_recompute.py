@@ -101,7 +101,7 @@ def test_names_that_are_nowhere_are_refused():
     with pytest.raises(PartitionError, match="is one name; give a list"):
         split(model, (x,), stages=2, by="memory", checkpoint="blocks.1")
     for wrong in (True, [0]):
-        with pytest.raises(PartitionError, match="is no list of modules' names"):
+        with pytest.raises(PartitionError, match="is not a list of modules' names"):
             split(model, (x,), stages=2, by="memory", checkpoint=wrong)
     parts = split(model, (x,), stages=2, by="memory")
     assert "blocks.1.conv1" in set().union(*(module_names(stage.program) for stage in parts))

@@ -215,7 +215,7 @@ def test_cuts_by_hand():
     model, args, _ = make("mlp")
     parts = split(model, args, cuts=["linear_1", "linear_3"], by="memory")
     assert [len(list(s.parameters())) for s in parts] == [2, 4, 2]
-    with pytest.raises(PartitionError, match="'nothing', which is no node"):
+    with pytest.raises(PartitionError, match="'nothing', which is neither a node"):
         split(model, args, cuts=["nothing"], by="memory")
 
 

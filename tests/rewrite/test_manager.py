@@ -273,7 +273,7 @@ def test_labels_and_instances() -> None:
         made.add("Relu_to_Abs", swap("Relu", "Abs"))
     with pytest.raises(RewriteError, match="no pattern is held under 'x'"):
         made.get("x")
-    with pytest.raises(RewriteError, match="is no PatternRewriter"):
+    with pytest.raises(RewriteError, match="is not a PatternRewriter"):
         made.add("f", lambda: None)  # type: ignore[arg-type]
     with pytest.raises(RewriteError, match="a set of kinds"):
         PatternRewriter("x", "Add")

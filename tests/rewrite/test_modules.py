@@ -59,7 +59,7 @@ def test_what_is_put_in_is_not_looked_into() -> None:
 def test_rules_that_name_nothing_are_an_error() -> None:
     with pytest.raises(RewriteError, match=r"no submodule is named by \['tail', 'Conv2d'\]"):
         rewrite_modules(Net(), {"tail": lambda old: old, nn.Conv2d: lambda old: old})
-    with pytest.raises(RewriteError, match="which is no module"):
+    with pytest.raises(RewriteError, match="which is not a module"):
         rewrite_modules(Net(), {"head": lambda old: None})  # type: ignore[dict-item, return-value]
     with pytest.raises(RewriteError, match="no rule is given"):
         rewrite_modules(Net(), {})

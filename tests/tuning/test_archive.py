@@ -53,7 +53,7 @@ def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) 
     with pytest.raises(ArchiveError, match="which this list has not"):
         load(path, [nn.Linear(2, 2)])
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ArchiveError, match="no whole archive"):
+    with pytest.raises(ArchiveError, match="not a whole archive"):
         load(path, service)
     with path.open("wb") as file:
         Writer(file).close({"format": "intarsia-tuned", "version": 9})
@@ -78,7 +78,7 @@ def test_a_file_without_calls_says_that_nothing_was_compared(tmp_path: Path) -> 
 
 
 class Plain(nn.Module):
-    """Reads a tensor that is no buffer, and images by channels last."""
+    """Reads a tensor that is not a buffer, and images by channels last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def test_the_answer_is_the_changed_models(change: Callable[[nn.Sequential], None
 
 
 class _Scaled(nn.Module):
-    """Reads a number, a tensor that is no buffer, a configuration, and a flag of a module inside."""
+    """Reads a number, a tensor that is not a buffer, a configuration, and a flag of a module inside."""
 
     def __init__(self) -> None:
         super().__init__()

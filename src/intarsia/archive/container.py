@@ -112,7 +112,7 @@ class Reader:
             UnicodeError,
             NotImplementedError,
         ) as error:
-            raise ArchiveError(f"it is no whole archive ({type(error).__name__}: {error})") from error
+            raise ArchiveError(f"it is not a whole archive ({type(error).__name__}: {error})") from error
 
     def _bytes(self, name: str) -> bytes:
         start, size = self._places[name]
@@ -194,7 +194,7 @@ def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
         raise ArchiveError(f"it has {len(listed)} members; at most {_MOST_MEMBERS} are read")
     if min((info.header_offset for info in listed), default=0) > 0:
         # Such is the rest of a file that was cut off behind an archive it holds.
-        raise ArchiveError("it is no whole archive: something stands before its first member")
+        raise ArchiveError("it is not a whole archive: something stands before its first member")
     places: dict[str, tuple[int, int]] = {}
     for info in listed:
         name, kind = info.filename, stat.S_IFMT(info.external_attr >> 16)
@@ -212,7 +212,7 @@ def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
             or name.startswith("/")
             or ".." in name.split("/")
         ):
-            raise ArchiveError(f"{name!r} is no plain file of an archive")
+            raise ArchiveError(f"{name!r} is not a plain file of an archive")
         header = _LOCAL_HEADER.unpack_from(buffer, info.header_offset)
         start = info.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
         written = bytes(buffer[info.header_offset + _LOCAL_HEADER.size :][: header[9]])
@@ -268,9 +268,9 @@ def _parsed(text: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ArchiveError("its manifest is nested too deeply") from error
     except ValueError as error:
-        raise ArchiveError(f"its manifest is no JSON: {error}") from error
+        raise ArchiveError(f"its manifest is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ArchiveError("its manifest is no JSON object")
+        raise ArchiveError("its manifest is not a JSON object")
     return value
 
 

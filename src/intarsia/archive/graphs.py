@@ -112,7 +112,7 @@ def graph_from_json(
     root: dict[str, Any] = {}
     for path, held in found["attributes"].items():
         if _PATH.fullmatch(path) is None:
-            raise ArchiveError(f"the graph has an attribute {path!r}, which is no name")
+            raise ArchiveError(f"the graph has an attribute {path!r}, which is not a name")
         root[path] = tensors[held["tensor"]] if "tensor" in held else read_module(held)
     missing = [n.target for n in graph.nodes if n.op == "get_attr" and n.target not in root]
     if missing:
@@ -126,12 +126,12 @@ def _node_from_json(graph: fx.Graph, found: Json, nodes: Mapping[str, fx.Node], 
     kwargs = {key: from_json(arg, nodes, devices) for key, arg in found.get("kwargs", {}).items()}
     for given in (name, *kwargs, *([target] if op == "placeholder" else [])):
         if _NAME.fullmatch(given) is None or keyword.iskeyword(given):
-            raise ArchiveError(f"the graph calls something {given!r}, which is no name")
+            raise ArchiveError(f"the graph calls something {given!r}, which is not a name")
     if op == "call_function":
         target = find_operator(target)
     elif op == "get_attr":
         if _PATH.fullmatch(target) is None:
-            raise ArchiveError(f"the graph reads an attribute {target!r}, which is no name")
+            raise ArchiveError(f"the graph reads an attribute {target!r}, which is not a name")
     elif op not in ("placeholder", "output"):
         raise ArchiveError(f"the graph has a node of the kind {op!r}")
     node = graph.create_node(op, target, args, kwargs, name)

@@ -144,7 +144,7 @@ def _undisturbed() -> Iterator[None]:
 def check_version(manifest: Mapping[str, Json], name: str, newest: int) -> None:
     """ArchiveError unless the file is of this format, and not of a newer version."""
     if manifest.get("format") != name:
-        raise ArchiveError(f"it is no file of the format {name!r} of Intarsia's")
+        raise ArchiveError(f"it is not a file of the format {name!r} of Intarsia's")
     version = manifest.get("version")
     if type(version) is not int or version < 1:
         raise ArchiveError(f"it has the version {version!r}")

@@ -42,7 +42,7 @@ def name_of(target: Any) -> str:
         return f"higher_order::{target.__name__}"
     if id(target) in _NAMES:
         return _NAMES[id(target)]
-    raise ArchiveError(f"{target} is no operator of torch's registry, so that it cannot be saved by name")
+    raise ArchiveError(f"{target} is not an operator of torch's registry, so that it cannot be saved by name")
 
 
 def find_operator(name: str) -> Any:
@@ -54,7 +54,7 @@ def find_operator(name: str) -> Any:
         return getattr(torch.ops.higher_order, rest)
     parts = _OVERLOAD.fullmatch(name)
     if parts is None or name in _REFUSED:
-        raise ArchiveError(f"the archive names {name!r}, which is no operator that may be loaded")
+        raise ArchiveError(f"the archive names {name!r}, which is not an operator that may be loaded")
     try:
         operator = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3])
     except (AttributeError, RuntimeError):

@@ -60,7 +60,7 @@ def export(compiled: nn.Module, path: str | os.PathLike[str]) -> Exported:
     """
     path = Path(path)
     if not isinstance(compiled, Compiled):
-        raise ArchiveError(f"a {type(compiled).__name__} cannot be exported: it is no compiled module")
+        raise ArchiveError(f"a {type(compiled).__name__} cannot be exported: it is not a compiled module")
     if not compiled.stands_for_model:
         raise ArchiveError("this model runs as it is, by its own Python code, which a file cannot hold")
     compiled.weights.check()

@@ -64,5 +64,5 @@ def layouts_from_json(found: Mapping[str, Any], inputs: int) -> Layouts:
 
 def _place(found: Json) -> int:
     if type(found) is not int or found < 0:
-        raise ArchiveError(f"{found!r} is no place among inputs, results or axes")
+        raise ArchiveError(f"{found!r} is not a place among inputs, results or axes")
     return found

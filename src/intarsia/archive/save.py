@@ -57,7 +57,7 @@ def save_bytes(compiled: nn.Module) -> bytes:
 
 def _prepared(compiled: nn.Module, native: bool = False) -> tuple[dict[str, Json], _Saver]:
     if not isinstance(compiled, Compiled):
-        raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is no compiled module")
+        raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is not a compiled module")
     if not compiled.stands_for_model:
         raise ArchiveError("this model runs as it is, by its own Python code, which an archive cannot hold")
     compiled.weights.check(

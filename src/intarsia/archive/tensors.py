@@ -182,7 +182,7 @@ def read_tensors(
         found[key] = _placed(_read(data[start:end], dtype, shape), told[key], devices)
     for key, (whole, begin, stop) in parts.items():
         if whole in parts or not 0 <= begin < stop <= len(found[whole]):
-            raise ArchiveError(f"{key} is no part of {whole} as the manifest says")
+            raise ArchiveError(f"{key} is not part of {whole} as the manifest says")
         found[key] = found[whole][begin:stop]
     return found
 

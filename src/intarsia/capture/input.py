@@ -178,7 +178,7 @@ def check_dynamic_shapes(
         if name not in bound and name not in kwargs:
             near = get_close_matches(str(name), list(bound), n=1)
             known = f"near is {near[0]!r}" if near else f"they are {', '.join(bound)}"
-            raise InputError(f"dynamic_shapes names {name!r}, which is no argument of the call; {known}")
+            raise InputError(f"dynamic_shapes names {name!r}, which is not an argument of the call; {known}")
     if not named and len(dynamic_shapes) > len(bound):
         raise InputError(
             f"dynamic_shapes has {len(dynamic_shapes)} entries; the call has {len(bound)} arguments"

@@ -4,8 +4,8 @@
 an `Opened` stands for one, its tensors and integers are leaves, and unflattening makes the object again, of
 its class and with its attributes, without calling any code of it.
 
-transformers offers to register its `DynamicCache` with pytree, which loses what is no tensor (the count of a
-sliding layer), changes the type for the whole process, and serves one class.
+transformers offers to register its `DynamicCache` with pytree, which loses what is not a tensor (the count
+of a sliding layer), changes the type for the whole process, and serves one class.
 """
 
 from __future__ import annotations

@@ -55,4 +55,6 @@ class Measured:
             )
         for engine in self.candidates:
             if not isinstance(engine, Engine):
-                raise PartitionError(f"candidates holds {engine!r}, which is no engine, such as OpenVINO()")
+                raise PartitionError(
+                    f"candidates holds {engine!r}, which is not an engine, such as OpenVINO()"
+                )

@@ -143,7 +143,7 @@ class Plan:
                 # A scalar may cross only where it is born: an input of the graph, or the result of compute.
                 if is_free(value) and constant_value(value) is None and not _born_of_compute(value):
                     raise PartitionError(
-                        f"{whereabouts(value)} is no tensor and crosses the border of segment {number}"
+                        f"{whereabouts(value)} is not a tensor and crosses the border of segment {number}"
                     )
 
     def to_json(self) -> str:

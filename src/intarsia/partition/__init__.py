@@ -31,7 +31,7 @@ def find_strategy(partition: str | Strategy) -> Strategy:
     if not isinstance(partition, str):
         if not callable(partition) or isinstance(partition, type):
             raise PartitionError(
-                f"partition={partition!r} is no strategy that makes a plan without measuring"
+                f"partition={partition!r} is not a strategy that makes a plan without measuring"
             )
         return partition
     if partition not in STRATEGIES:

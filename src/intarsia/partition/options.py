@@ -85,7 +85,7 @@ def _names(option: str, given: Any) -> tuple[Any, ...]:
     """A list of names, read once: an iterator gives its items to the first who asks."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         example = [given] if isinstance(given, str) else ["aten::relu"]
-        raise PartitionError(f"{option}={given!r} is no list of names; give e.g. {example!r}")
+        raise PartitionError(f"{option}={given!r} is not a list of names; give e.g. {example!r}")
     return tuple(given)
 
 

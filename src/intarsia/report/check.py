@@ -230,7 +230,7 @@ class _Check:
 
 
 def _like(truth: Answer, answer: Answer) -> list[Any]:
-    """The tensors of a file in the places of the model's; what is no tensor is the model's own."""
+    """The tensors of a file in the places of the model's; what is not a tensor is the model's own."""
     tensors = iter([leaf for leaf in answer.leaves if isinstance(leaf, torch.Tensor)])
     leaves = [next(tensors, None) if isinstance(leaf, torch.Tensor) else leaf for leaf in truth.leaves]
     return [*leaves, *tensors]

@@ -64,7 +64,7 @@ def check_pattern(
     """
     if sample is None and not isinstance(pattern, Rule):
         raise RewriteError(
-            f"pattern {pattern.name!r} is no rule: say how to make networks for it, sample=..."
+            f"pattern {pattern.name!r} is not a rule: say how to make networks for it, sample=..."
         )
     rng = np.random.default_rng(seed)
     run = build or reference

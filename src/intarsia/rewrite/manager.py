@@ -69,7 +69,7 @@ class RewritePatternManager:
         if label in self._entries:
             raise RewriteError(f"a pattern is already held under the label {label!r}")
         if not isinstance(pattern, PatternRewriter):
-            raise RewriteError(f"{pattern!r}, labelled {label!r}, is no PatternRewriter")
+            raise RewriteError(f"{pattern!r}, labelled {label!r}, is not a PatternRewriter")
         self._entries[label] = Entry(label, pattern, benefit)
 
     def get(self, label: str) -> PatternRewriter:

@@ -59,7 +59,7 @@ def rewrite_modules(model: nn.Module, rules: Mapping[Key, Swap]) -> Rewritten:
             used.add(key)
             new = rules[key](module)
             if not isinstance(new, nn.Module):
-                raise RewriteError(f"the rule for {path or 'the model'} gave {new!r}, which is no module")
+                raise RewriteError(f"the rule for {path or 'the model'} gave {new!r}, which is not a module")
             new.train(module.training)
             swapped.append(Swapped(path, type(module).__name__, type(new).__name__))
         else:

@@ -112,7 +112,7 @@ def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refus
     if retyped:
         _infer_below(net, retyped)
     remove_dead(net, dead)
-    # What was made and not needed is no part of the story.
+    # What was made and not needed is not part of the story.
     layers = [node for node in added if node.graph is net.graph]
     for node in layers:
         if lost := rounded_attribute(node):

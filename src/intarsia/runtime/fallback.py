@@ -150,7 +150,7 @@ class InPyTorch:
 
 
 def makes_of(outputs: Sequence[Any]) -> list[Made | None]:
-    """Dtype and fixed shape of each output, out of the graph's (fake) values; None for what is no tensor."""
+    """Dtype and fixed shape of each output, from the graph's fake values; None for what is not a tensor."""
     return [_made(value) if isinstance(value, torch.Tensor) else None for value in outputs]
 
 

@@ -106,7 +106,7 @@ def _tried(interface: Interface, sizes: dict[Any, int], half: int) -> str | None
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Rows one after the other; what is no tensor is the same for all."""
+    """Rows one after the other; what is not a tensor is the same for all."""
     return torch.cat(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 

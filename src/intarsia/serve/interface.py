@@ -46,7 +46,7 @@ class Interface:
 
     @staticmethod
     def of(compiled: Compiled) -> Interface:
-        """The interface of a loaded module; InputError if it takes what is no tensor and may vary."""
+        """The interface of a loaded module; InputError if it takes what is not a tensor and may vary."""
         lowered = compiled.lowered
         names = _input_names(lowered.in_spec, compiled.call_signature)
         inputs: dict[str, TensorCheck] = {}

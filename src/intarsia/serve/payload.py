@@ -36,7 +36,7 @@ def _from_json(body: bytes, dtypes: Mapping[str, torch.dtype]) -> Tensors:
     except RecursionError:
         raise InputError("the body is nested too deeply") from None
     except ValueError as error:  # no UTF-8, no JSON, a number of thousands of digits
-        raise InputError(f"the body is no JSON: {error}") from None
+        raise InputError(f"the body is not JSON: {error}") from None
     inputs = document.get("inputs") if isinstance(document, dict) else None
     if not isinstance(inputs, dict) or len(document) != 1:
         raise InputError('the body must be {"inputs": {name: nested lists of numbers, ...}}')
@@ -47,7 +47,7 @@ def _from_json(body: bytes, dtypes: Mapping[str, torch.dtype]) -> Tensors:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number there; send safetensors for NaN and infinities")
+    raise ValueError(f"{name} is not a number there; send safetensors for NaN and infinities")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -61,9 +61,9 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
     try:
         array = np.array(value)
     except (ValueError, OverflowError, RecursionError):
-        raise InputError(f"input {name} is no nested list of equal lengths") from None
+        raise InputError(f"input {name} is not a nested list of equal lengths") from None
     if array.dtype.kind not in "bifu" or array.ndim > _MOST_DIMENSIONS:
-        raise InputError(f"input {name} is no nested list of numbers of equal lengths")
+        raise InputError(f"input {name} is not a nested list of numbers of equal lengths")
     if dtype.is_complex:
         raise InputError(f"input {name} is complex, for which JSON has no numbers; send safetensors")
     wanted = "b" if dtype is torch.bool else "iu" if not dtype.is_floating_point else "ifu"
@@ -93,7 +93,7 @@ def from_safetensors(body: bytes) -> Tensors:
     try:
         return dict(load(body))
     except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(f"the body is no safetensors file: {error}") from None
+        raise InputError(f"the body is not a safetensors file: {error}") from None
 
 
 def to_safetensors(outputs: Mapping[str, Any]) -> bytes:

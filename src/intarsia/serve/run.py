@@ -23,11 +23,11 @@ def read(path: Path, interface: Interface) -> Tensors:
     try:
         with np.load(path, allow_pickle=False) as found:
             if not isinstance(found, np.lib.npyio.NpzFile):
-                raise InputError(f"{path} is no .npz file")
+                raise InputError(f"{path} is not a .npz file")
             arrays = {name: found[name] for name in found.files}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     except (ValueError, TypeError, EOFError, KeyError) as error:
-        raise InputError(f"{path} is no .npz file of tensors: {error}") from error
+        raise InputError(f"{path} is not a .npz file of tensors: {error}") from error
 
 
 def drawn(interface: Interface, sizes: Mapping[str, int], seed: int) -> Tensors:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from intarsia.engines.base import GrowingFile, Packed
 from intarsia.engines.onnxruntime.engine import OnnxRuntime
-from intarsia.engines.onnxruntime.nbits import silent_tool
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -68,8 +67,10 @@ class OnnxRuntimeInt8(OnnxRuntime):
 
 
 def _quantized(net: Network) -> tuple[Any, Weights]:
+    # Not at the top: loading a file must not import ONNX, which takes a second.
     import onnx
 
+    from intarsia.engines.onnxruntime.nbits import silent_tool
     from intarsia.network.serialize import to_proto
 
     model, _ = to_proto(net, weights_outside=False)

@@ -81,7 +81,7 @@ def attention(call: Call) -> Placement:
     rank = call.result.dim()
     for value, where in operands[:3]:
         if not isinstance(where, Rows):
-            raise Unknown(f"{call.name} attends from rows to what is no row")
+            raise Unknown(f"{call.name} attends from rows to what is not a row")
         if where.axis >= value.dim() - 2:
             raise Mixes(f"{call.name} attends from row to row")
     axis = aligned(call, operands, rank)

@@ -182,7 +182,7 @@ def cat(call: Call) -> Placement:
     stacked = call.name == "aten::stack"
     dim = call.arg("dim", 0) % (tensors[0].dim() + stacked)
     if len(axes) != 1 or None in axes:
-        raise Mixes(f"{call.name} joins rows with what is no row")
+        raise Mixes(f"{call.name} joins rows with what is not a row")
     (axis,) = (found[0].axis,)
     if not stacked and dim == axis:
         raise Mixes(f"{call.name} joins batches one after the other")

@@ -65,7 +65,7 @@ def open_shards(path: str | Path) -> Mapping[str, StoredTensor]:
         return _indexed(place)
     if (place / SINGLE).is_file():
         return dict(_entries(place / SINGLE))
-    raise InputError(f"{path} is no safetensors file, and no folder with {INDEX} or {SINGLE}")
+    raise InputError(f"{path} is neither a safetensors file nor a folder with {INDEX} or {SINGLE}")
 
 
 def _indexed(folder: Path) -> Mapping[str, StoredTensor]:
@@ -91,7 +91,7 @@ def _entries(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         head = stream.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length > min(MOST_HEADER, size - 8):
-            raise InputError(f"{file} is no safetensors file, or is cut off")
+            raise InputError(f"{file} is not a safetensors file, or is cut off")
         text = stream.read(length)
     try:
         header: Mapping[str, Any] = json.loads(text)
@@ -99,7 +99,9 @@ def _entries(file: Path) -> Iterator[tuple[str, StoredTensor]]:
             if name != "__metadata__":
                 yield name, _entry(file, entry, 8 + length, size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is no safetensors file: its header cannot be read ({error!r})") from error
+        raise InputError(
+            f"{file} is not a safetensors file: its header cannot be read ({error!r})"
+        ) from error
 
 
 def _entry(file: Path, entry: Mapping[str, Any], base: int, size: int) -> StoredTensor:

@@ -53,7 +53,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Fixed:
-    """An input or output that is no tensor: the capture holds its value."""
+    """An input or output that is not a tensor: the capture holds its value."""
 
     name: str
     value: Any

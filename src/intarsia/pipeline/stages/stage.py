@@ -145,7 +145,7 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
     if isinstance(names, str):
         raise PartitionError(f"checkpoint={names!r} is one name; give a list of them")
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise PartitionError(f"checkpoint={names!r} is no list of modules' names")
+        raise PartitionError(f"checkpoint={names!r} is not a list of modules' names")
     known: set[str] = set()
     for stage in stages:
         if not isinstance(stage, Stage):
@@ -159,7 +159,7 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
         if not any(fnmatchcase(path, name) for path in known):
             near = get_close_matches(name, sorted(known), n=3)
             told = f"; near are {', '.join(map(repr, near))}" if near else ""
-            raise PartitionError(f"checkpoint names {name!r}, which is no module of the graph{told}")
+            raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{told}")
 
 
 def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:

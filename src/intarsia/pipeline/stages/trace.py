@@ -128,7 +128,7 @@ def trace(
             if isinstance(spec.arg, ConstantArgument) or not isinstance(node.meta["val"], torch.Tensor):
                 value = spec.arg.value if isinstance(spec.arg, ConstantArgument) else node.meta["val"]
                 if node.users:
-                    raise CaptureError(f"input {node.name} is no tensor and the graph computes with it")
+                    raise CaptureError(f"input {node.name} is not a tensor and the graph computes with it")
                 entries.append(Fixed(node.name, value))
                 continue
             inputs.append(node)

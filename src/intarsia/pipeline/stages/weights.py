@@ -179,7 +179,7 @@ def _buffer_values(stages: StageSequence, given: Mapping[str, Tensor]) -> dict[s
         if name not in held:
             near = difflib.get_close_matches(name, held, n=1)
             told = f"; is {near[0]!r} meant?" if near else ""
-            raise InputError(f"buffers gives {name!r}, which is no buffer of the model{told}")
+            raise InputError(f"buffers gives {name!r}, which is not a buffer of the model{told}")
     return {**stages.buffer_values, **given}
 
 
