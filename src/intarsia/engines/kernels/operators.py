@@ -7,6 +7,7 @@ aligned, as it does in PyTorch's own kernels for masks.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ def token_attention(
     if has_kernels(query):
         from intarsia.engines.kernels.attention import token_attention as kernel
 
-        tensors = [_rows(x) for x in (query, past_keys, past_values, new_key, new_value)]
+        tensors: Any = [_rows(x) for x in (query, past_keys, past_values, new_key, new_value)]
         return kernel(*tensors, mask.contiguous(), scale)[0]
     keys, values = torch.cat([past_keys, new_key], 2), torch.cat([past_values, new_value], 2)
     made = torch.nn.functional.scaled_dot_product_attention(
@@ -105,7 +106,7 @@ def turned_token_attention(
     if has_kernels(query):
         from intarsia.engines.kernels.attention import token_attention as kernel
 
-        tensors = [_rows(x) for x in (query, past_keys, past_values, new_key, new_value)]
+        tensors: Any = [_rows(x) for x in (query, past_keys, past_values, new_key, new_value)]
         return kernel(*tensors, mask.contiguous(), scale, (_rows(cos), _rows(sin)))
     query, new_key = (x * cos + _crossed(x) * sin for x in (query, new_key))
     made = token_attention(query, past_keys, past_values, new_key, new_value, mask, scale)
@@ -146,7 +147,7 @@ def row_product(
     if x.is_cuda:
         from intarsia.engines.kernels.products import row_product as kernel
 
-        given = [None if y is None else y.contiguous() for y in (bias, norm, residual)]
+        given: Any = [None if y is None else y.contiguous() for y in (bias, norm, residual)]
         return kernel(x.contiguous(), weight, *given, eps, gated)
     if norm is not None:
         wide = x.float()
