@@ -33,15 +33,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed as dist
-from intarsia.pipeline.plan.play import order, play
 from torch import nn
 from torch.nn import functional as F
 
 from intarsia.cli.pipeline_demo import TinyGPT, next_token_loss
 from intarsia.pipeline import Stages, split
 from intarsia.pipeline.plan.cluster import Link
-from intarsia.pipeline.plan.layers import StageTable
-from intarsia.pipeline.schedules import refusal
+from intarsia.pipeline.plan.simulate import StageTable, end_times
+from intarsia.pipeline.schedules import SCHEDULES as DEFINITIONS
+from intarsia.pipeline.schedules import slot_table
 
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "ZeroBubble"]
 
@@ -135,7 +135,7 @@ def measured_split(
 
 
 def _costs(parts: Stages) -> list[list[float]]:
-    return [[c.forward, c.backward_input, c.backward_weight] for c in parts.report.costs]
+    return [[c.forward, c.backward_input, c.backward_weight, c.apart] for c in parts.report.costs]
 
 
 def measure_loss(model: nn.Module, example: torch.Tensor, rounds: int) -> tuple[float, float]:
@@ -239,10 +239,10 @@ def rank_main(options: argparse.Namespace) -> None:
     for _, costs in splits.values():
         costs[-1, :2] += loss
     for name in SCHEDULES:
-        stages = world * (2 if name == "Interleaved1F1B" else 1)
+        stages = world * DEFINITIONS[name].per_rank
         parts, costs = splits[stages]
         for m in (world, 4 * world):
-            if refusal(name, world, m) is not None:
+            if DEFINITIONS[name].refusal(world, m) is not None:
                 continue
             for recompute in (False, True):
                 table = StageTable(
@@ -253,8 +253,8 @@ def rank_main(options: argparse.Namespace) -> None:
                     handover,
                 )
                 links = np.array([link.seconds(b) for b in parts.report.crossing])
-                slots = order(name, world, m, stages // world)
-                predicted = step + float(play(slots, table, links, recompute).max())
+                slots = slot_table(name, world, m, stages // world)
+                predicted = step + float(end_times(slots, table, links, recompute).max())
                 pipe = parts.distributed(
                     name, m, loss_fn=next_token_loss, check_loss=False, checkpoint=recompute
                 )

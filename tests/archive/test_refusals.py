@@ -63,7 +63,7 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
 def test_a_truncated_file(archive: bytes, share: float) -> None:
-    refused(archive[: int(len(archive) * share)], "no whole archive|digest")
+    refused(archive[: int(len(archive) * share)], "not a whole archive|digest")
 
 
 def test_every_member_has_a_digest_that_counts(archive: bytes) -> None:
@@ -93,7 +93,7 @@ def test_members_that_nobody_asked_for(archive: bytes, name: str, tmp_path: Path
 
     data = sealed(archive, add)
     if name != "unknown":
-        refused(data, "no plain file")
+        refused(data, "not a plain file")
     found = members(archive)
     refused(repacked({**found, name: b"x"}), "not a plain file|not aligned|is not in its manifest")
 
@@ -101,7 +101,7 @@ def test_members_that_nobody_asked_for(archive: bytes, name: str, tmp_path: Path
 def test_a_symbolic_link(archive: bytes) -> None:
     at = archive.rindex(b"PK\x01\x02")
     attributes = struct.pack("<I", (stat.S_IFLNK | 0o777) << 16)
-    refused(archive[: at + 38] + attributes + archive[at + 42 :], "no plain file")
+    refused(archive[: at + 38] + attributes + archive[at + 42 :], "not a plain file")
 
 
 def test_two_members_of_one_name(archive: bytes) -> None:
@@ -117,7 +117,7 @@ def test_json_of_absurd_depth(archive: bytes) -> None:
     found = members(archive)
     for text in (deep, b'{"members": ' + deep + b"}"):
         found[MANIFEST], found[SEAL] = text, hashlib.sha256(text).hexdigest().encode()
-        refused(unsealed(found), "nested too deeply|no whole archive")
+        refused(unsealed(found), "nested too deeply|not a whole archive")
 
 
 def test_a_huge_header_of_weights(archive: bytes) -> None:

@@ -135,7 +135,7 @@ def test_names_of_models(tmp_path, monkeypatch):
     assert isinstance(job.model, nn.Module) and job.data(0).args[0].shape == (2, 8)
     assert not torch.equal(job.data(0).target, job.data(1).target)
     for name, sentence in (
-        ("mine_for_pipeline:number", "has no function number"),
+        ("mine_for_pipeline:number", "has no function .number"),
         ("mine_for_pipeline:none", r"must return \(model, data, loss\) or a model, not int"),
         ("nowhere_at_all:make", "there is no module nowhere_at_all"),
         ("nowhere.py:make", "there is no file nowhere.py"),

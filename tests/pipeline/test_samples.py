@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from intarsia.errors import PartitionError
+from intarsia.errors import DifferenceWarning, PartitionError
 from intarsia.pipeline import mixed_samples, split
 
 
@@ -235,6 +235,15 @@ def test_stages_of_modules_are_compared_too():
             continue
         with pytest.raises(PartitionError, match=r"cannot be divided into micro-batches: .*in halves"):
             parts.gpipe(chunks=2)
+
+
+def test_a_difference_that_is_not_seen_is_a_warning():
+    """The largest value of all samples cancels out in a softmax."""
+    x = torch.randn(6, 8)
+    with pytest.warns(
+        DifferenceWarning, match=r"samples may be mixed: max at test_samples\.py:\d+ .* no difference"
+    ):
+        split(Model(APART["largest of all, for stability"]), (x,), stages=2, by="memory")
 
 
 def test_a_loss_computed_inside_is_no_mixing():

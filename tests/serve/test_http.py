@@ -118,10 +118,10 @@ def test_it_tells_what_it_is(server: Running) -> None:
 
 GOOD = as_json(request(2))["inputs"]
 BAD: dict[str, tuple[Any, str, int, str]] = {
-    "no JSON": (b"{", "application/json", 400, "no JSON"),
-    "nothing": (b"", "application/json", 400, "no JSON"),
+    "no JSON": (b"{", "application/json", 400, "not JSON"),
+    "nothing": (b"", "application/json", 400, "not JSON"),
     "NaN": (b'{"inputs": {"words": [[NaN]]}}', "application/json", 400, "NaN"),
-    "no UTF-8": (b"\xff\xfe\x00", "application/json", 400, "no JSON"),
+    "no UTF-8": (b"\xff\xfe\x00", "application/json", 400, "not JSON"),
     "deep": (b"[" * 100_000, "application/json", 400, "deeply"),
     "digits": (b'{"inputs": ' + b"1" * 10_000 + b"}", "application/json", 400, "JSON"),
     "twice": (b'{"inputs": {}, "inputs": {}}', "application/json", 400, "twice"),

@@ -112,10 +112,10 @@ def run(
     imports: Imports = None,
 ) -> None:
     """Train a model over several processes: your own, or a small one checked against the plain model."""
-    from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+    from intarsia.pipeline.schedules import find_schedule
 
     _import(imports)
-    definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+    definition = find_schedule(schedule)
     per_rank = 1 if definition is None else definition.per_rank
     if "RANK" not in os.environ:
         _check_positive(ranks=ranks, microbatches=microbatches, steps=steps, timeout=timeout)
@@ -155,10 +155,10 @@ def _check_positive(**options: float) -> None:
 def _check_schedule(schedule: str, ranks: int, microbatches: int) -> None:
     """Refuse, before a process is started, what every rank would refuse."""
     from intarsia.pipeline.distributed.placement import schedule_class
-    from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+    from intarsia.pipeline.schedules import find_schedule
 
     schedule_class(schedule)
-    definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+    definition = find_schedule(schedule)
     reason = None if definition is None else definition.refusal(ranks, microbatches)
     if reason is not None:
         raise PartitionError(reason)

@@ -115,12 +115,9 @@ def define_schedule(name: str, **needs: Any) -> Callable[[OrderOf], OrderOf]:
     return register
 
 
-def find_schedule(name: str) -> Definition:
-    """The definition of a name."""
-    found = SCHEDULES.get(name) or TORCH_ONLY.get(name)
-    if found is None:
-        raise PartitionError(f"schedule={name!r} is none of {', '.join([*SCHEDULES, *TORCH_ONLY])}")
-    return found
+def find_schedule(name: str) -> Definition | None:
+    """The definition of a name; None where it may be one that torch alone knows."""
+    return SCHEDULES.get(name) or TORCH_ONLY.get(name)
 
 
 def needs_its_stages(name: str, per_rank: int = 1) -> Callable[[int, int], str | None]:

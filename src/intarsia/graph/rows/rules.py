@@ -192,6 +192,10 @@ def _diff(call: Call) -> Placement:
     return call.at(axis)
 
 
+def _type_as(call: Call) -> Any:
+    return call.of("self")
+
+
 def _one_hot(call: Call) -> Placement:
     if call.arg("num_classes") < 0:
         raise Mixes(f"{call.name} counts classes over all rows")
@@ -270,6 +274,7 @@ _RULES: dict[str, Rule] = _table(
         "repeat_interleave": _repeat_interleave,
         "one_hot": _one_hot,
         "diff": _diff,
+        "type_as": _type_as,
         _SAME: _same,
         "masked_fill where expand_as __and__ __or__ __xor__": products.pointwise,
         "hardswish floor_divide log_sigmoid relu6 copy fill zero": products.pointwise,

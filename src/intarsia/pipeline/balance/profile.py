@@ -13,8 +13,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from intarsia.pipeline.balance.cache import CostCache, probe_key
-from intarsia.pipeline.balance.liveness import live_bytes
-from intarsia.pipeline.balance.probe import LayerProbe, detach, layerwise_sandbox, probes
+from intarsia.pipeline.balance.probe import LayerProbe, detach, layerwise_sandbox, live_bytes, probes
 from intarsia.pipeline.gpipe.microbatch import Batch
 
 __all__ = ["detach", "layerwise_sandbox", "profile_sizes", "profile_times"]

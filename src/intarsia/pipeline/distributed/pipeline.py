@@ -53,7 +53,7 @@ from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, fi
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
-from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
+from intarsia.pipeline.schedules import find_schedule
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
@@ -142,7 +142,7 @@ class DistributedPipeline(RankStages):
         self.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
         self.stage_ranks = stage_ranks(len(stages), world.size, self.schedule_class)
-        definition = SCHEDULES.get(schedule) or TORCH_ONLY.get(schedule)
+        definition = find_schedule(schedule)
         reason = None if definition is None else definition.refusal(world.size, n_microbatches)
         if reason is not None:
             raise PartitionError(reason)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, schedule
+from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY, Action, Definition, find_schedule, schedule
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.stage import Stage
@@ -30,7 +30,7 @@ _RUNTIME, _LOWER, _ACTION, _PASS = (
 
 def schedule_class(name: str) -> Any:
     """Torch's class for a schedule: its own of that name, or its runtime in the order of our generator."""
-    definition = SCHEDULES.get(name) or TORCH_ONLY.get(name)
+    definition = find_schedule(name)
     if definition is not None and hasattr(schedules, definition.torch):
         return getattr(schedules, definition.torch)
     if definition is not None and definition.order is not None:

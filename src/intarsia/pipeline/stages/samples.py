@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from intarsia.compare import disagreement
+from intarsia.errors import DifferenceWarning
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
 from intarsia.pipeline.stages.batch import Axes, BatchDims
@@ -75,13 +76,15 @@ def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mappi
         if fixed:
             return captured  # nor does the plain model take a larger batch
         if doubt is not None and not doubt.proved:
-            warnings.warn(f"samples may be mixed: {doubt.reason}, and {error}", stacklevel=3)
+            message = f"samples may be mixed: {doubt.reason}, and {error}"
+            warnings.warn(message, DifferenceWarning, stacklevel=3)
         difference = doubt.reason if doubt is not None and doubt.proved else ""
     else:
         if not difference and proved:
             assert doubt is not None
             warnings.warn(
                 f"samples may be mixed: {doubt.reason}; a forward pass of the example shows no difference",
+                DifferenceWarning,
                 stacklevel=3,
             )
         if difference and doubt is not None and (doubt.proved or fixed):
