@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from intarsia.report.check import check as check
     from intarsia.runtime import Compiled as Compiled
     from intarsia.runtime import PartlyCompiled as PartlyCompiled
+    from intarsia.tracing import profile as profile
     from intarsia.tuning.recording import recording as recording
     from intarsia.tuning.tune import tune as tune
 
@@ -54,6 +55,7 @@ _HOMES = {
     "PartlyCompiled": "intarsia.runtime",
     "load": "intarsia.archive",
     "save": "intarsia.archive",
+    "profile": "intarsia.tracing",
     "recording": "intarsia.tuning.recording",
     "tune": "intarsia.tuning.tune",
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import intarsia
+from intarsia.convert import ConverterPriority, converter, registry
+from intarsia.network import functional as F
 
 ENGINES = ["onnxruntime", "openvino"]
 
@@ -82,3 +86,66 @@ def test_scan(engine: str) -> None:
     x = torch.randn(5, 4)
     torch.testing.assert_close(fast(x), Running()(x), rtol=1e-5, atol=1e-5)
     assert [plan.engines for plan in fast.body_plans.values()] == [(engine,)]
+
+
+class Waves(nn.Module):
+    """Of two branches the example takes one; each has a branch of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(a: torch.Tensor) -> torch.Tensor:
+            return torch.cond(a.sum() > 100, lambda b: torch.sin(b) + 1, lambda b: b * 3, (a,))
+
+        return torch.cond(x.sum() > 0, lambda a: torch.relu(a * 2 + 1) * a, lambda a: inner(a) * 2 + 1, (x,))
+
+
+@converter(torch.ops.aten.sin.default, priority=ConverterPriority.HIGH, register=False)
+def _cosine(ctx: Any, self: Any) -> Any:
+    return F.cos(self)
+
+
+def test_branches_that_no_example_takes_are_verified() -> None:
+    x = torch.rand(2, 4) + 0.1
+    with registry.override(_cosine):
+        fast = intarsia.compile(Waves(), (x,), engines=["onnxruntime"], min_block_size=1)
+    for sign in (1, -1, -1000):
+        torch.testing.assert_close(fast(x * sign), Waves()(x * sign))
+    (plan,) = [plan for name, plan in fast.body_plans.items() if name.endswith("/cond.true_graph_0")]
+    assert "answers wrongly" in str(plan)
+
+
+class Roots(nn.Module):
+    """The branch that the example leaves out cannot run on its operands."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def checked(a: torch.Tensor) -> torch.Tensor:
+            torch._assert_async((a < 0).all(), "negative numbers only")
+            return a * 2
+
+        return torch.cond(x.sum() > 0, lambda a: torch.sqrt(a) + 1, checked, (x,))
+
+
+def test_a_branch_that_cannot_be_tried_is_told() -> None:
+    x = torch.rand(2, 4) + 0.1
+    fast = intarsia.compile(Roots(), (x,), engines=["onnxruntime"], min_block_size=1)
+    (note,) = [note for note in fast.notes if "not verified" in note]
+    assert "cond.false_graph_0 is not verified" in note and "negative numbers only" in note
+    torch.testing.assert_close(fast(-x), Roots()(-x))
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(
+            x.sum() > 0, lambda a: self.second(self.first(a).relu()).relu(), lambda a: a * 2, (x,)
+        )
+
+
+def test_a_memory_budget_holds_in_bodies() -> None:
+    model, x = TwoLayers().eval(), torch.rand(2, 64)
+    budget = {"onnxruntime": 20_000}
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1, memory_budget=budget)
+    assert [len(s.nodes) for s in fast.body_plans["cond.true_graph_0"].segments] == [2, 2]
+    torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-5, atol=1e-6)

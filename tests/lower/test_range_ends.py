@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import intarsia
 from intarsia.capture import capture
+from intarsia.errors import CaptureError, InputError
 from intarsia.lower import Lowered, lower, range_ends
 from intarsia.lower.range_ends import corners
 
@@ -89,3 +90,39 @@ def test_sizes_of_a_forward_that_takes_any_number_of_tensors(shapes: Any) -> Non
     )
     call = torch.randn(5, 3), torch.randn(5, 3)
     torch.testing.assert_close(fast(*call), Several()(*call))
+
+
+@pytest.mark.parametrize("model", [nn.Conv3d(4, 4, 1), nn.Conv2d(4, 2, 1), nn.AvgPool3d(1)])
+def test_a_declared_range_holds_at_both_ends(model: nn.Module) -> None:
+    rank = 4 if isinstance(model, nn.Conv2d) else 5
+    least, usual, most = ((n, 4, *[m] * (rank - 2)) for n, m in ((1, 1), (2, 4), (4, 8)))
+    model.eval()
+    described = intarsia.Input(min_shape=least, opt_shape=usual, max_shape=most)
+    fast = intarsia.compile(model, (described,), engines=["onnxruntime"], min_block_size=1)
+    for shape in (least, usual, most):
+        x = torch.randn(shape)
+        torch.testing.assert_close(fast(x), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+class OneByOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] * x.shape[1] == 1 else x + 1
+
+
+class Folded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(3, 2)
+
+
+def test_an_end_that_calls_may_not_have_is_told_at_compile() -> None:
+    described = intarsia.Input(min_shape=(1, 1), opt_shape=(2, 4), max_shape=(4, 4))
+    fast = intarsia.compile(OneByOne(), (described,))
+    assert any("are refused: conditions of the exported model exclude them" in note for note in fast.notes)
+    with pytest.raises(InputError, match="another path"):
+        fast(torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("low", [3, 6])
+def test_a_range_that_cannot_be_is_an_error_at_compile(low: int) -> None:
+    with pytest.raises(CaptureError, match=r"constant \(6\)"):
+        intarsia.compile(Folded(), (torch.rand(6),), dynamic_shapes={"x": {0: Dim("n", min=low, max=9)}})

@@ -13,10 +13,11 @@ from torch import fx
 from intarsia.build.cases import Cases, case_of, contents_of
 from intarsia.build.control_flow import bodies, examples_of
 from intarsia.build.repair import bisect_failure, repair
-from intarsia.build.trial import Case, Failure, Rewrite, Tried, try_piece
+from intarsia.build.trial import Case, Failure, Rewrite, Tried, run_in_pytorch, try_piece
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.graph.nodes import compute_nodes
+from intarsia.logs import log_refusals
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
@@ -71,6 +72,7 @@ class Builder:
             programs, refusals = self._build_all(pieces)
             if not refusals:
                 return plan, pieces, programs
+            log_refusals(refusals)
             repaired = repair(self.module, plan, table, refusals, self.options)
             if repaired is None:
                 table = table.with_refusals(refusals)
@@ -149,19 +151,26 @@ class Builder:
         return made
 
     def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
-        """Put compiled bodies into a piece of control flow; a branch the example leaves out is not tried."""
+        """Put compiled bodies into a piece of control flow; each is tried on what the examples give it."""
         found = list(bodies(module))
-        examples = examples_of(module, cases[0].inputs) if found and cases else {}
+        runs = [examples_of(module, case.inputs) for case in cases] if found else []
         for node, name, body in found:
-            example = examples.get(name)
-            tries = [] if example is None else [example]
+            key = f"{node.name}.{name}"
+            tries = []
+            for operands in [run[name] for run in runs]:
+                try:
+                    run_in_pytorch(body, operands or ())
+                except Exception as error:  # of operands that are meant for another branch, or of none
+                    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                    self.notes.append(f"{key} is not verified: the example does not take it; tried, {what}")
+                else:
+                    tries.append(operands or [])
             inner = Builder(
                 body, self.engines, self.options, self.strategy, self.rewrite, tries, self.build_limit_s
             )
             inner._lost, inner.deadline, inner.tolerance = self._lost, self.deadline, self.tolerance
             plan, pieces, programs = inner.run(support_table(body, self.engines, self.build_limit_s))
             setattr(module, name, Inlay(body.graph, pieces, programs))
-            key = f"{node.name}.{name}"
             self.body_plans[key] = plan
             self.body_plans.update({f"{key}/{below}": p for below, p in inner.body_plans.items()})
             self.notes += inner.notes

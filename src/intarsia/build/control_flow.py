@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from intarsia.graph.nodes import is_control_flow
+from intarsia.partition.blocks import IS_WEIGHT
 
 
 def bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, str, fx.GraphModule]]:
@@ -19,7 +20,19 @@ def bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, str, fx.GraphModul
         for source in node.all_input_nodes:
             body = getattr(module, str(source.target), None) if source.op == "get_attr" else None
             if isinstance(body, fx.GraphModule):
+                _mark_weights(node, body)
                 yield node, str(source.target), body
+
+
+def _mark_weights(node: fx.Node, body: fx.GraphModule) -> None:
+    """Weights are given to bodies as operands, the last of which are the last inputs of a body."""
+    operands: list[Any] = []
+    fx.map_arg(node.args, operands.append)
+    inputs = [one for one in body.graph.nodes if one.op == "placeholder"]
+    for operand, taken in zip(reversed(operands), reversed(inputs), strict=False):
+        is_weight = operand.op == "get_attr" or operand.meta.get(IS_WEIGHT)
+        if is_weight and isinstance(taken.meta.get("val"), torch.Tensor):
+            taken.meta[IS_WEIGHT] = True
 
 
 class Recorder(nn.Module):
@@ -37,8 +50,12 @@ class Recorder(nn.Module):
 
 
 def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any] | None]:
-    """What each body is called with when the piece runs once; None for a branch that is not taken."""
-    found = {name: body for _, name, body in bodies(module)}
+    """What each body is called with when the piece runs once.
+
+    A branch that is not taken has the operands of the one that is; None where no body of a node runs.
+    """
+    places = [(node, name, body) for node, name, body in bodies(module)]
+    found = {name: body for _, name, body in places}
     recorders = {name: Recorder(body) for name, body in found.items()}
     for name, recorder in recorders.items():
         setattr(module, name, recorder)
@@ -48,4 +65,5 @@ def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list
     finally:
         for name, body in found.items():
             setattr(module, name, body)
-    return {name: recorder.seen for name, recorder in recorders.items()}
+    seen = {node: recorders[name].seen for node, name, _ in places if recorders[name].seen is not None}
+    return {name: recorders[name].seen or seen.get(node) for node, name, _ in places}

@@ -41,6 +41,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _ABSENT = object()
 _STORES_GLOBAL, _STORES_CELL = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"]
+_ASIDE = ("_dynamo/convert_frame.py", "torch/_inductor/", "torch/_higher_order_ops/", "importlib._bootstrap")
 FROZEN = "frozen by capture: "
 
 
@@ -255,10 +256,10 @@ def _is_torch(file: str) -> bool:
 
 
 def _is_aside(frame: FrameType | None) -> bool:
-    """Whether the garbage collector, or Dynamo (which compiles the bodies of `torch.cond`), runs a frame."""
+    """Whether a garbage collection, an import, or Dynamo (for bodies of `torch.cond`) runs a frame."""
     callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None and not frame.f_code.co_filename.endswith("torch/nn/modules/module.py"):
-        if frame.f_code in callbacks or frame.f_code.co_filename.endswith("_dynamo/convert_frame.py"):
+        if frame.f_code in callbacks or any(part in frame.f_code.co_filename for part in _ASIDE):
             return True
         frame = frame.f_back
     return False

@@ -6,6 +6,7 @@ model or file that cannot be used; 3 for an unexpected error.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Annotated, NoReturn
 
@@ -50,12 +51,16 @@ def root(
         typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Log each stage with its time.")] = False,
 ) -> None:
     """Cut a PyTorch model into pieces, and run each on the engine that runs it fastest.
 
     MODEL is a function of yours (FILE.py:FUNCTION), a file, a folder or a name; `intarsia compile --help` has
     all forms.
     """
+    if verbose:
+        logging.basicConfig(level=logging.WARNING, format="%(relativeCreated)7.0f ms  %(message)s")
+        logging.getLogger("intarsia").setLevel(logging.INFO)
 
 
 def main() -> None:

@@ -78,6 +78,7 @@ from intarsia.errors import (
     warn,
 )
 from intarsia.graph.devices import uses_gpu
+from intarsia.logs import LOG, log_refusals, stage, torch_logs_kept
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
@@ -144,7 +145,7 @@ def _compile(
     began = time.perf_counter()
     check_call(args, kwargs)
     try:
-        with COMPILING, kept_random_state(), device_of(model, args, kwargs):
+        with COMPILING, torch_logs_kept(), kept_random_state(), device_of(model, args, kwargs):
             job = prepare(options, model, args, kwargs, dynamic_shapes, began)
             try:
                 return job.run()
@@ -251,10 +252,13 @@ class CompileJob:
         else:
             compiled = self.choose(graph, support, support.measured)
         verified = self.verify(captured, graph, support, compiled)
+        seconds, plan = time.perf_counter() - self.request.began, verified.plan
+        LOG.info("compiled in %.2f s: %d segments on %s", seconds, len(plan), ", ".join(plan.engines))
         if verified is compiled:
             self.store(cache, graph, compiled)
         return self.finish(graph, verified)
 
+    @stage("running the model")
     def capture(self) -> Captured:
         """Run the model on the example, before anything else is done to it."""
         if not self.options.accuracy.verify:
@@ -267,6 +271,7 @@ class CompileJob:
             return Captured(judge)
         return Captured(judge, truth, tuple(settled(effects, judge.model, self.request.call)))
 
+    @stage("exporting and lowering")
     def lower(self, captured: Captured) -> LoweredModel:
         """Export the model and lower it; the examples are the call, and the ends of the ranges of sizes."""
         effects = captured.effects
@@ -308,6 +313,7 @@ class CompileJob:
         )
         return cache_entry(graph.lowered, graph.examples, self.engines, settings)
 
+    @stage("comparing the graph with the model")
     def check(self, captured: Captured, graph: LoweredModel) -> LoweredModel:
         """A graph that answers as the model does; decompositions that change its answers are left out."""
         checked = graph
@@ -335,6 +341,7 @@ class CompileJob:
         else:
             self.part_graphs.append(module)
 
+    @stage("asking the engines about every node")
     def support(self, graph: LoweredModel) -> Support:
         """Ask every engine for every node, and decide whether to measure."""
         module, measured, notes = graph.lowered.module, self.placement.measured, tuple[str, ...]()
@@ -343,6 +350,7 @@ class CompileJob:
             measured, notes = None, (small,)
         engines = self.engines if measured is not None else self._quick_engines()
         table = support_table(module, engines, self.options.build_limit_s)
+        log_refusals(table.refusals)
         return Support(engines, table, measured, notes)
 
     def _quick_engines(self) -> tuple[Engine, ...]:
@@ -351,11 +359,13 @@ class CompileJob:
             return self.engines
         return tuple(engine for engine in self.engines if not engine.slow_to_build)
 
+    @stage("building the segments")
     def build(self, graph: LoweredModel, support: Support) -> Compiled:
         """Plan by the strategy, and build every segment; what fails leaves its engine."""
         builder = self._builder(graph, support.engines, support.notes)
         return self._inlaid(graph, *builder.build(builder.plan(support.table)), builder)
 
+    @stage("choosing by measurement", shown=False)  # which shows what it measures
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
         """Build several plans, measure them on this machine, and take the best."""
         lowered, options = graph.lowered, self.options
@@ -374,6 +384,7 @@ class CompileJob:
         with nullcontext() if model is None else undisturbed(model):  # it is measured as it is, too
             return choose(measured, workshop, support.engines, sample, settings, options.accuracy.tolerance)
 
+    @stage("comparing the whole with the model")
     def verify(
         self, captured: Captured, graph: LoweredModel, support: Support, compiled: Compiled
     ) -> Compiled:
@@ -445,7 +456,7 @@ class CompileJob:
         engines = self._quick_engines()
         builder = self._builder(replace(graph, examples=[]), engines)
         table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
-        assembly = Assembly(*builder.build(builder.plan(table)), builder.body_plans)
+        assembly = Assembly(*builder.build(builder.plan(table)))
         return self._compiled(graph, assembly, builder.notes, eager)
 
     def _builder(

@@ -34,6 +34,10 @@ def corners(lowered: Lowered, example: Sequence[Any], notes: list[str] | None = 
         found = _allowed(lowered, example, seen, sizes)
         if found is not None:
             made.append(found)
+            least = min(ends.values())
+            if notes is not None and sizes == ends and least > 0 and not _are_at(lowered, found, ends):
+                where = ", ".join(f"{symbol} = {size}" for symbol, size in ends.items())
+                notes.append(f"calls at {where} are refused: conditions of the exported model exclude them")
         elif notes is not None:
             where = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
             notes.append(f"not verified at {where}, which the conditions of the exported model do not allow")
@@ -96,6 +100,10 @@ def _allowed(
         if sizes == given:
             return None
     return None
+
+
+def _are_at(lowered: Lowered, inputs: Sequence[Any], sizes: dict[sympy.Symbol, int]) -> bool:
+    return _varying(lowered, inputs) == sizes
 
 
 def _towards(size: int, goal: int, step: int) -> int:

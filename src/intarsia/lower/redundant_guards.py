@@ -8,11 +8,12 @@ the model once at the sizes shut out settles the matter.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 import sympy
@@ -22,11 +23,14 @@ from torch.utils import _pytree as pytree
 
 from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import evaluating
-from intarsia.capture.size_guards import input_path
+from intarsia.capture.size_guards import input_path, read_guards
 from intarsia.compare import disagreement
+from intarsia.errors import CaptureError
 from intarsia.lower import Lowered, Role
 from intarsia.lower.range_ends import at_sizes
 
+_SIZES = re.compile(r"(L\[[^()]+?\])\.size\(\)\[(\d+)\]")
+_UNEQUAL = re.compile(r".+ != \d+")
 _ONE_SIZE = re.compile(r"(L\[.+\])\.size\(\)\[(\d+)\] (!=|>|>=) (\d+)")
 
 
@@ -45,14 +49,16 @@ def drop_redundant_guards(
     for text in lowered.guards:
         asked = _asked(text, lowered)
         if asked is None:
-            kept.append(text)
+            if not _is_needless(text, lowered, model, example):
+                kept.append(text)
             continue
         symbol, sizes = asked[0], [size for size in asked[1] if size >= least]
         if not sizes:
             kept.append(text)
             continue
         # Down from the largest: an answer without elements says nothing of the sizes above it.
-        alike = [*takewhile(partial(_answers_alike, lowered, model, example, symbol), sizes)]
+        tried = ((size, _answers_alike(lowered, model, example, {symbol: size})) for size in sizes)
+        alike = [size for size, _ in takewhile(itemgetter(1), tried)]
         if len(alike) < len(asked[1]):
             kept.append(text if not alike else _weaker(text, alike[-1]))
         if alike and symbol in ranges and ranges[symbol].lower == sizes[0] + 1:
@@ -72,11 +78,11 @@ def least_asked(dynamic_shapes: Any) -> int:
 
 
 def _answers_alike(
-    lowered: Lowered, model: nn.Module, example: Sequence[Any], symbol: sympy.Symbol, size: int
+    lowered: Lowered, model: nn.Module, example: Sequence[Any], sizes: Mapping[sympy.Symbol, int]
 ) -> bool:
-    """Whether the graph answers as the model does where a size that varies is this."""
+    """Whether the graph answers as the model does where sizes that vary are these."""
     try:
-        inputs = [_other_values(value) for value in at_sizes(lowered, example, {symbol: size})]
+        inputs = [_other_values(value) for value in at_sizes(lowered, example, dict(sizes))]
         flat = {item.index: value for item, value in zip(lowered.inputs, inputs, strict=True)}
         args, kwargs = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
         with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=[]):
@@ -92,6 +98,38 @@ def _answers_alike(
     return disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs]) is None
 
 
+def _is_needless(text: str, lowered: Lowered, model: nn.Module, example: Sequence[Any]) -> bool:
+    """Whether model and graph answer alike where a guard on several sizes, `... != 1`, does not hold.
+
+    It is asked at the least sizes of that kind: a product of sizes is 1 where each of them is.
+    """
+    if not _UNEQUAL.fullmatch(text):
+        return False
+    names = {item.name: slot for slot, item in enumerate(lowered.inputs)}
+    symbols: list[sympy.Symbol] = []
+    for path, axis in _SIZES.findall(text):
+        symbol = _symbol_of(path, int(axis), lowered)
+        if symbol is None:
+            return False
+        symbols.append(symbol)
+    symbols = list(dict.fromkeys(symbols))
+    if not 0 < len(symbols) <= 4:
+        return False
+    try:
+        (guard,) = read_guards([text], names)
+    except CaptureError:
+        return False
+    ranges = lowered.range_constraints
+    lows = [max(0, int(ranges[s].lower)) if s in ranges else 0 for s in symbols]
+    combinations = itertools.product(*(range(low, low + 3) for low in lows))
+    excluded = [dict(zip(symbols, sizes, strict=True)) for sizes in combinations]
+    excluded = [sizes for sizes in excluded if not guard.holds(at_sizes(lowered, example, sizes))]
+    full = [sizes for sizes in excluded if all(sizes.values())]
+    return 0 < len(full) == len(excluded) <= 4 and all(
+        _answers_alike(lowered, model, example, sizes) for sizes in full
+    )
+
+
 def _asked(text: str, lowered: Lowered) -> tuple[sympy.Symbol, list[int]] | None:
     """The symbol that a guard on one size is about, and the sizes it shuts out, the largest first."""
     found = _ONE_SIZE.fullmatch(text)
@@ -101,13 +139,19 @@ def _asked(text: str, lowered: Lowered) -> tuple[sympy.Symbol, list[int]] | None
     sizes = [number] if found[3] == "!=" else [*range(number - (found[3] == ">="), -1, -1)]
     if not 0 < len(sizes) <= 2:
         return None
-    name = input_path(ast.parse(found[1], mode="eval").body)
+    symbol = _symbol_of(found[1], int(found[2]), lowered)
+    return None if symbol is None else (symbol, sizes)
+
+
+def _symbol_of(path: str, axis: int, lowered: Lowered) -> sympy.Symbol | None:
+    """The symbol of a size of an input, which the guards name by a path."""
+    name = input_path(ast.parse(path, mode="eval").body)
     for node in lowered.module.graph.nodes:
         value = node.meta.get("val")
         if node.op == "placeholder" and node.target == name and isinstance(value, torch.Tensor):
-            size: Any = value.shape[int(found[2])]
+            size: Any = value.shape[axis]
             symbol = getattr(getattr(size, "node", None), "expr", None)
-            return (symbol, sizes) if isinstance(symbol, sympy.Symbol) else None
+            return symbol if isinstance(symbol, sympy.Symbol) else None
     return None
 
 

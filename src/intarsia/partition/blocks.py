@@ -53,6 +53,9 @@ def too_small(nodes: Sequence[fx.Node], min_block_size: int | None) -> str | Non
     return f"{block}, and an engine pays from {MIN_WORK:g}"
 
 
+IS_WEIGHT = "intarsia_is_weight"  # set in `meta` of an input of a body that is given a weight
+
+
 def weights_of(node: fx.Node) -> dict[fx.Node, int]:
     """The constants a node reads, directly or through views, and the bytes of each."""
     held: dict[fx.Node, int] = {}
@@ -60,7 +63,7 @@ def weights_of(node: fx.Node) -> dict[fx.Node, int]:
         base = value
         while is_view(base):
             base = base.all_input_nodes[0]
-        if base.op == "get_attr":
+        if base.op == "get_attr" or base.meta.get(IS_WEIGHT):
             held[base] = bytes_of(constant_of(base))
     return held
 

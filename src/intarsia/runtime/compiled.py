@@ -27,6 +27,7 @@ from intarsia.runtime.input_checks import Check, FixedInput
 from intarsia.runtime.ownership import constants_of
 from intarsia.runtime.results import ResultPlan
 from intarsia.runtime.weights import FrozenWeights
+from intarsia.tracing import is_traced
 
 Run = Callable[[Sequence[Any]], list[Any]]  # the graph's inputs in, everything it returns out, flat
 
@@ -291,7 +292,7 @@ class Compiled(nn.Module):
                 raise InputError(NOT_TRANSFORMED)
         if fit.checks_weights:
             fit.weights.check()
-        if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS):
+        if kwargs or self._forward_hooks or self._forward_pre_hooks or any(GLOBAL_HOOKS) or is_traced():
             return super().__call__(*args, **kwargs)
         direct = fit.direct
         if direct is not None:
@@ -330,7 +331,8 @@ class Compiled(nn.Module):
             return _run_eagerly(fit.eager, args, kwargs)
         fit.results.check_written(flat)
         inputs = fit.interface.feed(flat)
-        return fit.results.finish(flat, fit.run(inputs) if fit.whole is None else fit.whole(*inputs))
+        whole = None if is_traced() else fit.whole  # the run has a name for each segment
+        return fit.results.finish(flat, fit.run(inputs) if whole is None else whole(*inputs))
 
     # What torch asks of any module, answered by one whose weights are frozen.
 

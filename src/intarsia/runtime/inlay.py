@@ -11,6 +11,7 @@ from torch import fx, nn
 from intarsia.engines import Program
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
+from intarsia.tracing import is_traced, segment_name, traced
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Inlay(nn.Module):
             (slots[item], None) if isinstance(item, fx.Node) else (None, item) for item in flat
         )
         self.steps = _steps(borders, programs, {slot for slot, _ in self.returned})
+        self._labels = [segment_name(i, piece.segment.engine) for i, piece in enumerate(pieces)]
         self._rest = [None] * (len(slots) - self._inputs)
         # One program that takes the inputs as they come and makes the results as they go: call it directly.
         self.whole: Program | None = None
@@ -73,8 +75,10 @@ class Inlay(nn.Module):
     def results(self, inputs: Sequence[Any]) -> list[Any]:
         """Everything the graph returns, flat."""
         values: list[Any] = [*inputs, *self._rest]
-        for step in self.steps:
-            made = step.program(*[values[slot] for slot in step.reads])
+        traced_call = is_traced()
+        for label, step in zip(self._labels, self.steps):  # noqa: B905
+            given = [values[slot] for slot in step.reads]
+            made = traced(label, "", step.program, *given) if traced_call else step.program(*given)
             for slot, value in zip(step.writes, made, strict=True):
                 values[slot] = value
             for slot in step.frees:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from intarsia.pipeline.gpipe.microbatch import Batch
+from intarsia.tracing import traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,7 +75,8 @@ class StageThreads:
 def run_task(task: Task) -> TaskResult:
     """Run a task; whatever it raises is part of the answer, so that no thread dies with it."""
     try:
-        return TaskResult(task, task.compute())
+        name = f"stage {task.stage}, micro-batch {task.micro_batch}"
+        return TaskResult(task, traced(name, f"stage {task.stage}", task.compute))
     except BaseException as error:
         error.add_note(f"in stage {task.stage} of the pipeline, on micro-batch {task.micro_batch}")
         return TaskResult(task, error)

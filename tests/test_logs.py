@@ -1,0 +1,86 @@
+"""What a compile tells while it runs: stages and refusals in the log, a line on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.errors import CaptureError
+from intarsia.logs import LOG
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    handler, level = _Kept(), LOG.level
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.DEBUG)
+    yield handler.lines
+    LOG.removeHandler(handler)
+    LOG.setLevel(level)
+
+
+def test_stages_and_refusals_are_logged(log: list[str]) -> None:
+    class Bessel(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.special.i0(torch.tanh(x))
+
+    intarsia.compile(Bessel(), (torch.ones(2, 3),), engines="onnxruntime", min_block_size=1)
+    stages = [line.split(":")[0] for line in log if line.startswith("INFO")]
+    assert stages[:2] == ["INFO running the model", "INFO exporting and lowering"]
+    assert stages[-1].startswith("INFO compiled in") and "INFO building the segments" in stages
+    assert "DEBUG onnxruntime does not take i0 (aten.i0.default): no converter" in log
+
+
+def test_torch_s_own_logs_stay_out_of_stderr(log: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CaptureError, match="reduction dim"):
+        intarsia.compile(nn.Linear(4, 2), (torch.ones(2, 5),), fallback="error")
+    assert capfd.readouterr().err == ""
+    assert any("failed while attempting to run meta" in line for line in log)
+
+
+SCRIPT = """
+import torch, intarsia
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+intarsia.compile(model, (torch.ones(2, 64),), engines="onnxruntime", min_block_size=1)
+"""
+
+
+def test_nothing_is_written_to_a_pipe() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_terminal_shows_the_stage() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                read = os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not read:
+                break
+            shown += read
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"exporting and lowering" in shown and b"0:00:0" in shown
