@@ -16,7 +16,6 @@ from intarsia.engines.graph_rewrites.merged_products import merge_products
 from intarsia.engines.graph_rewrites.patch_convolution import patch_convolutions_as_products
 from intarsia.engines.graph_rewrites.row_products import row_products
 from intarsia.engines.graph_rewrites.split_products import split_products
-from intarsia.engines.graph_rewrites.token_attention import turned_attention
 from intarsia.engines.graph_rewrites.vector_products import vector_products
 
 Rewrite = Callable[[fx.GraphModule], int]
@@ -25,7 +24,6 @@ REWRITES: dict[str, Rewrite] = {
     "batch_norms": fold_batch_norms,
     "fused_convolutions": fuse_convolutions,
     "patch_convolutions": patch_convolutions_as_products,
-    "turned_attention": turned_attention,
     "row_products": row_products,
     "merged_products": merge_products,
     "activation_epilogues": activation_epilogues,

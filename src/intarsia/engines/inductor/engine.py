@@ -33,7 +33,7 @@ from intarsia.graph.nodes import is_control_flow, is_ordered
 
 # Inductor folds batch norms itself, and knows no fused convolutions.
 GPU_REWRITES = (
-    "patch_convolutions", "turned_attention", "row_products", "merged_products", "activation_epilogues",
+    "patch_convolutions", "row_products", "merged_products", "activation_epilogues",
     "flash_attention", "split_products",
 )  # fmt: skip
 _VECTORS = ("vector_products",)

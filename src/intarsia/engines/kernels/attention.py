@@ -89,17 +89,13 @@ def masked_attention(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _token(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, mask_ptr, cos_ptr, sin_ptr, out_ptr, slice_ptr,
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, mask_ptr, out_ptr,
     q_row, q_head, k_row, k_head, k_place, v_row, v_head, v_place,
-    new_k_row, new_k_head, new_v_row, new_v_head, mask_row, cos_row, sin_row, slice_part,
+    new_k_row, new_k_head, new_v_row, new_v_head, mask_row,
     kv_heads, room, scale,
-    GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr, TURNS: tl.constexpr,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The heads that share one head of keys, for one row: the filled places of a cache, then the token.
-
-    With TURNS, the token's query and key are turned by its position first, and its key and value are written
-    out, as the cache will hold them.
-    """
+    """The heads that share one head of keys, for one row: the token itself, then the cache's filled places."""
     row, kv = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     member, within, at_k = tl.arange(0, PADDED), tl.arange(0, SIZE), tl.arange(0, KEYS)
     real = member < GROUP
@@ -109,19 +105,6 @@ def _token(  # type: ignore[no-untyped-def]
     q = tl.load(q_ptrs + within[None], mask=real[:, None], other=0.0)
     new_k = tl.load(new_k_ptrs + within)
     new_v = tl.load(new_v_ptr + row * new_v_row + kv * new_v_head + within)
-    if TURNS:
-        other = (within + SIZE // 2) % SIZE
-        sign = tl.where(within < SIZE // 2, -1.0, 1.0)
-        cos = tl.load(cos_ptr + row * cos_row + within).to(tl.float32)
-        sin = tl.load(sin_ptr + row * sin_row + within).to(tl.float32) * sign
-        crossed = tl.load(q_ptrs + other[None], mask=real[:, None], other=0.0).to(tl.float32)
-        q = (q.to(tl.float32) * cos[None] + crossed * sin[None]).to(q.dtype)
-        new_k = (new_k.to(tl.float32) * cos + tl.load(new_k_ptrs + other).to(tl.float32) * sin).to(
-            new_k.dtype
-        )
-        slice_ptrs = slice_ptr + (row * kv_heads + kv) * SIZE + within
-        tl.store(slice_ptrs, new_k)
-        tl.store(slice_ptrs + slice_part, new_v)
     factor = scale * 1.4426950408889634
     # A token always attends to itself: the running sums begin with it.
     highest = tl.sum(q.to(tl.float32) * new_k[None].to(tl.float32), 1) * factor
@@ -153,29 +136,20 @@ def token_attention(
     new_value: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
-    turn: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one token to a cache and itself; the mask is (rows or 1, 1, 1, room + 1).
-
-    `turn` are cosines and sines of the token's position, (rows or 1, 1, 1, size). With them the second result
-    are its key and value for the cache, (2, rows, heads, 1, size).
-    """
+) -> torch.Tensor:
+    """Attention of one token to a cache and itself; the mask is (rows or 1, 1, 1, room + 1)."""
     rows, heads, _, size = query.shape
     kv_heads, room = past_keys.shape[1:3]
     group = heads // kv_heads
     out = query.new_empty(rows, 1, heads, size)
-    new = query.new_empty(2 if turn else 0, rows, kv_heads, 1, size)
     seen = mask.view(torch.uint8).expand(rows, 1, 1, room + 1)
-    cos, sin = (x.expand(rows, 1, 1, size) for x in turn) if turn else (out, out)
     arguments: tuple[Any, ...] = (
-        query, past_keys, past_values, new_key, new_value, seen, cos, sin, out, new,
+        query, past_keys, past_values, new_key, new_value, seen, out,
         *query.stride()[:2], *past_keys.stride()[:3], *past_values.stride()[:3],
-        *new_key.stride()[:2], *new_value.stride()[:2], seen.stride(0), cos.stride(0), sin.stride(0),
-        new.stride(0), kv_heads, room, scale,
+        *new_key.stride()[:2], *new_value.stride()[:2], seen.stride(0), kv_heads, room, scale,
     )  # fmt: skip
     padded = max(16, triton.next_power_of_2(group))
     _token[(rows * kv_heads,)](
-        *arguments, GROUP=group, PADDED=padded, SIZE=size, KEYS=64, TURNS=turn is not None,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    return out.transpose(1, 2), new
+        *arguments, GROUP=group, PADDED=padded, SIZE=size, KEYS=64, num_warps=4, num_stages=2
+    )
+    return out.transpose(1, 2)

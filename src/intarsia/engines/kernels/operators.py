@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from intarsia.lower.purity import pure_operators
-
 SIZES = (16, 32, 64, 128, 256)  # features of a head that the kernels know
 
 
@@ -65,7 +63,7 @@ def token_attention(
         from intarsia.engines.kernels.attention import token_attention as kernel
 
         tensors: Any = [_rows(x) for x in (query, past_keys, past_values, new_key, new_value)]
-        return kernel(*tensors, mask.contiguous(), scale)[0]
+        return kernel(*tensors, mask=mask.contiguous(), scale=scale)
     keys, values = torch.cat([past_keys, new_key], 2), torch.cat([past_values, new_value], 2)
     made = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
@@ -87,49 +85,6 @@ def _(
     return query.new_empty(rows, 1, heads, size).transpose(1, 2)
 
 
-@torch.library.custom_op("intarsia::turned_token_attention", mutates_args=())
-def turned_token_attention(
-    query: torch.Tensor,
-    past_keys: torch.Tensor,
-    past_values: torch.Tensor,
-    new_key: torch.Tensor,
-    new_value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_attention` that turns query and key by the token's position first (rotary embeddings).
-
-    The second result are its key and value for the cache, (2, rows, heads, 1, size).
-    """
-    if has_kernels(query):
-        from intarsia.engines.kernels.attention import token_attention as kernel
-
-        tensors: Any = [_rows(x) for x in (query, past_keys, past_values, new_key, new_value)]
-        return kernel(*tensors, mask.contiguous(), scale, (_rows(cos), _rows(sin)))
-    query, new_key = (x * cos + _crossed(x) * sin for x in (query, new_key))
-    made = token_attention(query, past_keys, past_values, new_key, new_value, mask, scale)
-    return made, torch.stack([new_key, new_value])
-
-
-@turned_token_attention.register_fake
-def _(
-    query: torch.Tensor,
-    past_keys: torch.Tensor,
-    past_values: torch.Tensor,
-    new_key: torch.Tensor,
-    new_value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, heads, _, size = query.shape
-    out = query.new_empty(rows, 1, heads, size).transpose(1, 2)
-    return out, query.new_empty(2, rows, new_key.shape[1], 1, size)
-
-
 @torch.library.custom_op("intarsia::row_product", mutates_args=())
 def row_product(
     x: torch.Tensor,
@@ -148,7 +103,7 @@ def row_product(
         from intarsia.engines.kernels.products import row_product as kernel
 
         given: Any = [None if y is None else y.contiguous() for y in (bias, norm, residual)]
-        return kernel(x.contiguous(), weight, *given, eps, gated)
+        return kernel(x.contiguous(), weight, *given, eps=eps, gated=gated)
     if norm is not None:
         wide = x.float()
         x = norm * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -170,26 +125,6 @@ def _(
     gated: bool,
 ) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if gated else 1))
-
-
-@torch.library.custom_op("intarsia::stacked", mutates_args=())
-def stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """`cat` along the first axis by one kernel; compilers copy part by part, with a kernel for each."""
-    return torch.cat(tensors)
-
-
-@stacked.register_fake
-def _(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0].new_empty(sum(x.shape[0] for x in tensors), *tensors[0].shape[1:])
-
-
-for _operator in (masked_attention, token_attention, turned_token_attention, row_product, stacked):
-    pure_operators.add(_operator._opoverload)
-
-
-def _crossed(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
