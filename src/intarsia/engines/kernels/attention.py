@@ -95,7 +95,7 @@ def _token(  # type: ignore[no-untyped-def]
     kv_heads, room, scale,
     GROUP: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The heads that share one head of keys, for one row: the token itself, then the cache's filled places."""
+    """The heads that share one head of keys, for one row: the token, then the cache's filled places."""
     row, kv = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     member, within, at_k = tl.arange(0, PADDED), tl.arange(0, SIZE), tl.arange(0, KEYS)
     real = member < GROUP
