@@ -165,6 +165,8 @@ def _smaller(case: Case) -> Iterator[Case]:
         replace(options, rewrite=False),
         replace(options, partition="dependency"),
         replace(options, min_block_size=1),
+        replace(options, training=False),
+        replace(options, step=False),
     ):
         if plainer != options:
             yield replace(case, options=plainer)
@@ -179,13 +181,16 @@ def script(case: Case, said: str) -> str:
     dynamic = ""
     if o.dynamic:
         dims = ", ".join("{0: n}" if x.dynamic else "None" for x in case.program.inputs)
-        dynamic = f"    dynamic_shapes=({dims},),\n"
+        dynamic = f"    dynamic_shapes=pack({dims}),\n"
     lines = [f"# {line}" for line in said.splitlines()] + [case.program.source(), "import intarsia", ""]
-    lines += ["model = Model().eval()"] + (["n = torch.export.Dim('n', min=1, max=64)"] if dynamic else [])
+    mode = "train()" if o.training else "eval()"
+    lines += ["model = Model().eval()", f"twin = Model().{mode}"] + (
+        ["n = torch.export.Dim('n', min=1, max=64)"] if dynamic else []
+    )
     lines += [
         "fast = intarsia.compile(",
-        "    Model().eval(),",
-        "    inputs(),",
+        "    twin,",
+        "    pack(*inputs()),",
         f"{dynamic}    engines={list(o.engines)!r},",
         f"    partition={o.partition!r},",
         f"    min_block_size={o.min_block_size!r},",
@@ -193,7 +198,16 @@ def script(case: Case, said: str) -> str:
         ")",
         "with torch.no_grad():",
         "    for seed in range(4):",
-        "        print(model(*inputs(seed=seed)), fast(*inputs(seed=seed)))",
+        "        print(model(*pack(*inputs(seed=seed))), fast(*pack(*inputs(seed=seed))))",
         "",
     ]
+    if o.step:
+        lines += [
+            "for module in (model, twin):",
+            "    for parameter in module.parameters():",
+            "        parameter.grad = torch.ones_like(parameter)",
+            "    torch.optim.AdamW(module.parameters(), lr=0.1, fused=True).step()",
+            "print(model(*pack(*inputs())), fast(*pack(*inputs())))  # has to be refused",
+            "",
+        ]
     return "\n".join(lines)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -20,7 +20,8 @@ from tests.fuzz.draw import Case
 from torch.utils import _pytree as pytree
 
 import intarsia
-from intarsia.errors import InputError, IntarsiaError
+from intarsia.errors import InputError, IntarsiaError, RefitError, StaleWeightsError
+from intarsia.runtime.compiled import Compiled
 
 _SPECIALS = (float("nan"), float("inf"), -float("inf"), -0.0)
 
@@ -63,27 +64,43 @@ _DYNAMIC_CALLS = (Trial(3, 0), Trial(5, 1), Trial(2, 2), Trial(1, 3), Trial(4, 4
 def check(case: Case) -> Outcome:
     """Compile a random model and try it on several calls, the first of them the example."""
     made = case.program.namespace()
-    model, inputs = made["Model"]().eval(), made["inputs"]
+    model, inputs = _Packing(made["Model"](), made["pack"]).eval(), made["inputs"]
+    twin = copy.deepcopy(model).train(case.options.training)  # the one that is compiled
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            fast = _compiled(case, copy.deepcopy(model), inputs(3, 0))
+            compiled = _compiled(case, twin, inputs(3, 0))
         except IntarsiaError as error:
             return Outcome(Verdict.REFUSED, f"{type(error).__name__}: {error}")
         except Exception as error:
             return Outcome(Verdict.FAILED, f"compile: {type(error).__name__}: {error}")
-        return _try_calls(case, model, fast, inputs)
+        fast = _Packing(compiled, made["pack"])
+        outcome = _try_calls(case, model, fast, inputs)
+        if case.options.step and not outcome.wrong and not case.program.buffers:
+            return _try_step(case, (model, twin), compiled, inputs) or outcome
+        return outcome
 
 
-def _compiled(case: Case, model: torch.nn.Module, example: tuple[Any, ...]) -> torch.nn.Module:
+class _Packing(torch.nn.Module):
+    """A model that is called with its inputs one by one, whatever they are given in."""
+
+    def __init__(self, model: torch.nn.Module, pack: Callable[..., tuple[Any, ...]]) -> None:
+        super().__init__()
+        self.model, self.pack = model, pack
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.model(*self.pack(*inputs))
+
+
+def _compiled(case: Case, twin: _Packing, example: tuple[Any, ...]) -> torch.nn.Module:
     options = case.options
     dynamic = None
     if options.dynamic:
         size = torch.export.Dim("n", min=1, max=64)
-        dynamic = tuple(dict.fromkeys(x.dynamic, size) or None for x in case.program.inputs)
+        dynamic = twin.pack(*(dict.fromkeys(x.dynamic, size) or None for x in case.program.inputs))
     return intarsia.compile(
-        model,
-        example,
+        twin.model,
+        twin.pack(*example),
         dynamic_shapes=dynamic,
         engines=list(options.engines),
         partition=options.partition,
@@ -92,7 +109,34 @@ def _compiled(case: Case, model: torch.nn.Module, example: tuple[Any, ...]) -> t
     )
 
 
-def _try_calls(case: Case, model: torch.nn.Module, fast: torch.nn.Module, inputs: Any) -> Outcome:
+def _try_step(
+    case: Case, models: tuple[_Packing, _Packing], compiled: torch.nn.Module, inputs: Any
+) -> Outcome | None:
+    """A fused optimizer steps on the model: the next call is refused, or answers as the model does then."""
+    for one in models:
+        parameters = list(one.parameters())
+        if not parameters:
+            return None
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        torch.optim.AdamW(parameters, lr=0.1, fused=True).step()
+    model, twin = models
+    fast = _Packing(compiled, model.pack)
+    if isinstance(compiled, Compiled):
+        outcome = _try_calls(case, copy.deepcopy(model), fast, inputs, stale_is_fine=True)
+        if outcome.wrong:
+            return replace(outcome, said=f"after a fused step: {outcome.said}")
+        try:
+            compiled.refit(twin.model)
+        except RefitError:
+            return None
+    outcome = _try_calls(case, model, fast, inputs, stale_is_fine=not isinstance(compiled, Compiled))
+    return replace(outcome, said=f"after a fused step: {outcome.said}") if outcome.wrong else None
+
+
+def _try_calls(
+    case: Case, model: torch.nn.Module, fast: torch.nn.Module, inputs: Any, stale_is_fine: bool = False
+) -> Outcome:
     refused = ""
     for call in _DYNAMIC_CALLS if case.options.dynamic else _STATIC_CALLS:
         given = _special(inputs(call.n, call.seed), call) if call.special else inputs(call.n, call.seed)
@@ -107,6 +151,10 @@ def _try_calls(case: Case, model: torch.nn.Module, fast: torch.nn.Module, inputs
         try:
             with torch.no_grad():
                 answer = fast(*ours)
+        except StaleWeightsError as error:
+            if stale_is_fine:
+                return Outcome(Verdict.REFUSED, str(error))
+            return Outcome(Verdict.FAILED, f"{call}: {type(error).__name__}: {error}")
         except InputError as error:
             refused = str(error)
             model = before

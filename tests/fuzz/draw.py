@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tests.fuzz.operators import TEMPLATES, NoOperand, Scope, in_place
+from tests.fuzz.operators import TEMPLATES, NoOperand, Scope, Template, branch, in_place, mode
 from tests.fuzz.program import Program, Statement, Value
 
 _EXAMPLE_SIZE = 3
@@ -23,13 +24,19 @@ _ENGINES = (
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is compiled, and whether its first size varies."""
+    """How a model is compiled, whether its first size varies, and what happens to the model.
+
+    `training`: it is in training mode when it is compiled, which means in evaluation. `step`: after the calls
+    a fused optimizer steps, which the compiled module has to notice.
+    """
 
     engines: tuple[str, ...] = ("onnxruntime",)
     partition: str = "dependency"
     min_block_size: int | None = 1
     rewrite: bool = True
     dynamic: bool = False
+    training: bool = False
+    step: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,21 +53,28 @@ def draw_case(seed: int, engines: tuple[tuple[str, ...], ...] = _ENGINES) -> Cas
     >>> draw_case(3) == draw_case(3)
     True
     """
-    dice = random.Random(seed)
+    dice, more = random.Random(seed), random.Random(f"{seed}, and what was added to the fuzzer later")
     options = Options(
         engines=dice.choice(engines),
         partition=dice.choice(("dependency", "greedy", "hierarchical")),
         min_block_size=dice.choice((1, 1, 2, 4, None)),
         rewrite=dice.random() < 0.7,
         dynamic=dice.random() < 0.3,
+        training=more.random() < 0.15,
+        step=more.random() < 0.2,
     )
-    return Case(_draw_program(dice, options.dynamic), options)
+    templates = [*TEMPLATES, *([mode] * 8 if options.training else [])]
+    templates += [branch] * 6 if more.random() < 0.2 else []
+    program = _draw_program(dice, options.dynamic, templates)
+    container = more.choice(("list", "dict", "inside")) if more.random() < 0.2 else None
+    return Case(replace(program, container=container), options)
 
 
-def _draw_program(dice: random.Random, dynamic: bool) -> Program:
+def _draw_program(dice: random.Random, dynamic: bool, templates: Sequence[Template]) -> Program:
     inputs = _draw_inputs(dice, dynamic)
     buffers = (Value("b0", "torch.ones(3)"),) if dice.random() < 0.15 else ()
-    known: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    module = torch.nn.Module().eval()  # what `self` is while a line is tried
+    known: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "self": module}
     given = {"g": torch.Generator().manual_seed(0), "n": _EXAMPLE_SIZE, "torch": torch}
     tensors: dict[str, torch.Tensor] = {}
     for value in (*inputs, *buffers):
@@ -69,7 +83,7 @@ def _draw_program(dice: random.Random, dynamic: bool) -> Program:
     statements: list[Statement] = []
     mutates = dice.random() < 0.25
     for _ in range(dice.randint(2, 12)):
-        made = _draw_statement(scope, known, len(statements), mutates)
+        made = _draw_statement(scope, known, len(statements), mutates, templates)
         if made is not None:
             statements.append(made)
     return Program(
@@ -109,13 +123,15 @@ def _draw_inputs(dice: random.Random, dynamic: bool) -> tuple[Value, ...]:
     return tuple(inputs)
 
 
-def _draw_statement(scope: Scope, known: dict[str, Any], number: int, mutates: bool) -> Statement | None:
+def _draw_statement(
+    scope: Scope, known: dict[str, Any], number: int, mutates: bool, templates: Sequence[Template]
+) -> Statement | None:
     """One more line that eager PyTorch can run, or None when ten tries found none."""
     for _ in range(10):
         before = len(scope.weights)
         in_line = mutates and scope.dice.random() < 0.2
         try:
-            expression = (in_place if in_line else scope.dice.choice(TEMPLATES))(scope)
+            expression = (in_place if in_line else scope.dice.choice(templates))(scope)
         except NoOperand:
             continue
         drawn = {"torch": torch, "g": torch.Generator().manual_seed(7)}

@@ -141,6 +141,17 @@ F.adaptive_max_pool2d({a}, 1); F.pixel_shuffle({a}.repeat(1, 4, 1, 1), 2)
 _ATTENTION = """
 F.scaled_dot_product_attention({a}, {a}, {a}); F.scaled_dot_product_attention({a}, {a}, {a}, is_causal=True)
 """
+_BRANCHES = """
+({a}.sin() if {a}.sum() > 0 else {a} * 2); ({a} * 2 if {a}.shape[0] > 2 else {a} - 1)
+torch.cond({a}.mean() > 0, lambda t: t.relu(), lambda t: t.cumsum(-1) - 1, ({a},))
+torch.cond({a}.amax() > 1, lambda t, u: t + u, lambda t, u: t * u.sigmoid(), ({a}, {b}))
+sum({a} * place for place in range({a}.shape[-1])); [{a}, {a} + 1, {a}.tanh()][{a}.ndim % 3]
+"""
+_MODES = """
+F.dropout({a}, 0.5, self.training); F.rrelu({a}, training=self.training)
+F.alpha_dropout({a}, 0.3, self.training); ({a} * 3 if self.training else {a} + 1)
+F.batch_norm({a}[:, None], torch.zeros(1), torch.ones(1) * 2, training=self.training)
+"""
 _IN_PLACE = """
 {a}.add_(1); {a}.mul_(2); {a}.clamp_(max=1); {a}[..., 0].fill_(0.5); {a}.copy_({a} * 0.5); {a}.zero_()
 {a}.relu_(); {a}.view(-1)[0:1].neg_(); {a}[0].add_(1); {a}.transpose(0, -1).mul_(0.5)
@@ -222,6 +233,8 @@ def lookup(s: Scope) -> str:
 
 
 in_place = _table(_IN_PLACE, lambda x: x.dtype is torch.float32 and x.ndim >= 1)
+branch = _table(_BRANCHES, lambda x: x.dtype is torch.float32 and x.ndim >= 1)
+mode = _table(_MODES, lambda x: x.dtype is torch.float32 and x.ndim >= 1)
 _real = _table(_REAL, lambda x: x.is_floating_point())
 _any = _table(_ANY, lambda x: True)
 _shaped = _table(_SHAPED, lambda x: x.ndim >= 1)

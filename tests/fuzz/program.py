@@ -44,20 +44,23 @@ class Program:
     buffers: tuple[Value, ...]
     statements: tuple[Statement, ...]
     result: str
+    container: str | None = None  # what the inputs are given in: a "list", a "dict", or one "inside" another
 
     def source(self) -> str:
-        """Python that defines `Model` and `inputs(n, seed)`."""
+        """Python that defines `Model`, `inputs(n, seed)`, and `pack`, which makes a call of inputs."""
         lines = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", ""]
         lines += ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         lines += ["        g, n = torch.Generator().manual_seed(7), 3"]
         lines += [f"        self.{w.name} = nn.Parameter({w.expression})" for w in self.parameters]
         lines += [f"        self.register_buffer({b.name!r}, {b.expression})" for b in self.buffers]
-        lines += ["", f"    def forward({', '.join(['self', *(x.name for x in self.inputs)])}):"]
+        taken, unpacked, call = _containers([x.name for x in self.inputs], self.container)
+        lines += ["", f"    def forward({', '.join(['self', *taken])}):", *(f"        {s}" for s in unpacked)]
         lines += [f"        {_with_self(str(s))}" for s in self.statements]
         lines += [f"        return {_with_self(self.result)}", "", ""]
         lines += ["def inputs(n=3, seed=0):", "    g = torch.Generator().manual_seed(seed)"]
         lines += [f"    {x.name} = {x.expression}" for x in self.inputs]
-        lines += [f"    return ({''.join(x.name + ', ' for x in self.inputs)})", ""]
+        lines += [f"    return ({''.join(x.name + ', ' for x in self.inputs)})", "", ""]
+        lines += [f"def pack({', '.join(x.name for x in self.inputs)}):", f"    return {call}", ""]
         return "\n".join(lines)
 
     def namespace(self) -> dict[str, Any]:
@@ -79,9 +82,29 @@ class Program:
         )
         if kept != self:
             yield kept
+        if self.container is not None:
+            yield replace(self, container=None)
         for name in dict.fromkeys(_NAME.findall(self.result)):
             if self.result != name:
                 yield replace(self, result=name)
+
+
+def _containers(names: list[str], container: str | None) -> tuple[list[str], list[str], str]:
+    """What `forward` takes, how it takes that apart, and the call that it needs."""
+    listed = ", ".join(names)
+    if container == "list":
+        return ["given"], [f"[{listed}] = given"], f"([{listed}],)"
+    if container == "dict":
+        return (
+            ["given"],
+            [f"{name} = given[{name!r}]" for name in names],
+            "({" + ", ".join(f"{name!r}: {name}" for name in names) + "},)",
+        )
+    if container == "inside":
+        rest = ", ".join(names[1:])
+        unpacked = [f"[{rest}], _ = rest['held'], rest['none']"]
+        return [names[0], "rest"], unpacked, f"({names[0]}, {{'held': [{rest}], 'none': ()}})"
+    return names, [], f"({''.join(name + ', ' for name in names)})"
 
 
 def _with_self(text: str) -> str:

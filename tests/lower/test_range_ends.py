@@ -126,3 +126,5 @@ def test_an_end_that_calls_may_not_have_is_told_at_compile() -> None:
 def test_a_range_that_cannot_be_is_an_error_at_compile(low: int) -> None:
     with pytest.raises(CaptureError, match=r"constant \(6\)"):
         intarsia.compile(Folded(), (torch.rand(6),), dynamic_shapes={"x": {0: Dim("n", min=low, max=9)}})
+    with pytest.raises(CaptureError, match=r"constant \(6\)"):
+        intarsia.compile(Folded(), (intarsia.Input(min_shape=(low,), opt_shape=(6,), max_shape=(9,)),))

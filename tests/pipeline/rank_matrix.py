@@ -63,7 +63,7 @@ def run_case(stages, start, name, schedule, checkpoint, autocast, steps, want) -
         if step == 0:
             if pipe.is_last:
                 found["output"] = error(result.output.logits, logits)
-            for key, parameter in pipe.named_parameters().items():
+            for key, parameter in pipe.named_parameters():
                 if parameter.grad is not None and key in grads:
                     off = error(parameter.grad, grads[key], least)
                     found["gradient"] = max(found["gradient"], off)

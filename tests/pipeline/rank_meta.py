@@ -45,7 +45,7 @@ def meta(folder, saved):
     )
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain.step()
-    for n, p in again.named_parameters().items():
+    for n, p in again.named_parameters():
         torch.testing.assert_close(
             p, dict(model.named_parameters(remove_duplicate=False))[n], rtol=1e-3, atol=1e-4
         )

@@ -45,7 +45,7 @@ def clusters() -> None:
             share = slice(rank // plan.layout.ranks * each, (rank // plan.layout.ranks + 1) * each)
         model.zero_grad()
         pipe.step(x[share], target=target[share])
-        for key, parameter in pipe.named_parameters().items():
+        for key, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, want[key], rtol=1e-4, atol=1e-6)
         ran.add((name, replicas, plan.layout.checkpoint))
     assert {name for name, *_ in ran} == set(SCHEDULES)

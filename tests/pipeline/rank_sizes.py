@@ -123,7 +123,7 @@ def scaler():
             assert 0 < result.loss.item() < 100
         finish(scale, optimizer, pipe.clip_grad_norm_)
         assert scale.get_scale() == want
-    for n, p in pipe.named_parameters().items():
+    for n, p in pipe.named_parameters():
         torch.testing.assert_close(p, dict(plain.named_parameters())[n], rtol=2e-3, atol=2e-4)
     if pipe.is_first:
         scale.update(1.0)

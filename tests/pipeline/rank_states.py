@@ -70,7 +70,7 @@ def train_plainly(model, optimizer, *seeds):
 
 def check_equal(pipe, model):
     want = dict(model.named_parameters())
-    for name, parameter in pipe.named_parameters().items():
+    for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter, want[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -95,11 +95,11 @@ def optimizers(folder):
         return torch.optim.Adam([{"params": own, "lr": rate} for own, rate in rated if own])
 
     pipe = piped(layers(), cuts="b")
-    optimizer = by_layer(pipe.named_parameters())
+    optimizer = by_layer(dict(pipe.named_parameters()))
     train(pipe, optimizer, 1)
     pipe.save(f"{folder}/layers", optimizer)
     again = piped(layers(), cuts="d")
-    other = by_layer(again.named_parameters(), rates=(9.0, 9.0, 9.0, 9.0))
+    other = by_layer(dict(again.named_parameters()), rates=(9.0, 9.0, 9.0, 9.0))
     again.load(f"{folder}/layers", other)
     train(again, other, 2)
     plain = layers()
@@ -207,7 +207,7 @@ def unused():
             pipe.step(x, target=target)
             F.mse_loss(plain(x)[0], target).backward()
             want = dict(plain.named_parameters())
-            for name, parameter in pipe.named_parameters().items():
+            for name, parameter in pipe.named_parameters():
                 assert (parameter.grad is None) == (want[name].grad is None), (schedule, name)
                 if parameter.grad is not None:
                     torch.testing.assert_close(parameter.grad, want[name].grad)

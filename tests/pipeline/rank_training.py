@@ -305,7 +305,7 @@ def clipping(name="gpt2"):
         pipe.step(*args, target=target, **kwargs)
         got = pipe.clip_grad_norm_(1e-3, norm_type)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
-        for n, p in pipe.named_parameters().items():
+        for n, p in pipe.named_parameters():
             wanted = dict(plain.named_parameters(remove_duplicate=False))[n].grad
             if wanted is not None:
                 torch.testing.assert_close(p.grad, wanted, rtol=1e-3, atol=1e-8)
@@ -345,7 +345,7 @@ def checkpoints(folder):
     if again.is_last:
         torch.testing.assert_close(loss_of(plain(x), target).item(), got[0])
     again.load_state_dict(plain.state_dict())
-    for n, p in again.named_parameters().items():
+    for n, p in again.named_parameters():
         assert torch.equal(p, dict(plain.named_parameters())[n])
     with pytest.raises(InputError, match="unexpected"):
         again.load_state_dict(plain.state_dict() | {"more": x})

@@ -92,7 +92,7 @@ def check_opt(model, parts, call, target):
             assert hf_zoo.error(result.output.logits, logits) <= bound
         wanted = dict(plain.named_parameters(remove_duplicate=False))
         least = max(float(p.grad.abs().max()) for p in plain.parameters()) / 1000
-        for name, parameter in pipe.named_parameters().items():
+        for name, parameter in pipe.named_parameters():
             assert hf_zoo.error(parameter.grad, wanted[name].grad, least) <= bound, name
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
         torch.testing.assert_close(pipe.clip_grad_norm_(1e-3), norm, rtol=bound, atol=0.0)

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError
+from intarsia.pipeline import keyed_random
 from intarsia.pipeline.split import split
 from intarsia.pipeline.stages.recompute import module_names
 
@@ -131,3 +132,46 @@ def test_stages_of_modules_refuse():
     model = nn.Sequential(nn.Linear(4, 4), Odd(), nn.Linear(4, 4), Odd())
     with pytest.raises(PartitionError, match="cut along the module tree"):
         split(model, (torch.randn(2, 4),), stages=2, by="memory", checkpoint=["0"])
+
+
+def gpt2(**changes):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=40,
+        n_embd=32,
+        n_layer=4,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        **changes,
+    )
+    return transformers.GPT2LMHeadModel(config).train(), torch.randint(0, 40, (4, 32))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_of_the_model_itself(reentrant):
+    """What stages keep for backward is as little as the plain model keeps."""
+    plain, ids = gpt2()
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        each.enable_input_require_grads()
+    stages = split(model, (ids,), {"use_cache": False}, stages=2, by="memory")
+    assert stages.report.checkpointed == tuple(f"transformer.h.{i}" for i in range(4))
+    assert not stages.report.unheeded
+    with keyed_random(0):
+        least, want = kept_elements(plain, (ids,), {"use_cache": False})
+        want.logits.square().mean().backward()
+    with keyed_random(0):
+        kept, output = kept_elements(stages, (ids,), {"use_cache": False})
+        output.logits.square().mean().backward()
+    assert torch.equal(output.logits, want.logits)
+    whole, ids = gpt2()
+    most, _ = kept_elements(
+        split(whole, (ids,), {"use_cache": False}, stages=2, by="memory"), (ids,), {"use_cache": False}
+    )
+    assert kept < 1.5 * least and kept < most / 3, (kept, least, most)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

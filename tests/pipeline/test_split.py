@@ -302,3 +302,21 @@ def test_a_region_without_autocast_under_autocast():
         want.float().square().sum().backward(), got.float().square().sum().backward()
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_computed_from_weights_alone_and_used_twice_is_a_weight_used_twice():
+    """torch's separate pass for the weights goes through it twice: T5's position bias."""
+
+    class Biased(nn.Module):
+        def __init__(self, uses):
+            super().__init__()
+            self.bias, self.layers, self.uses = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), uses
+
+        def forward(self, x):
+            bias = self.bias.exp()
+            x = self.layers(x) + bias
+            return x.sin() * bias if self.uses == 2 else x.sin()
+
+    for uses in (1, 2):
+        (stage,) = split(Biased(uses), (torch.ones(2, 4),), stages=1, by="memory")
+        assert stage.reuses_weights == (uses == 2)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import intarsia
 from intarsia.engines import OnnxRuntime
-from intarsia.errors import PartitionError
+from intarsia.errors import CaptureError, PartitionError
 from intarsia.report import explain
 
 pytest.importorskip("onnxruntime")
@@ -61,3 +63,28 @@ def test_unknown_strategy_and_doubled_options() -> None:
 
     with pytest.raises(PartitionError, match="both given"):
         explain(Block(), (X,), options=PartitionOptions(), min_block_size=2)
+
+
+class Decides(nn.Module):
+    """A model that is compiled in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.second(y + 1 if y.sum() > 0 else y)
+
+
+def test_parts_are_explained_as_they_are_compiled() -> None:
+    model, x = Decides().eval(), torch.randn(4, 8)
+    options: Any = {"engines": ["onnxruntime"], "min_block_size": 1, "torch_executed_modules": ["second"]}
+    explanation, fast = intarsia.explain(model, (x,), **options), intarsia.compile(model, (x,), **options)
+    assert list(explanation.bodies) == list(fast.parts) == ["first"]
+    assert explanation.bodies["first"].plan.engines == fast.parts["first"].plan.engines
+    text = str(explanation)
+    assert "not captured as a whole" in text and "second runs as it is: no engine takes any of it" in text
+    explanation.to_json()
+    with pytest.raises(CaptureError):
+        intarsia.explain(model, (x,), fallback="error")

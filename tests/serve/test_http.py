@@ -158,6 +158,7 @@ BAD: dict[str, tuple[Any, str, int, str]] = {
     ),
     "too large": (b" " * (2**20 + 1), "application/json", 413, "1048576 bytes"),
     "far too large": (b" " * (5 * 2**20), "application/json", 413, "1048576 bytes"),
+    "160 MB": (bytes(160 * 10**6), RAW, 413, "1048576 bytes"),
 }
 
 

@@ -76,8 +76,8 @@ def test_modules_of_every_kind(name: str, tmp_path: Path) -> None:
         (["--size", "nothing=3"], "there is no size 'nothing'"),
         (["--outputs", "x.txt"], "neither"),
         (["--inputs", "x.csv"], "neither"),
-        (["--inputs", "junk.npz"], "no .npz file"),
-        (["--inputs", "junk.safetensors"], "no safetensors file"),
+        (["--inputs", "junk.npz"], "not a .npz file"),
+        (["--inputs", "junk.safetensors"], "not a safetensors file"),
         (["--inputs", "junk.npz", "--size", "rows=2"], "--size is for random"),
     ],
 )

@@ -62,7 +62,7 @@ def train_rank(job: Job, options: Training, echo: Echo) -> None:
         echo(f"goes on after step {len(losses)}")
     begin, before = time.perf_counter(), len(losses)
     for step in range(before, options.steps):
-        # Dropout draws the same numbers in a run that was resumed.
+        # A factory of the user may draw its data; dropout draws by the pipeline's own seed and steps.
         torch.manual_seed(step)
         batch = job.data(step)
         args, kwargs, target = pytree.tree_map_only(

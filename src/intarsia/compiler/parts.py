@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -32,7 +32,10 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled, assembled
 from intarsia.runtime.shared_copy import shared_copy
 
-CompileOne = Callable[[str, nn.Module, Call, Any], Compiled]
+P = TypeVar("P")
+# A submodule made ready for a call with sizes that vary; of what comes out, `plan` says which engines run it.
+MakeOne = Callable[[str, nn.Module, Call, Any], P]
+CompileOne = MakeOne[Compiled]
 MOST_TRIES = 48  # submodules tried; each costs an export
 _MOST_CALLS = 4  # calls kept of one submodule
 
@@ -49,7 +52,7 @@ def compile_parts(
     if compile_one is None or isinstance(model, torch.jit.ScriptModule):
         return PartlyCompiled(shared_copy(model), {}, [*notes, "all of it runs as it is, in PyTorch"], reason)
     seen = _record(model, call)
-    parts, failures = _compile_each(model, seen, compile_one)
+    parts, failures = _make_each(model, seen, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
     made = assembled(model, parts, notes, reason)
     fault = _fault(made, call, seen.answer) if parts else None
@@ -130,13 +133,18 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     return _Seen(answer, calls, changing, filling, transformed)
 
 
-def _compile_each(
-    model: nn.Module, seen: _Seen, compile_one: CompileOne
-) -> tuple[dict[str, Compiled], dict[str, str]]:
-    """Compiled submodules by path, and why others failed; none lies within another."""
+def explain_parts(
+    model: nn.Module, call: Call, explain_one: MakeOne[P]
+) -> tuple[dict[str, P], dict[str, str]]:
+    """What `explain_one` says of the submodules that `compile` would compile, and why of others not."""
+    return _make_each(model, _record(model, call), explain_one)
+
+
+def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dict[str, P], dict[str, str]]:
+    """Submodules made ready by path, and why others failed; none lies within another."""
     modules = dict(model.named_modules())
     order = sorted(seen.calls, key=lambda path: -_elements(modules[path]))
-    parts: dict[str, Compiled] = {}
+    parts: dict[str, P] = {}
     failures: dict[str, str] = {}
     settled: list[str] = []
     tries = 0
@@ -149,10 +157,10 @@ def _compile_each(
             why = f"{MOST_TRIES} larger modules were tried already"
         if why is None:
             tries += 1
-            made = _compile_called(path, module, seen.calls[path], compile_one)
-            if isinstance(made, Compiled):
+            made = _make_called(path, module, seen.calls[path], make_one)
+            if not isinstance(made, str):
                 settled.append(path)
-                if set(made.plan.engines) - {"pytorch"}:
+                if set(made.plan.engines) - {"pytorch"}:  # type: ignore[attr-defined]
                     parts[path] = made
                     continue
                 made = "no engine takes any of it"
@@ -175,14 +183,12 @@ def _not_a_part(path: str, module: nn.Module, seen: _Seen) -> str | None:
     return None
 
 
-def _compile_called(
-    path: str, module: nn.Module, calls: Sequence[Call], compile_one: CompileOne
-) -> Compiled | str:
-    """The module compiled for the calls it was seen with; or why not."""
+def _make_called(path: str, module: nn.Module, calls: Sequence[Call], make_one: MakeOne[P]) -> P | str:
+    """The module made ready for the calls it was seen with; or why not."""
     reason = ""
     for shapes in dict.fromkeys((_differing_sizes(module, calls) is not None, False)):
         try:
-            made = compile_one(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
+            made = make_one(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
         except IntarsiaError as error:
             reason = str(error).splitlines()[0]
             continue

@@ -55,7 +55,16 @@ class Engine(abc.ABC):
     """Runs pieces of a model. Options are fields of the subclass; `name` is how plans call it.
 
     An engine says everything about itself here; nothing outside `intarsia.engines` knows one by name. A
-    method that is not abstract has an answer that is right for most engines.
+    method that is not abstract has an answer that is right for most engines. A compile calls, in this order:
+
+    1. `unavailable`, once; `is_default` or `runs_on`, where the user named no engine.
+    2. `probe_all` (or `refusal`) with every operator of the model, as small networks.
+    3. `variants` and `for_objective`, where plans are measured.
+    4. `build` for every piece. The program runs on the examples, and is compared with PyTorch by
+       `intarsia.compare.disagreement`; in shorter arithmetic, `coarsest` says what it may round.
+    5. `pack` when the module is saved, and `unpack` when it is loaded.
+
+    What a method raises concerns its piece alone: that goes to another engine, and the plan has the reason.
     """
 
     name: ClassVar[str]
@@ -117,6 +126,13 @@ class Engine(abc.ABC):
         Options that the user gave stay: only what stands at its default is varied.
         """
         return []
+
+    def may_pay(self, model: object) -> bool:
+        """Of an engine that is not asked by default: whether a search that nobody asked for tries it.
+
+        It is asked before the model is captured, so that an engine that cannot win costs nothing.
+        """
+        return False
 
     def is_known_to_pay(self, workload: Workload) -> bool:
         """Of an engine that is slow to build: whether it is worth the wait though the user set no budget."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from intarsia.compare import relative_error
 from intarsia.generation.anatomy import Anatomy, new_cache
 from intarsia.generation.forward import GeneratingForward
 
@@ -50,7 +51,8 @@ def checked(
     if forward.encoder is not None:
         with torch.no_grad():
             given, states = _encoded(forward, rows, made)
-        most = relative_error(*states)
+        compiled, own = states
+        most = relative_error(compiled, own, rows=rows)
         if not most <= allowed:
             return Checked(most, f"is off by {most:.3g} of the largest state of the encoder")
         told |= given | {"encoder_outputs": (states[1],)}
@@ -85,7 +87,8 @@ def _errors(
                 call(**given, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
                 for call, cache in zip(forwards, caches, strict=True)
             ]
-        yield end, relative_error(*answers)
+        answer, truth = answers
+        yield end, relative_error(answer, truth, rows=len(ids))
 
 
 def _encoded(
@@ -107,8 +110,3 @@ def _encoded(
     told = {source.argument: read, **given, "return_dict": True}
     calls: tuple[Any, Any] = (encoder, encoder.own)
     return given, [call(**told).last_hidden_state for call in calls]
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error as a share of the largest number."""
-    return float((found - expected).abs().max() / expected.abs().max())

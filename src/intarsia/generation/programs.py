@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from intarsia.compare import relative_error
 from intarsia.compiler.job import compile_with
 from intarsia.generation.anatomy import Anatomy
-from intarsia.generation.check import relative_error
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask
 from intarsia.generation.steps import EncoderStep, PromptStep, TokenStep

@@ -3,6 +3,7 @@
 from intarsia.pipeline.balance import balance_by_size, balance_by_time, balance_cost, balance_stages
 from intarsia.pipeline.gpipe.checkpoint import is_checkpointing, is_recomputing
 from intarsia.pipeline.gpipe.gpipe import BalanceError, GPipe
+from intarsia.pipeline.gpipe.keyed_random import keyed_random
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.plan.cluster import Cluster
@@ -37,6 +38,7 @@ __all__ = [
     "html_gantt",
     "is_checkpointing",
     "is_recomputing",
+    "keyed_random",
     "measure",
     "mixed_samples",
     "plan_pipeline",

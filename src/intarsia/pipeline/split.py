@@ -273,5 +273,7 @@ def _report(
         waists,
         source,
         captured.changed_buffers(),
+        captured.checkpointed,
+        next((part.unheeded for part in parts if part.unheeded), ""),
         captured.signature.mixes,
     )

@@ -7,16 +7,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
+import torch
 from torch import fx, nn
 
 from intarsia.build.control_flow import bodies
 from intarsia.build.details import plan_details
 from intarsia.capture.autocast import refuse_autocast
+from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind
 from intarsia.capture.input import check_call, resolve_call
+from intarsia.capture.protect import initialized
 from intarsia.capture.random_state import keeps_random_state
+from intarsia.compiler.parts import explain_parts, names_within
 from intarsia.convert import registry
 from intarsia.engines import Engine, resolve_engines
+from intarsia.errors import CaptureError, LoweringError
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.shapes import segment_shapes
@@ -24,6 +29,7 @@ from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.partition.advice import advise
+from intarsia.partition.atomic import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
@@ -43,7 +49,8 @@ def explain(
 
     The arguments are those of `compile`. Nothing is measured: where `compile` would measure, the plan shown
     is the one that engines in their order give, and a note says so. The advice names the ops that, if an
-    engine took them, would save segments. Bodies of control flow are explained too, each by itself.
+    engine took them, would save segments. Bodies of control flow are explained too, each by itself; so are
+    the submodules that are compiled of a model that cannot be captured as a whole.
 
     Example:
         >>> import torch, intarsia
@@ -58,16 +65,52 @@ def explain(
     device = device_kind(model, args, kwargs)
     refuse_autocast(device)
     usable, notes = resolve_engines(checked.engines, device)
-    lowered, _ = lower_model(
-        model, args, kwargs, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
-    )
-    check_names(lowered.module, checked.limits, [engine.name for engine in usable])
-    placement = checked.placement
-    if placement.measured is not None:
+    notes += initialized(model, (args, kwargs))
+    if checked.placement.measured is not None:
         notes.append("nothing is measured here: the plan is the one that engines in their order give")
-    limits, patterns = checked.limits, checked.rewrite
-    notes += lowered.notes
-    return _explain(lowered.module, usable, placement.strategy, limits, patterns, tuple(notes))
+    try:
+        return _explain_module(model, (args, kwargs), dynamic_shapes, usable, checked, notes)
+    except (CaptureError, LoweringError) as error:
+        if checked.is_strict or not isinstance(model, nn.Module) or dynamic_shapes is not None:
+            raise
+        reason = str(error).splitlines()[0]
+    notes.append(f"the model is not captured as a whole: {reason}")
+    return _explain_parts(model, (args, kwargs), usable, checked, notes)
+
+
+def _explain_module(
+    model: nn.Module,
+    call: Call,
+    dynamic_shapes: Any,
+    engines: Sequence[Engine],
+    options: CompileOptions,
+    notes: Sequence[str] = (),
+) -> Explanation:
+    """The plan of a model that can be captured whole."""
+    lowered, _ = lower_model(
+        model, *call, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
+    )
+    limits, strategy = options.limits, options.placement.strategy
+    check_names(lowered.module, limits, [engine.name for engine in engines])
+    told = (*notes, *lowered.notes, *unmatched_chains(lowered.module, limits))
+    return _explain(lowered.module, engines, strategy, limits, options.rewrite, told)
+
+
+def _explain_parts(
+    model: nn.Module, call: Call, engines: Sequence[Engine], options: CompileOptions, notes: Sequence[str]
+) -> Explanation:
+    """The plans of the submodules that `compile` would compile, in `bodies` by path."""
+
+    def explain_one(path: str, module: nn.Module, call: Call, dynamic_shapes: Any) -> Explanation:
+        inner = names_within(model, path, options.limits.torch_executed_modules)
+        limits = replace(options.limits, torch_executed_modules=inner)
+        return _explain_module(module, call, dynamic_shapes, engines, replace(options, limits=limits))
+
+    parts, failures = dict[str, Explanation](), dict[str, str]()
+    if options.fallback == "parts" and not isinstance(model, torch.jit.ScriptModule):
+        parts, failures = explain_parts(model, call, explain_one)
+    told = (*notes, *(f"{path} runs as it is: {why}" for path, why in failures.items()))
+    return Explanation(Plan((), "parts"), (), (), (), told, parts)
 
 
 def _explain(

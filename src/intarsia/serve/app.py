@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator
@@ -25,9 +26,6 @@ from intarsia.serve.queue import Outputs, Queue
 
 _INLINE = 64 * 1024  # bytes that are decoded or encoded right here; more would hold up other requests
 _KINDS = {JSON: JSON, SAFETENSORS: SAFETENSORS, "application/octet-stream": SAFETENSORS}
-_ASIDE = (
-    16 * 2**20
-)  # of a body too large, so much is read and dropped: a client that still sends hears no answer
 
 
 class Refused(Exception):
@@ -79,7 +77,7 @@ class Service:
         content, wanted = _kinds(request)
         refusal = self._full()
         if refusal is not None:
-            await _dropped(request, self.options.max_body, self.options.read_s)
+            await _dropped(request, self.options.read_s)
             raise refusal
         self.in_flight += 1
         hold = _Hold()
@@ -106,7 +104,7 @@ class Service:
         length = request.headers.get("content-length", "")
         too_large = Refused(413, f"the body has more than {most} bytes")
         if length.isdecimal() and int(length) > most:
-            await _dropped(request, _ASIDE, self.options.read_s)
+            await _dropped(request, self.options.read_s)
             raise too_large
         chunks: list[bytes] = []
         size = 0
@@ -117,9 +115,9 @@ class Service:
                     if size <= most:
                         chunks.append(chunk)
                         self._take(hold, len(chunk))
-                    elif size > most + _ASIDE:
-                        break
         except TimeoutError:
+            if size > most:
+                raise too_large from None
             raise Refused(408, f"the body did not come within {self.options.read_s:g} s") from None
         if size > most:
             raise too_large
@@ -246,17 +244,12 @@ def _size(outputs: Outputs) -> int:
     return sum(getattr(value, "nbytes", 0) for value in outputs.values())
 
 
-async def _dropped(request: Request, most: int, seconds: float) -> None:
-    """Read a body and forget it, so that its client gets to hear the answer."""
-    size = 0
-    try:
+async def _dropped(request: Request, seconds: float) -> None:
+    """Read a body and forget it: a client that still sends gets no answer, but a reset connection."""
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > most:
-                    return
-    except TimeoutError:
-        return
+            async for _ in request.stream():
+                pass
 
 
 async def _left(request: Request) -> None:

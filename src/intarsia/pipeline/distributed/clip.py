@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from intarsia.pipeline.distributed.sharded import own_part, whole
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -28,7 +30,11 @@ def clip_by_global_norm(
     """
     gradients = [p.grad for p in counted if p.grad is not None]
     # Ranks may hold gradients of different dtypes, or none: what is sent is float64 on all of them.
-    local = get_total_norm(gradients, norm_type).to(device) if gradients else torch.zeros((), device=device)
+    local = (
+        whole(get_total_norm(gradients, norm_type)).to(device)
+        if gradients
+        else torch.zeros((), device=device)
+    )
     wide = local.double()
     if math.isinf(norm_type):
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=group)
@@ -38,7 +44,12 @@ def clip_by_global_norm(
         dist.all_reduce(powered, group=group)
         total = powered ** (1.0 / norm_type)
     total = total.to(_common_dtype(gradients, group, device))
-    clip_grads_with_norm_(parameters, max_norm, total)
+    held = []  # what this rank holds of the gradients, in the same memory
+    for parameter in parameters:
+        if parameter.grad is not None:
+            held.append(nn.Parameter(own_part(parameter.detach())))
+            held[-1].grad = own_part(parameter.grad)
+    clip_grads_with_norm_(held, max_norm, total)
     return total
 
 

@@ -49,10 +49,12 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint
 from intarsia.pipeline.distributed.scaling import own_scale, share_overflow
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
+from intarsia.pipeline.distributed.sharded import shard_stages
 from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, find_forms
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.gpipe.keyed_random import RandomKey
 from intarsia.pipeline.schedules import find_schedule
 from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
@@ -101,7 +103,9 @@ class DistributedPipeline(RankStages):
         group: the process group of the pipeline's ranks.
         mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
             them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
-            the loss are those of all batches together.
+            the loss are those of all batches together. A dimension "shard" shards stages by `fully_shard`.
+        seed: of all random numbers, with the numbers of step and micro-batch; by default the first rank's
+            `torch.initial_seed()`. `seed` and `steps` (how many there were) are saved in checkpoints.
         weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
             its own stages and no others; `Weights(path, ...)` for more. Stages on the meta device need it.
     """
@@ -123,6 +127,7 @@ class DistributedPipeline(RankStages):
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        seed: int | None = None,
         weights: str | Path | Weights | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -163,12 +168,18 @@ class DistributedPipeline(RankStages):
             materialise(stages, source, held, self.device, world)
         parts = {i: placed(stages[i], self.device) for i in held}
         super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, world, self.device)
+        self.layers = stages.layers
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
+        self.seed, self.steps, self._inferences = world.agreed_seed(seed), 0, 0
         self._deferred = defer_statistics(parts.values(), deferred_batch_norm)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]
         world.begin_equal([t for part in open_parts for t in (*part.parameters(), *part.buffers())])
+        if world.shard is not None:
+            if scaler is not None:
+                raise PartitionError("a scaler beside a mesh that shards stages is not handled; use bfloat16")
+            shard_stages(parts, stages, world.shard)
         self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(
@@ -222,7 +233,11 @@ class DistributedPipeline(RankStages):
     ) -> StepResult:
         own = partial(own_scale, self.scaler, self.parameters(), self.device)
         batch = agree(self._terms, args, kwargs, target, loss, own)
-        self._sizes, scale = batch.sizes, batch.scale
+        # FSDP2 gives the mean of its replicas' gradients, where the others' are summed.
+        self._sizes, scale = (
+            batch.sizes,
+            batch.scale * (1 if self.world.shard is None else self.world.replicas),
+        )
         for norm in self._deferred:
             norm.begin(self.n_microbatches)
         borders, run = self._schedule(loss, batch)
@@ -241,7 +256,7 @@ class DistributedPipeline(RankStages):
             nullcontext() if loss is None else self._tied.collecting(),
             _dense_gradients(self.parameters()),
         ):
-            chunks = run.step(batch.tensors if self.is_first else (), options)
+            chunks = run.step(batch.tensors if self.is_first else (), options, self._key(loss is not None))
         result = StepResult(None, None)
         if self.is_last and run.failure.error is None:
             try:
@@ -253,6 +268,10 @@ class DistributedPipeline(RankStages):
             loss.end()
         used = self._raise_together(run)
         if loss is not None:
+            self.steps += 1
+        else:
+            self._inferences += 1
+        if loss is not None:
             self._unused.forget(fresh, used)
         if loss is not None and batch.is_scaled:
             share_overflow(self.parameters(), self.world, self.device)
@@ -260,6 +279,11 @@ class DistributedPipeline(RankStages):
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)
         return result
+
+    def _key(self, training: bool) -> RandomKey:
+        """The key of this replica's first micro-batch: micro-batches are numbered over the whole batch."""
+        seed = self.seed if training else RandomKey(self.seed).at(f"inference {self._inferences}")
+        return RandomKey(seed, self.steps, self.world.replica * self.n_microbatches)
 
     def _result(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class RankStages:
         self.parts, self.keys, self.ties = dict(parts), dict.fromkeys(keys), tuple(ties)
         self.stage_ranks, self.world, self.device = list(stage_ranks), world, device
         self.rank = world.rank
+        # What random numbers depend on, with the number of the micro-batch; `steps` counts those of training.
+        self.seed, self.steps = 0, 0
 
     @property
     def modules(self) -> nn.ModuleList:
@@ -42,8 +44,8 @@ class RankStages:
         """This rank's parameters, each once: what its optimizer takes."""
         return list(dict.fromkeys(p for part in self.parts.values() for p in part.parameters()))
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, each once, by the plain model's names.
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, each once, with the plain model's names.
 
         A tied one goes by the first of its names in the plain model, whatever the cut.
         """
@@ -52,7 +54,7 @@ class RankStages:
         first: dict[int, str] = {}
         for name in sorted(named, key=lambda n: place.get(n, len(place))):
             first.setdefault(id(named[name]), name)
-        return {first[id(p)]: p for p in self.parameters()}
+        return ((first[id(p)], p) for p in self.parameters())
 
     def _all_names(self) -> dict[str, nn.Parameter]:
         """Every name of every parameter of this rank."""
@@ -77,12 +79,19 @@ class RankStages:
             part.load_state_dict({k: v for k, v in state_dict.items() if k in keys}, strict=False)
 
     def save(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint of model and optimizer that any other cut can load. All ranks call it."""
-        save_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.world.everyone)
+        """Write a checkpoint of model and optimizer that any other cut can load. All ranks call it.
+
+        It holds `seed` and `steps` too, so that a model with dropout goes on as if it had not been stopped.
+        """
+        counters = {"seed": self.seed, "steps": self.steps}
+        names = dict(self.named_parameters())
+        save_checkpoint(path, self.state_dict(), names, optimizer, counters, self.world.everyone)
 
     def load(self, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read this rank's share of a checkpoint, whatever cut wrote it. All ranks call it."""
-        load_checkpoint(path, self.state_dict(), self.named_parameters(), optimizer, self.world.everyone)
+        names = dict(self.named_parameters())
+        counters = load_checkpoint(path, self.state_dict(), names, optimizer, self.world.everyone)
+        self.seed, self.steps = counters.get("seed", self.seed), counters.get("steps", self.steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this rank's parameters."""

@@ -25,8 +25,9 @@ from intarsia.pipeline.distributed.optimizer_options import (
     set_options,
 )
 from intarsia.pipeline.distributed.placement import global_rank
+from intarsia.pipeline.distributed.sharded import empty_like_parameter
 
-_MODEL, _OPTIMIZER, _OPTIONS = "model/", "optimizer/", "options/"
+_MODEL, _OPTIMIZER, _OPTIONS, _COUNTERS = "model/", "optimizer/", "options/", "counters/"
 
 
 def save_checkpoint(
@@ -34,10 +35,16 @@ def save_checkpoint(
     state: Mapping[str, Tensor],
     names: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer | None,
+    counters: Mapping[str, int],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write this rank's share of the model, and of an optimizer's state, into a folder all ranks write to."""
+    """Write this rank's share of the model, and of an optimizer's state, into a folder all ranks write to.
+
+    `counters` are numbers that are the same on all ranks.
+    """
     flat = {_MODEL + key: value for key, value in state.items()}
+    if dist.get_rank(group) == 0:
+        flat |= {_COUNTERS + name: torch.tensor(number) for name, number in counters.items()}
     if optimizer is not None:
         for name, parameter in names.items():
             for slot, value in optimizer.state.get(parameter, {}).items():
@@ -54,17 +61,20 @@ def load_checkpoint(
     names: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer | None,
     group: dist.ProcessGroup | None = None,
-) -> None:
+) -> dict[str, int]:
     """Read this rank's share, whatever cut and number of ranks wrote it; tensors are filled in place.
 
-    What one rank refuses no rank begins to read.
+    What one rank refuses no rank begins to read. Returns the counters that were saved.
     """
     flat: dict[str, Any] = {_MODEL + key: value for key, value in state.items()}
     slots: dict[str, tuple[str, str]] = {}
     options: list[Options] = []
+    counters: list[str] = []
     refusal: Exception | None = None
     try:
         stored = _stored(path)
+        counters = [key for key in stored if key.startswith(_COUNTERS)]
+        flat |= {key: _empty(stored[key]) for key in counters}
         missing = [key for key in state if _MODEL + key not in stored]
         if missing:
             raise InputError(f"the checkpoint {path} lacks {', '.join(missing)}")
@@ -74,19 +84,29 @@ def load_checkpoint(
                 name, _, slot = key.removeprefix(_OPTIMIZER).rpartition("/")
                 if key.startswith(_OPTIMIZER) and name in names:
                     slots[key] = (name, slot)
-            flat |= {key: _empty(stored[key]) for key in slots}
+            for key, (name, _) in slots.items():
+                meta = stored[key]
+                flat[key] = empty_like_parameter(names[name], meta.size, meta.properties.dtype)
     except Exception as error:
         refusal = error
     _raise_together(refusal, group)
     load(flat, checkpoint_id=str(path), process_group=group)
+    read = {key.removeprefix(_COUNTERS): int(flat[key]) for key in counters}
+    if not read:
+        warnings.warn(
+            f"the checkpoint {path} holds no seed and no number of steps: dropout goes on with those of this"
+            " pipeline",
+            stacklevel=3,
+        )
     if optimizer is None:
-        return
+        return read
     for parameter in names.values():  # what the checkpoint lacks had not been made when it was written
         optimizer.state.pop(parameter, None)
     for key, (name, slot) in slots.items():
         value, held = flat[key], names[name]
         optimizer.state[held][slot] = value.to(held.device) if value.ndim else value
     set_options(optimizer, options)
+    return read
 
 
 def _told(

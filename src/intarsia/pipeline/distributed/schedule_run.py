@@ -17,7 +17,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from intarsia.pipeline.distributed.placement import is_folded
 from intarsia.pipeline.distributed.precision import Borders
+from intarsia.pipeline.distributed.sharded import is_sharded
 from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
+from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
 from intarsia.pipeline.stages.signature import TensorSpec
 
 # Before 2.13 torch's separate pass for the weights adds up the gradients of a node's several outputs as if
@@ -50,9 +52,13 @@ class ScheduleRun:
     failure: Failure
     outputs: list[tuple[Tensor, ...]] = field(default_factory=list)  # of the last stage, by micro-batch
     used: set[int] = field(default_factory=set)  # outputs of the last stage that a loss gave a gradient
+    key: RandomKey | None = None  # of the first micro-batch of this step
 
-    def step(self, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
+    def step(
+        self, inputs: Sequence[Tensor], options: Mapping[str, Any], key: RandomKey
+    ) -> list[tuple[Tensor, ...]]:
         """Run every micro-batch; what the last stage gave for each. A failure is kept, not raised."""
+        self.key = key
         self.failure.error = None
         self.outputs.clear()
         self.used.clear()
@@ -63,7 +69,9 @@ class ScheduleRun:
 class RefusedRun(ScheduleRun):
     """A step that could not be prepared: it does nothing, and its failure is raised at its end."""
 
-    def step(self, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> list[tuple[Tensor, ...]]:
+    def step(
+        self, inputs: Sequence[Tensor], options: Mapping[str, Any], key: RandomKey
+    ) -> list[tuple[Tensor, ...]]:
         """Nothing."""
         return []
 
@@ -144,8 +152,11 @@ def _splits_backward(plan: RunPlan, i: int) -> bool:
 
     A recomputed stage would be computed again for every group of weights that waits, and torch's pass for
     the weights walks a part of the graph twice if a weight is used in several places (ALBERT's layers).
+    FSDP2 reduces gradients at the end of a backward pass.
     """
-    return SPLITS_BACKWARD and i not in plan.recompute and not getattr(plan.parts[i], "reuses_weights", False)
+    part = plan.parts[i]
+    whole = i in plan.recompute or getattr(part, "reuses_weights", False) or is_sharded(part)
+    return SPLITS_BACKWARD and not whole
 
 
 class _Guarded(nn.Module):
@@ -176,6 +187,12 @@ class _GuardedStage(PipelineStage):
     """torch's stage, whose backward pass also goes on with zeros after an exception."""
 
     submod: _Guarded
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a micro-batch, whose random numbers come by its key."""
+        key = self.submod.run.key
+        with using_key(None if key is None else key.of(key.micro_batch + fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a micro-batch, or of its inputs alone."""

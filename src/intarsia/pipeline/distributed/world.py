@@ -16,30 +16,37 @@ from intarsia.pipeline.distributed.liveness import Heartbeat
 
 _DATA = ("data", "dp", "replicate")
 _PIPELINE = ("pipeline", "pp", "stage")
+_SHARD = ("shard", "fsdp", "dp_shard")
 _BUCKET = 25 * 2**20  # bytes that travel together, as in DistributedDataParallel
 
 
 class World:
     """The groups of one rank: its pipeline, the same stages in other replicas, and everyone.
 
-    Ranks go by their numbers in torch.distributed, in every message.
+    Where a dimension of the mesh shards stages, replicas share them: each steps over a batch of its own, and
+    `fully_shard` brings parameters and gradients together. Ranks go by their numbers in torch.distributed,
+    in every message.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
         if mesh is None:
             self.pipeline, self.data, self.everyone = group, None, group
+            self.same, self.shard = None, None
             table = torch.tensor([dist.get_process_group_ranks(group or dist.group.WORLD)])
         else:
             if group is not None:
                 raise PartitionError("give group= or mesh=, not both: the mesh has the groups")
             names = mesh.mesh_dim_names
-            data, pipeline = _axes(mesh)
-            if names is None:
-                raise PartitionError(
-                    "the mesh's dimensions have no names; give mesh_dim_names=('data', 'pipeline')"
-                )
-            self.pipeline, self.data = mesh.get_group(names[pipeline]), mesh.get_group(names[data])
-            table = mesh.mesh.permute(data, pipeline)
+            data, shard, pipeline = _axes(mesh)
+            assert names is not None and pipeline is not None
+            self.pipeline = mesh.get_group(names[pipeline])
+            others = [axis for axis in (data, shard) if axis is not None]
+            table = mesh.mesh.permute(*others, pipeline).reshape(-1, mesh.mesh.shape[pipeline])
+            # The mesh over which torch shards stages; with replicas of them it sums their gradients too.
+            self.shard = None if shard is None else mesh[tuple(names[axis] for axis in others)]
+            self.data = mesh.get_group(names[data]) if data is not None and shard is None else None
+            columns = [dist.new_group(c) for c in table.T.tolist()] if len(others) == 2 else []
+            self.same = columns[dist.get_rank(self.pipeline)] if columns else mesh.get_group(names[others[0]])
             whole = table.numel() == dist.get_world_size()
             self.everyone = None if whole else dist.new_group(table.flatten().tolist())
         self.rank, self.size = dist.get_rank(self.pipeline), dist.get_world_size(self.pipeline)
@@ -81,10 +88,10 @@ class World:
 
     def begin_equal(self, tensors: Sequence[Tensor]) -> None:
         """Let every replica begin with the first one's parameters and buffers."""
-        if self.data is not None:
-            source = dist.get_global_rank(self.data, 0)
+        if self.same is not None:
+            source = dist.get_global_rank(self.same, 0)
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), source, group=self.data)
+                dist.broadcast(tensor.detach(), source, group=self.same)
 
     @contextmanager
     def summing(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -114,10 +121,19 @@ class World:
             if earlier is not None and parameter.grad is not None:
                 parameter.grad = earlier.add_(parameter.grad)
 
+    def agreed_seed(self, seed: int | None) -> int:
+        """The seed of all ranks: the one that was given, or the first rank's of torch."""
+        seeds = self.gather_objects((seed, torch.initial_seed()))
+        for rank, (other, _) in seeds.items():
+            if other != seed:
+                raise PartitionError(f"rank {self.me} has seed={seed}, and rank {rank} seed={other}")
+        agreed = seeds[self.ranks[0]][1] if seed is None else seed
+        return agreed % 2**63  # as checkpoints hold it
+
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """A number summed over the same rank of every replica."""
-        if self.data is not None:
-            dist.all_reduce(value, group=self.data)
+        if self.same is not None:
+            dist.all_reduce(value, group=self.same)
         return value
 
     def share(self, tensor: Tensor, axis: int = 0) -> Tensor:
@@ -129,18 +145,21 @@ class World:
         return tensor.chunk(self.replicas, axis)[self.replica]
 
 
-def _axes(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which dimension of the mesh replicates, and which is the pipeline."""
-    if mesh.mesh.ndim != 2:
-        raise PartitionError(f"the mesh has {mesh.mesh.ndim} dimensions; it must have two: (data, pipeline)")
-    names = mesh.mesh_dim_names or ()
-    found = [next((i for i, n in enumerate(names) if n in known), None) for known in (_DATA, _PIPELINE)]
-    if None in found:
+def _axes(mesh: DeviceMesh) -> tuple[int | None, int | None, int | None]:
+    """Which dimension of the mesh replicates, which shards stages, and which is the pipeline."""
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise PartitionError("the mesh's dimensions have no names; give mesh_dim_names=('data', 'pipeline')")
+    kinds = (_DATA, _SHARD, _PIPELINE)
+    data, shard, pipeline = (next((i for i, n in enumerate(names) if n in kind), None) for kind in kinds)
+    known = [axis for axis in (data, shard, pipeline) if axis is not None]
+    if pipeline is None or len(known) < 2 or len(known) != len(names):
         raise PartitionError(
-            f"the mesh's dimensions are called {names}; one must be of {', '.join(_DATA)}"
-            f" and the other of {', '.join(_PIPELINE)}"
+            f"the mesh's dimensions are called {names}; one must be of {', '.join(_PIPELINE)}, beside one of"
+            f" {', '.join(_DATA)}, one of {', '.join(_SHARD)}, or both, and no others: tensor parallel plans"
+            " need the model's own nn.Linear modules, which stages cut by the graph do not call"
         )
-    return found[0], found[1]  # type: ignore[return-value]
+    return data, shard, pipeline
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

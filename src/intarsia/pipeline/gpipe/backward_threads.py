@@ -12,6 +12,7 @@ returns the gradients of the input.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -46,7 +47,8 @@ class BackwardThreads:
         with self._lock:
             if not self._pending:
                 self._cores = torch.get_num_threads()
-            future = self._threads.submit(stage, self._work, job)
+            # Context variables follow the caller: a layer around this pipeline may hold the generators.
+            future = self._threads.submit(stage, contextvars.copy_context().run, self._work, job)
             self._pending.add(future)
         future.add_done_callback(self._ended)
         return future

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, Gradients, placeholder_gradient
 from intarsia.pipeline.gpipe.dependency import fork, join
+from intarsia.pipeline.gpipe.generators import borrowed_generators, default_generator
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.phony import get_phony
-from intarsia.pipeline.gpipe.rng import States, TaskRandom, noted_draws
 from intarsia.pipeline.gpipe.thread_state import ThreadState
 
 Function = Callable[[Any], Any]
@@ -36,23 +36,33 @@ class Replay(Protocol):
     def replay(self) -> AbstractContextManager[None]:
         """Entered around the second."""
 
+    def backward(self) -> AbstractContextManager[None]:
+        """Entered around the backward pass, where other threads run at the same time."""
+
 
 class ReplayRandom:
     """The second run draws the random numbers of the first."""
 
     def __init__(self, device: torch.device) -> None:
-        self.devices = {torch.device("cpu"), device}
-        self.drawn: States = {}
+        self.devices = sorted({torch.device("cpu"), device}, key=str)
+        self.states: list[Tensor] = []
 
     def record(self) -> AbstractContextManager[None]:
         """Note where the generators stand."""
-        return noted_draws(self.devices, self.drawn)
+        self.states = [default_generator(device).get_state() for device in self.devices]
+        return nullcontext()
 
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Draw from there again."""
-        with TaskRandom(states=self.drawn) if self.drawn else nullcontext():
+        with borrowed_generators(self.devices) as generators:
+            for generator, state in zip(generators, self.states, strict=True):
+                generator.set_state(state)
             yield
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
 
 
 class _Phase(threading.local):
@@ -292,7 +302,8 @@ class Checkpoint(torch.autograd.Function):
         def backward(arrived: Gradients) -> Gradients:
             if not shared.graphs:  # the loss left out the output that Recompute hangs on
                 shared.run_again(saved)
-            return _differentiate(shared.graphs.pop(), arrived, accumulate=accumulate)
+            with nullcontext() if shared.backward_task is None else shared.replay.backward():
+                return _differentiate(shared.graphs.pop(), arrived, accumulate=accumulate)
 
         if shared.backward_task is None:
             return None, None, None, *backward(grads)
@@ -344,9 +355,12 @@ class Keep(torch.autograd.Function):
         retain = graph_is_kept()
         graph = shared.graphs[0] if retain else shared.graphs.pop()
         accumulate = accumulates_everywhere()
-        shared.backward_task.submit_backward(
-            grads, lambda arrived: _differentiate(graph, arrived, accumulate=accumulate, retain=retain)
-        )
+
+        def backward(arrived: Gradients) -> Gradients:
+            with shared.replay.backward():
+                return _differentiate(graph, arrived, accumulate=accumulate, retain=retain)
+
+        shared.backward_task.submit_backward(grads, backward)
         return None, None, None, *(placeholder_gradient(x) if x.requires_grad else None for x in saved)
 
 

@@ -1,8 +1,8 @@
 """The side effects of a stage, observed on its first micro-batch so that the others cost nothing extra.
 
-A stage may change its input in place, change its buffers, or draw random numbers. Each must be
-undone or isolated when the stage runs again for the gradient or beside other stages; stages without an effect
-do not pay for it.
+A stage may change its input in place, change its buffers, or draw random numbers in its backward pass (where
+a layer uses `torch.utils.checkpoint`). Each must be undone or isolated when the stage runs again for the
+gradient or beside other stages; stages without an effect do not pay for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StageEffects:
 
     observed_mode: tuple[bool, ...] | None = None
     mutates_input: bool = True
-    random: bool | None = None  # None: it never ran where draws could be observed
+    backward_draws: frozenset[torch.device] | None = None  # None: not observed yet
     buffers: list[Owner] = field(default_factory=list)
 
     def known_for(self, stage: nn.Module) -> bool:
@@ -34,15 +34,12 @@ class StageEffects:
 
     def reset(self) -> None:
         """Assume every effect until the stage is observed again."""
-        self.observed_mode = None
+        self.observed_mode = self.backward_draws = None
 
-    def observe(
-        self, stage: nn.Module, mutates_input: bool, random: bool | None, buffers: list[Owner]
-    ) -> None:
+    def observe(self, stage: nn.Module, mutates_input: bool, buffers: list[Owner]) -> None:
         """Remember what the stage did."""
-        self.observed_mode = _mode(stage)
+        self.observed_mode, self.backward_draws = _mode(stage), None
         self.mutates_input = mutates_input
-        self.random = random
         self.buffers = buffers
 
 

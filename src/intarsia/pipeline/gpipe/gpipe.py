@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from intarsia.pipeline.gpipe import microbatch
 from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 from intarsia.pipeline.gpipe.effects import StageEffects
+from intarsia.pipeline.gpipe.keyed_random import call_layer
 from intarsia.pipeline.gpipe.pipeline import Pipeline
 from intarsia.pipeline.gpipe.skip.layout import inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
@@ -72,10 +73,20 @@ def split_module(
     layers = iter(module.named_children())
     partitions = nn.ModuleList()
     for count, device in zip(balance, devices, strict=True):
-        partition = nn.Sequential(OrderedDict(next(layers) for _ in range(count)))
+        partition = Layers(OrderedDict(next(layers) for _ in range(count)))
         partition.training = module.training
         partitions.append(partition.to(device))
     return partitions, balance, devices
+
+
+class Layers(nn.Sequential):
+    """The layers of a stage. Each is a place by its name: its random numbers begin with its own key."""
+
+    def forward(self, input: Any) -> Any:
+        """The answer of the last layer."""
+        for name, layer in self.named_children():
+            input = call_layer(layer, name, input)
+        return input
 
 
 class GPipe(nn.Module):
@@ -171,6 +182,12 @@ class GPipe(nn.Module):
         """The layers, in order."""
         for partition in self.partitions:
             yield from partition.children()
+
+    def layers(self, module: nn.Sequential) -> dict[str, nn.Module]:
+        """The layers of a module like the one that was wrapped, by name; see `keyed_random`."""
+        return {
+            name: getattr(module, name) for stage in self.partitions for name, _ in stage.named_children()
+        }
 
     # The pipeline places its stages; moving them as one would undo it.
 

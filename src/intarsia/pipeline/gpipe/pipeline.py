@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask, BackwardThreads, insert_barrier
@@ -21,8 +22,9 @@ from intarsia.pipeline.gpipe.copy import Copy, Wait
 from intarsia.pipeline.gpipe.cores import shared_cores
 from intarsia.pipeline.gpipe.dependency import fork, join
 from intarsia.pipeline.gpipe.effects import StageEffects
+from intarsia.pipeline.gpipe.generators import GeneratorMark
+from intarsia.pipeline.gpipe.keyed_random import RandomKey, forget_layers, key_of_run
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.rng import Seeds
 from intarsia.pipeline.gpipe.skip.layout import SkipLayout, inspect_skip_layout
 from intarsia.pipeline.gpipe.skip.portal_tracker import SkipTrackerThroughPortals
 from intarsia.pipeline.gpipe.stage_run import StageRun
@@ -138,17 +140,21 @@ class Pipeline:
         self._parameters = [list(stage.parameters()) for stage in self.partitions]
         if self._state.grad and (self.checkpoint_stop or self._concurrent()):
             refuse_parameter_hooks(p for own in self._parameters for p in own)
+        self._key: RandomKey
         self._streams = [current_stream(device) for device in self.devices]
         self._skip_trackers = [SkipTrackerThroughPortals(self.skip_layout) for _ in range(m)]
-        self._shared = shared_generators(self.devices)
         self._checkpoints: dict[int, Checkpointing] = {}
         self._backward_threads: BackwardThreads | None = None
         self._barrier: Tensor | None = None
         self._phonies: dict[int, Tensor] = {}
-        if m == 1 or n == 1:  # nothing can run at the same time
-            self._run_alone()
-        else:
-            self._run_workers()
+        with key_of_run() as self._key:
+            mark = GeneratorMark.take()
+            if m == 1 or n == 1:  # nothing can run at the same time
+                self._run_alone()
+            else:
+                self._run_workers()
+            if mark.others_drew():
+                self._forget_effects()
 
     def _concurrent(self) -> bool:
         """Whether stages go backward on threads of their own."""
@@ -161,12 +167,18 @@ class Pipeline:
         m, n = len(self.batches), len(self.partitions)
         for schedule in clock_cycles(m, n):
             for i, j in schedule:
-                self._finish(run_task(self._task(i, j, None)))
+                self._finish(run_task(self._task(i, j)))
 
     def _run_workers(self) -> None:
         """One thread a stage; tasks are handed out as they become possible."""
+        pack = self._state.saved_tensor_hooks[0] if self._state.saved_tensor_hooks is not None else None
+        if getattr(pack, "__module__", "") == torch.utils.checkpoint.__name__:
+            # It tells saved tensors by their order, which threads change (torch 2.13).
+            raise RuntimeError(
+                "a pipeline with several stages and micro-batches runs under torch.utils.checkpoint with"
+                " use_reentrant=True only"
+            )
         m, n = len(self.batches), len(self.partitions)
-        seeds = Seeds()
         if self._concurrent():
             self._backward_threads = BackwardThreads(self.threads)
             self._barrier = insert_barrier(self._backward_threads, self.batches)
@@ -181,7 +193,7 @@ class Pipeline:
                     if result is not None and progress.note(result):
                         self._finish(result)
                     for i, j in progress.possible():
-                        hand_out(self._task(i, j, seeds))
+                        hand_out(self._task(i, j))
                         progress.submitted[j] += 1
                 except BaseException as error:
                     progress.failures.append(TaskResult(Task(m, n, _nothing), error))
@@ -202,16 +214,17 @@ class Pipeline:
                 progress.stop = True  # an interrupt of the caller: tasks under way are the last
         if progress.failures:
             raise cast(BaseException, progress.first_failure.result)
-        if not seeds.finish():
-            # The default generator was drawn from unobserved: by a stage with a new effect, or by other code.
-            for effects in self.effects:
-                effects.reset()
-            if self.checkpoint_stop:
-                warnings.warn(
-                    "random numbers were drawn from torch's default generator while the pipeline ran; "
-                    "if a stage drew them, but not on its first micro-batch, its recomputation may differ",
-                    stacklevel=4,
-                )
+
+    def _forget_effects(self) -> None:
+        """Observe all stages again: one drew what it had not drawn before, or other code did."""
+        for stage, effects in zip(self.partitions, self.effects, strict=True):
+            effects.reset()
+            forget_layers(list(stage.children()))
+        warnings.warn(
+            "random numbers were drawn from torch's default generator while the pipeline ran; if a layer drew"
+            " them, but not on its first micro-batch, its recomputation may differ",
+            stacklevel=5,
+        )
 
     def _keeps(self) -> list[bool]:
         """Of each stage but the last, whether the next one saves its outputs for the backward pass.
@@ -223,7 +236,7 @@ class Pipeline:
         borders = range(len(needs) - 1)
         return [self._state.grad and any(needs[: j + 2]) and not self._crosses(j, j + 1) for j in borders]
 
-    def _task(self, i: int, j: int, seeds: Seeds | None) -> Task:
+    def _task(self, i: int, j: int) -> Task:
         """The task of a stage on a micro-batch, its input fetched and ordered."""
         self._fence(i, j)
         batch, device, stream = self.batches[i], self.devices[j], self._streams[j]
@@ -236,8 +249,7 @@ class Pipeline:
             self.effects[j],
             self._skip_trackers[i],
             (i, j),
-            seeds,
-            self._shared,
+            self._key,
             self._parameters[j],
         )
 
@@ -302,9 +314,3 @@ class Pipeline:
 
 def _nothing() -> Batch:
     raise AssertionError("the place of a task that could not be made")
-
-
-def shared_generators(devices: list[torch.device]) -> frozenset[torch.device]:
-    """The devices whose generator several stages may draw from; from the CPU's all of them may."""
-    repeated = (d for d in devices if d.type == "cuda" and devices.count(d) > 1)
-    return frozenset([torch.device("cpu"), *repeated])

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from intarsia.pipeline.gpipe.backward_threads import BackwardTask
 from intarsia.pipeline.gpipe.checkpoint import Checkpointing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, StageEffects, owned_buffers, versions
+from intarsia.pipeline.gpipe.generators import CPU, borrowed_generators
+from intarsia.pipeline.gpipe.keyed_random import RandomKey, SeenDraws, using_key
 from intarsia.pipeline.gpipe.microbatch import Batch
-from intarsia.pipeline.gpipe.rng import Seeds, States, TaskRandom, noted_draws
 from intarsia.pipeline.gpipe.skip.tracker import SkipTracker, use_skip_tracker
 
 
@@ -27,8 +28,7 @@ class StageRun:
         effects: StageEffects,
         skip_tracker: SkipTracker,
         place: tuple[int, int],
-        seeds: Seeds | None,
-        shared: frozenset[torch.device],
+        key: RandomKey,
         parameters: Sequence[Tensor],
     ) -> None:
         self.stage = stage
@@ -36,15 +36,12 @@ class StageRun:
         self.effects = effects
         self.skip_tracker = skip_tracker
         self.place = place
-        self.seeds = seeds  # None where no other stage runs at the same time
-        self.shared = shared
+        self.key = key.of(place[0])
         self.parameters = parameters  # of the stage: a walk over its modules, the same for all micro-batches
-        self.observing = not effects.known_for(stage) or (seeds is not None and effects.random is None)
+        self.observing = not effects.known_for(stage)
         self.mutates_input = self.observing or effects.mutates_input
-        self.random = self.observing or bool(effects.random)
         self.mutated = False
         self.buffers = BufferSnapshot([], [])
-        self.drawn: States = {}
 
     def compute(
         self,
@@ -72,7 +69,7 @@ class StageRun:
             batch[:] = tuple(x.clone() for x in batch)
         before = versions(batch)
         try:
-            with use_skip_tracker(self.skip_tracker):
+            with use_skip_tracker(self.skip_tracker), using_key(self.key):
                 output = self.stage(batch.value)
             self.mutated = versions(batch) != before
             if self.mutated and not self.mutates_input:
@@ -89,24 +86,15 @@ class StageRun:
             self.buffers = BufferSnapshot.take(owned_buffers(self.stage))
         elif again:
             self.buffers = BufferSnapshot.take(self.effects.buffers)
-        # Alone it draws from the default generators; beside others, only from that of a device of its own.
-        own = {torch.device("cpu"), self.device} if self.seeds is None else {self.device} - self.shared
-        mode = self._random_mode()
-        with noted_draws(own if again else (), self.drawn), mode or nullcontext():
-            yield
-        drew = mode is not None and not self.shared.isdisjoint(mode.drew)
-        if drew and self.seeds is not None:
-            self.seeds.used = True
+        yield
         if self.observing:
             self.buffers = self.buffers.changed()
-            # Without other stages beside it draws were not observed.
-            random = None if mode is None else drew
-            self.effects.observe(self.stage, self.mutated, random, self.buffers.owners)
+            self.effects.observe(self.stage, self.mutated, self.buffers.owners)
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Around the second run: buffers and random numbers are those of the first."""
-        with self.buffers.replayed(), self._random_mode(self.drawn) or nullcontext():
+        """Around the second run: buffers are those of the first, as random numbers are by their keys."""
+        with self.buffers.replayed():
             try:
                 yield
             except BaseException as error:
@@ -116,10 +104,17 @@ class StageRun:
                 )
                 raise
 
-    def _random_mode(self, states: States | None = None) -> TaskRandom | None:
-        if self.seeds is not None and self.random:
-            return TaskRandom(self.seeds.seed(*self.place), self.shared, states)
-        return TaskRandom(states=states) if states else None
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass beside those of other stages: if it draws, nobody else does meanwhile."""
+        known = self.effects.backward_draws
+        if known is not None:
+            with borrowed_generators(known) if known else nullcontext():
+                yield
+            return
+        with borrowed_generators({CPU, self.device}), SeenDraws() as seen:
+            yield
+        self.effects.backward_draws = frozenset(seen.devices)
 
 
 def _checked(output: Batch) -> Batch:

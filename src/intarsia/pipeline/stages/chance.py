@@ -124,18 +124,22 @@ def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:
 
 @contextmanager
 def no_other_dice() -> Iterator[None]:
-    """Refuse what draws random numbers of Python or NumPy, and put their state back."""
+    """Refuse what draws numbers of Python or NumPy, or seeds torch's generator; put their state back."""
     numpy = sys.modules.get("numpy")
-    before = random.getstate()
+    before, seed, torch_state = random.getstate(), torch.initial_seed(), torch.get_rng_state()
     array = None if numpy is None else numpy.random.get_state()
     try:
         yield
         drew = random.getstate() != before
         if numpy is not None and array is not None:
             drew |= not all(map(numpy.array_equal, array, numpy.random.get_state()))
+        reseeded = torch.initial_seed() != seed
     finally:
         random.setstate(before)
+        torch.set_rng_state(torch_state)
         if numpy is not None:
             numpy.random.set_state(array)
+    if reseeded:
+        raise CaptureError("it calls torch.manual_seed, which tracing would leave out")
     if drew:
         raise CaptureError("it draws random numbers in Python, which tracing would freeze")

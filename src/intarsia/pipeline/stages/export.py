@@ -26,6 +26,7 @@ from intarsia.graph.alias import memory_of
 from intarsia.pipeline.stages.batch import Axes
 from intarsia.pipeline.stages.chance import export_without_chance
 from intarsia.pipeline.stages.counters import trace_without_counters
+from intarsia.pipeline.stages.own_checkpoints import checkpointed_modules
 
 # Guards that hold device and dtype of the example: the signature's own check takes their place.
 _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
@@ -33,13 +34,21 @@ _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
 
 def export_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
-) -> ExportedProgram:
-    """The model as `torch.export` sees it, with the batch or the sizes of `dynamic_shapes` left open."""
+) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """The model as `torch.export` sees it, with the batch or the sizes of `dynamic_shapes` left open.
+
+    And the modules that it computes again in its backward pass.
+    """
     shapes = _open_batch(model, args, kwargs, axes) if dynamic_shapes is None else dynamic_shapes
     # A batch length the model fixes itself is no reason to give up: it is then captured as it is.
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
-            with _quiet(), short_stack_traces(), opening(model, (args, kwargs)):
+            with (
+                _quiet(),
+                short_stack_traces(),
+                opening(model, (args, kwargs)),
+                checkpointed_modules(model) as names,
+            ):
                 run = partial(export, model, args, kwargs, dynamic_shapes=dynamic)
                 program = trace_without_counters(partial(export_without_chance, run), model, args, kwargs)
         except CaptureError:
@@ -49,7 +58,7 @@ def export_model(
             continue
         _drop_guards(program.graph_module)
         _write_buffers_early(program.graph)
-        return program
+        return program, tuple(dict.fromkeys(names))
     first = str(reason).strip().splitlines()
     raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
 

@@ -133,6 +133,8 @@ class _Spread(nn.Module):
     comes with a dimension in front, which is taken off. `leaving` says where the stage's results have it.
     """
 
+    keys_draws = True  # of the stage: its nodes, or its modules
+
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage

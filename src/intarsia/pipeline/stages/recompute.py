@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +16,8 @@ from intarsia.graph.cuts import pieces_at
 from intarsia.graph.line import Line, training_line
 from intarsia.graph.source import modules
 from intarsia.pipeline.gpipe.checkpoint import enable_recomputing, is_recomputing
+from intarsia.pipeline.gpipe.keyed_random import current_key, using_key
+from intarsia.pipeline.stages.draws import Draws, keyed_program
 
 
 def module_names(program: fx.GraphModule) -> set[str]:
@@ -24,18 +26,23 @@ def module_names(program: fx.GraphModule) -> set[str]:
 
 
 def recomputed_program(
-    program: fx.GraphModule, states: Mapping[str, bool], written: frozenset[str], names: Sequence[str]
+    program: fx.GraphModule,
+    states: Mapping[str, bool],
+    written: frozenset[str],
+    names: Sequence[str],
+    draws: Mapping[str, Draws],
 ) -> nn.Module:
     """The program with the modules called `names` (or patterns, `h.*.mlp`) computed again for their gradient.
 
-    `states` says of the program's weights and buffers whether they learn; `written` are those it changes.
+    `states` says of the program's weights and buffers whether they learn; `written` are those it changes;
+    nodes in `draws` draw by key.
     """
     holders = [n for n in program.graph.nodes if n.op == "placeholder"]
     line = training_line(program.graph, {n: states[n.name] for n in holders if n.name in states})
     spans = _spans(line, names)
     if not spans:
-        return program
-    return _RecomputedProgram(program, line, spans, written)
+        return keyed_program(program, draws)
+    return _RecomputedProgram(program, line, spans, written, draws)
 
 
 class _RecomputedProgram(nn.Module):
@@ -47,6 +54,7 @@ class _RecomputedProgram(nn.Module):
         line: Line,
         spans: Sequence[tuple[int, int]],
         written: frozenset[str],
+        draws: Mapping[str, Draws],
     ) -> None:
         super().__init__()
         ends = {0, len(line.nodes)}
@@ -55,7 +63,7 @@ class _RecomputedProgram(nn.Module):
         pieces = pieces_at(program, line, places)
         begins = {first for first, _ in spans}
         self.again = [i < len(starts) and starts[i] in begins for i in range(len(pieces))]
-        self.runs = nn.ModuleList(piece.module for piece in pieces)
+        self.runs = nn.ModuleList(keyed_program(piece.module, draws) for piece in pieces)
         # By name: nodes hold fake tensors, which cannot be copied.
         self.takes = [tuple(n.name for n in piece.inputs) for piece in pieces]
         self.gives = [tuple(n.name for n in piece.outputs) for piece in pieces]
@@ -95,21 +103,30 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
 
     kept = [v for v, w in zip(values, written, strict=True) if not w]
     versions = [v._version for v in kept if isinstance(v, torch.Tensor)]
-    made = checkpoint(run, *kept, use_reentrant=False, context_fn=recompute_contexts)
+    # With a key nothing is to be put back, and other threads may use the generators.
+    rng = current_key() is None
+    made = checkpoint(run, *kept, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng)
     if [v._version for v in kept if isinstance(v, torch.Tensor)] != versions:
         raise PipelineError("a module that is to be computed again changes its input in place")
     return tuple(made)
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Around every further run: the stage leaves its buffers alone. A split backward pass enters it twice."""
+    """Around every further run: the stage leaves its buffers alone and draws by the key of the first run.
+
+    A split backward pass enters it twice.
+    """
+
+    def __init__(self) -> None:
+        self.key = current_key()
 
     def __enter__(self) -> None:
-        self.mode = enable_recomputing()
-        self.mode.__enter__()
+        self.stack = ExitStack()
+        self.stack.enter_context(enable_recomputing())
+        self.stack.enter_context(using_key(self.key))
 
     def __exit__(self, *error: Any) -> None:
-        self.mode.__exit__(*error)
+        self.stack.close()
 
 
 def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

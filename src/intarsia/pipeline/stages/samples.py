@@ -95,8 +95,8 @@ def judged(model: nn.Module, captured: Trace, args: Sequence[Any], kwargs: Mappi
 def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Axes) -> str:
     """How the model's answer for two batches at once differs from its answers for each; empty if it does not.
 
-    The model runs in evaluation mode, and in training mode too where that draws no random numbers and no
-    batch norm normalises by the batch's own statistics.
+    The model runs in evaluation mode, and in training mode too where no batch norm normalises by the batch's
+    own statistics. What draws random numbers answers otherwise each time, and is not compared.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
@@ -111,7 +111,7 @@ def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
         with trial(model), _mode(model, mode), torch.no_grad():
             state = torch.get_rng_state()
             whole, halves = _attempt(leaves, axes, lambda lanes: [answers(lane) for lane in lanes])
-            if mode and not torch.equal(state, torch.get_rng_state()):
+            if not torch.equal(state, torch.get_rng_state()):
                 continue
         for number, (one, first, second) in enumerate(zip(whole, *halves, strict=True)):
             if _agree(one, (first, second)) is False:

@@ -14,6 +14,7 @@ from intarsia.graph.line import Waist
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.tied import Tied, find_tied
+from intarsia.pipeline.stages.tree_stage import called_modules
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class SplitReport:
     cuts: tuple[Waist, ...] = ()  # where the graph was cut
     source: str = ""  # where the times come from: measured, or computed
     changed: tuple[str, ...] = ()  # buffers that a forward pass changes
+    checkpointed: tuple[str, ...] = ()  # modules that the model itself computes again in its backward pass
+    unheeded: str = ""  # why they are not, in some stage
     mixes: str = ""  # why a batch cannot be divided into micro-batches, if it cannot
 
     @property
@@ -51,6 +54,12 @@ class SplitReport:
             if i < len(self.borders):
                 lines.append(f"    | {', '.join(map(str, self.borders[i]))} ({_size(self.crossing[i])})")
         lines += [f"  tied: {tie}" for tie in self.tied]
+        if self.checkpointed:
+            lines.append(
+                f"  computed again for the gradient, as the model asks: {', '.join(self.checkpointed)}"
+            )
+        if self.unheeded:
+            lines.append(f"  but not everywhere: {self.unheeded}")
         if self.mixes:
             lines.append(f"  for one micro-batch alone: {self.mixes}")
         if self.changed:
@@ -98,6 +107,14 @@ class StageSequence(nn.Module):
         for stage in self:
             values = stage(*values)
         return self.signature.unflatten(values)
+
+    def layers(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The modules of a model like the one that was cut that stages call, by name; see `keyed_random`.
+
+        None where it was cut by the graph: there each node draws by a key of its own.
+        """
+        names = dict.fromkeys(name for stage in self for name in called_modules(stage))
+        return {name: model.get_submodule(name) for name in names}
 
     def check_memory(self) -> None:
         """Refuse stages that are still on the meta device."""

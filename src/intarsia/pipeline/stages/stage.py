@@ -18,6 +18,7 @@ from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.devices import retarget
+from intarsia.pipeline.stages.draws import Draws, keyed_program, number_draws
 from intarsia.pipeline.stages.graft import graft_tensor
 from intarsia.pipeline.stages.recompute import module_names, recomputed_program
 from intarsia.pipeline.stages.signature import TensorSpec
@@ -39,6 +40,8 @@ class StageForm:
     written: frozenset[str]  # states that the program changes in place
     copied: frozenset[str]  # results in the memory of such a state: the next micro-batch overwrites it
     nodes: tuple[str, ...]
+    draws: Mapping[str, Draws]  # of the model's nodes: all stages number alike
+    checkpointed: tuple[str, ...]  # modules that the model itself computes again
 
 
 class Stage(nn.Module):
@@ -57,13 +60,19 @@ class Stage(nn.Module):
                 graft_tensor(self, name, state.tensor, state.persistent)
         # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
         object.__setattr__(self, "program", program)
-        object.__setattr__(self, "runner", program)
         object.__setattr__(self, "form", form)
+        self.unheeded = ""  # why the model's own gradient checkpointing is left out
+        try:
+            self.recompute(())
+        except PartitionError as error:
+            self.unheeded = str(error)
+            object.__setattr__(self, "runner", keyed_program(program, form.draws))
         object.__setattr__(self, "captured_training", training)
         self.training = training
 
     program: fx.GraphModule
-    runner: nn.Module  # the program, or the same with parts that are computed again for their gradient
+    # The program, with nodes that draw by key, and parts that are computed again for their gradient.
+    runner: nn.Module
     form: StageForm
     captured_training: bool
 
@@ -106,14 +115,20 @@ class Stage(nn.Module):
 
     @property
     def reuses_weights(self) -> bool:
-        """Whether a parameter is used in more than one place of this stage."""
-        holders = [n for n in self.program.graph.nodes if n.op == "placeholder"]
+        """Whether a parameter, or what is computed from parameters alone, is used in more than one place."""
+        graph, states = self.program.graph, self.states()
+        holders = [n for n in graph.nodes if n.op == "placeholder"]
         uses: Counter[int] = Counter()
-        states = self.states()
+        own: dict[fx.Node, int] = {}  # a tied weight is one, whatever its names
         for node, name in zip(holders, self.form.arguments, strict=True):
             if name in states:
-                state = states[name]
-                uses[id(state)] += len(node.users) if isinstance(state, nn.Parameter) else 0
+                own[node] = id(states[name]) if isinstance(states[name], nn.Parameter) else 0
+        for node in graph.nodes:
+            sources = [own[value] for value in node.all_input_nodes if value in own]
+            if node.op == "call_function" and len(sources) == len(node.all_input_nodes):
+                own[node] = id(node) if any(sources) else 0
+        for node, source in own.items():
+            uses[source] += len(node.users) if source else 0
         return any(count > 1 for count in uses.values())
 
     def to_device(self, device: torch.device | str) -> Stage:
@@ -129,10 +144,12 @@ class Stage(nn.Module):
             retarget(self.runner, device)
 
     def recompute(self, names: Sequence[str]) -> None:
-        """Compute the modules of these names again in the backward pass; of those alone."""
+        """Compute the modules of these names again in the backward pass, and those the model itself does."""
+        if not self.unheeded:
+            names = [*self.form.checkpointed, *names]
         states = {node: state.requires_grad for node, state in self.states().items()}
-        runner = recomputed_program(self.program, states, self.form.written, names)
-        object.__setattr__(self, "runner", runner)
+        written, draws = self.form.written, self.form.draws
+        object.__setattr__(self, "runner", recomputed_program(self.program, states, written, names, draws))
 
     def extra_repr(self) -> str:
         """The border values on both sides."""
@@ -166,7 +183,8 @@ def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
     """Cut the traced graph at `places` and make one stage of each part."""
     pieces = pieces_at(trace.module, trace.line, places)
     borders = relayed(pieces, trace.inputs, trace.results, trace.states)
-    forms = [_form(trace, piece, *border) for piece, border in zip(pieces, borders, strict=True)]
+    draws = number_draws(trace.graph)
+    forms = [_form(trace, piece, draws, *border) for piece, border in zip(pieces, borders, strict=True)]
     homes = [[trace.states[n] for n in trace.states if n.name in form.states] for form in forms]
     used = {id(state) for home in homes for state in home}
     homes[0] += [s for s in trace.states.values() if id(s) not in used]  # what no stage reads
@@ -176,7 +194,13 @@ def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:
     ]
 
 
-def _form(trace: Trace, piece: Piece, takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> StageForm:
+def _form(
+    trace: Trace,
+    piece: Piece,
+    draws: Mapping[str, Draws],
+    takes: Sequence[fx.Node],
+    gives: Sequence[fx.Node],
+) -> StageForm:
     written = trace.line.written
     states = {n.name: trace.states[n].name for n in {*piece.inputs, *gives} if n in trace.states}
     held = {n for n in trace.states if n in written}
@@ -190,6 +214,8 @@ def _form(trace: Trace, piece: Piece, takes: Sequence[fx.Node], gives: Sequence[
         written=frozenset(n.name for n in held),
         copied=frozenset(n.name for n in piece.outputs if not last and memory_of(n) & held),
         nodes=tuple(n.name for n in piece.graph.nodes),
+        draws=draws,
+        checkpointed=trace.checkpointed,
     )
 
 

@@ -191,7 +191,7 @@ def share_apart(trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[C
     inputs = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
     whole: list[float] = []
     apart: list[float] = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats + 3):  # a difference of two times needs more than a time
         for seconds, split in ((whole, False), (apart, True)):
             learning, gives = _run(second, values, torch.enable_grad())
             roots = [v for v in gives if isinstance(v, torch.Tensor) and v.requires_grad]

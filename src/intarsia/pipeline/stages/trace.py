@@ -52,6 +52,7 @@ class Trace:
     signature: CallSignature
     training: bool
     same: Mapping[Any, Any]  # symbols of the batch, and the one that stands for all of them
+    checkpointed: tuple[str, ...] = ()  # modules that the model itself computes again for their gradient
 
     @cached_property
     def line(self) -> Line:
@@ -115,7 +116,7 @@ def trace(
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     axes, told = batch_axes(model, args, kwargs, batch_dims)
-    program = export_model(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
+    program, checkpointed = export_model(model, args, kwargs, axes if dynamic_batch else [], dynamic_shapes)
     specs = program.graph_signature.input_specs
     holders = [n for n in program.graph.nodes if n.op == "placeholder"]
     states: dict[fx.Node, State] = {}
@@ -143,7 +144,16 @@ def trace(
     axes = _settled(model, args, kwargs, axes, told, entries)
     same = _same_symbols(entries, axes)
     signature = _signature(program, entries, args, kwargs, axes, same)
-    return Trace(program.graph, program.graph_module, states, tuple(inputs), signature, model.training, same)
+    return Trace(
+        program.graph,
+        program.graph_module,
+        states,
+        tuple(inputs),
+        signature,
+        model.training,
+        same,
+        checkpointed,
+    )
 
 
 def _settled(

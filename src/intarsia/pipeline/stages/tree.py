@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.line import Line
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
+from intarsia.pipeline.gpipe.keyed_random import SeenDraws, layer_place
 from intarsia.pipeline.stages.batch import BatchDims, batch_axes
 from intarsia.pipeline.stages.chance import trace_without_chance
 from intarsia.pipeline.stages.counters import trace_without_counters
@@ -26,10 +28,13 @@ from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec,
 from intarsia.pipeline.stages.stopwatch import measure_node
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.token_means import TokenMeans
-from intarsia.pipeline.stages.tree_stage import TreeStage, keep_the_rest, note_writes
+from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
 from intarsia.pipeline.stages.trial import trial
 
-_ENOUGH = 4  # modules a stage, so that the balance has something to choose from
+_A_STAGE = 4  # modules, so that the balance has something to choose from
+# Modules in all, whatever the number of stages: random numbers begin anew with each module that is called, so
+# other cuts must call the same ones.
+_IN_ALL = 64
 
 Choose = Callable[[Line, Sequence[Cost], Sequence[float]], list[int]]
 """Gives the places to cut a line at, by its costs and the price of each place."""
@@ -54,7 +59,7 @@ def split_tree(
     """
     bound = _bind(model, args, kwargs, reason)
     tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
-    graph = _trace(model, bound, tensors, stages * _ENOUGH, reason)
+    graph = _trace(model, bound, tensors, max(_IN_ALL, stages * _A_STAGE), reason)
     recorder = _Recorder(model, graph, timed=by == "time")
     owners = owned_buffers(model)
     identity = {(id(module), name): id(module._buffers[name]) for module, name in owners}
@@ -69,6 +74,8 @@ def split_tree(
     parts = _build(model, graph, line, cuts, recorder.means)
     mixes = _mixed(model, args, kwargs or {}, batch_dims)
     note_writes(parts, changed)
+    for part in parts:
+        part._random_places = RandomPlaces(recorder.places, recorder.draws)
     bounds = [0, *cuts, len(line.nodes)]
     report = SplitReport(
         "modules",
@@ -173,13 +180,22 @@ class _Recorder(fx.Interpreter):
         self.timed = timed
         self.costs: dict[fx.Node, Cost] = {}
         self.means: list[str] = []  # calls that average over tokens themselves
+        self.draws: dict[str, int] = {}  # of what is no module: the numbers of their first draws
+        self.drawn = 0
+        self.places: dict[str, str] = {}  # of calls of modules
+        self.calls: Counter[str] = Counter()
 
     def run_node(self, n: fx.Node) -> Any:
-        with TokenMeans() as seen:
+        with TokenMeans() as seen, SeenDraws() as random:
             value = super().run_node(n)
         if seen.found:
             self.means.append(n.name)
+        if n.op != "call_module" and random.count:
+            self.draws[n.name] = self.drawn
+            self.drawn += random.count
         if n.op == "call_module":
+            self.places[n.name] = layer_place(str(n.target), self.calls[str(n.target)])
+            self.calls[str(n.target)] += 1
             module = self.fetch_attr(str(n.target))
             weights = sum(p.numel() * p.element_size() for p in module.parameters())
             args, kwargs = self.fetch_args_kwargs_from_env(n)

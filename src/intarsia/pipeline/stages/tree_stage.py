@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,22 @@ from intarsia.errors import InputError
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
+from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
 from intarsia.pipeline.stages.graft import graft_module, graft_tensor
+
+
+@dataclass(frozen=True)
+class RandomPlaces:
+    """Where nodes draw: calls of modules by name, others by the numbers of their first draws."""
+
+    calls: Mapping[str, str]
+    draws: Mapping[str, int]
+
+
+def called_modules(stage: nn.Module) -> list[str]:
+    """The modules of the model that a stage calls, by name; none in stages cut by the graph."""
+    nodes = stage.graph.nodes if isinstance(stage, TreeStage) else ()
+    return [str(node.target) for node in nodes if node.op == "call_module"]
 
 
 class TreeStage(nn.Module):
@@ -34,6 +50,8 @@ class TreeStage(nn.Module):
         self.mean_node: str | None = None  # the call that averages over tokens itself
         self.writes = False  # whether the example changed a buffer
         self.answer: tuple[Any, ...] | None = None  # of the last stage: the example's leaves
+        # No name that a module of the model may have.
+        self._random_places = RandomPlaces({}, {})
         for node in piece.graph.nodes:
             if node.op == "call_module":
                 graft_module(self, str(node.target), root.get_submodule(str(node.target)))
@@ -53,7 +71,7 @@ class TreeStage(nn.Module):
             )
         known = dict(zip(self.input_names, values, strict=True))
         with self._running():
-            made = fx.Interpreter(self, graph=self.graph).run(*(known[name] for name in self.arguments))
+            made = _KeyedRun(self).run(*(known[name] for name in self.arguments))
         known.update(zip(self.results, made, strict=True))
         given = tuple(known[name] for name in self.output_names)
         return given if self.answer is None else _tensors(given, self.answer)
@@ -67,6 +85,23 @@ class TreeStage(nn.Module):
     def extra_repr(self) -> str:
         """The border values on both sides."""
         return f"({', '.join(self.input_names)}) -> ({', '.join(self.output_names)})"
+
+
+class _KeyedRun(fx.Interpreter):
+    """Runs a stage's graph; modules and nodes that draw do so by key, if there is one."""
+
+    def __init__(self, stage: TreeStage) -> None:
+        super().__init__(stage, graph=stage.graph)
+        self.places = stage._random_places
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_module":
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return call_layer(self.fetch_attr(str(n.target)), self.places.calls[n.name], *args, **kwargs)
+        if n.name in self.places.draws:
+            with numbered_draws(self.places.draws[n.name]):
+                return super().run_node(n)
+        return super().run_node(n)
 
 
 def _tensors(given: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tensor, ...]:
