@@ -7,7 +7,6 @@ aligned, as it does in PyTorch's own kernels for masks.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import torch
 
@@ -62,8 +61,10 @@ def token_attention(
     if has_kernels(query):
         from intarsia.engines.kernels.attention import token_attention as kernel
 
-        tensors: Any = [_rows(x) for x in (query, past_keys, past_values, new_key, new_value)]
-        return kernel(*tensors, mask=mask.contiguous(), scale=scale)
+        past_keys, past_values, new_key, new_value = (
+            _rows(x) for x in (past_keys, past_values, new_key, new_value)
+        )
+        return kernel(_rows(query), past_keys, past_values, new_key, new_value, mask.contiguous(), scale)
     keys, values = torch.cat([past_keys, new_key], 2), torch.cat([past_values, new_value], 2)
     made = torch.nn.functional.scaled_dot_product_attention(
         query, keys, values, mask, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
@@ -102,8 +103,10 @@ def row_product(
     if x.is_cuda:
         from intarsia.engines.kernels.products import row_product as kernel
 
-        given: Any = [None if y is None else y.contiguous() for y in (bias, norm, residual)]
-        return kernel(x.contiguous(), weight, *given, eps=eps, gated=gated)
+        bias, norm, residual = (
+            None if given is None else given.contiguous() for given in (bias, norm, residual)
+        )
+        return kernel(x.contiguous(), weight, bias, norm, residual, eps, gated)
     if norm is not None:
         wide = x.float()
         x = norm * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
