@@ -7,12 +7,14 @@ import hashlib
 import re
 from importlib.util import find_spec
 
-from intarsia.engines import NetworkEngine, OnnxRuntime, OpenVINO, Program
+from intarsia.engines import MNN, NetworkEngine, OnnxRuntime, OpenVINO, Program
 from intarsia.errors import EngineError
 from intarsia.network import Network
 
 # Those at hand: a machine with a GPU may lack OpenVINO.
 ENGINES = tuple(name for name in ("onnxruntime", "openvino") if find_spec(name) is not None)
+# With those that take a part of the layers only: they must refuse the rest, and be right.
+ALL_ENGINES = (*ENGINES, *(["mnn"] if find_spec("MNN") is not None else []))
 _KEPT = 256
 _programs: dict[tuple[str, str], Program | EngineError] = {}
 
@@ -20,7 +22,7 @@ _programs: dict[tuple[str, str], Program | EngineError] = {}
 @functools.cache
 def engine_of(name: str) -> NetworkEngine:
     """The engine on one thread, so that runs do not depend on the machine."""
-    return {"onnxruntime": OnnxRuntime, "openvino": OpenVINO}[name](threads=1)
+    return {"onnxruntime": OnnxRuntime, "openvino": OpenVINO, "mnn": MNN}[name](threads=1)
 
 
 def build(engine: str, net: Network) -> Program:

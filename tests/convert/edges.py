@@ -174,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ops", nargs="*", help="names of ops (all, if none)")
     parser.add_argument("--dtype", action="append", choices=DTYPES, default=[])
-    parser.add_argument("--engine", action="append", choices=drivers.ENGINES, default=[])
+    parser.add_argument("--engine", action="append", choices=drivers.ALL_ENGINES, default=[])
     parser.add_argument("--edge", action="append", default=[], help="this edge alone")
     parser.add_argument("--samples", type=int, default=1, help="samples an op and dtype")
     parser.add_argument("--keep", type=Path, help="a JSON file to continue from and write to")
@@ -188,7 +188,7 @@ def main() -> None:
     for name, dtype in itertools.product(names, options.dtype or DTYPES):
         if dtype not in dtypes_of(op_infos()[name]):
             continue
-        for engine in options.engine or drivers.ENGINES:
+        for engine in options.engine or drivers.ALL_ENGINES:
             if (name, dtype, engine) in found:
                 continue
             tally = tallied(name, dtype, engine, options.samples, options.edge)

@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", help="names of ops (all, if none)")
     parser.add_argument("--op", action="append", default=[], help="the same")
     parser.add_argument("--dtype", action="append", choices=[*DTYPES, *MORE_DTYPES], default=[])
-    parser.add_argument("--engine", action="append", choices=drivers.ENGINES, default=[])
+    parser.add_argument("--engine", action="append", choices=drivers.ALL_ENGINES, default=[])
     parser.add_argument("--limit", type=int, default=LIMIT, help="samples an op and dtype")
     parser.add_argument("--no-core", action="store_true", help="composite level only")
     parser.add_argument("--quiet", action="store_true", help="say nothing of ops that run entirely")
@@ -185,7 +185,7 @@ def main() -> None:
                 continue
             started = time.perf_counter()
             found = list(cases(name, dtype, core=0 if options.no_core else LIMIT, limit=options.limit))
-            for engine in options.engine or drivers.ENGINES:
+            for engine in options.engine or drivers.ALL_ENGINES:
                 outcomes = [judge(case, engine) for case in found]
                 total.update((dtype, engine, o.verdict) for o in outcomes)
                 show(f"{name:32} {dtype:8} {engine:11}", outcomes, options, time.perf_counter() - started)

@@ -62,7 +62,7 @@ def test_edges_are_mostly_answered_by_the_engine() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("engine", drivers.ALL_ENGINES)
 @pytest.mark.parametrize(("name", "dtype"), PAIRS)
 def test_all_ops_at_their_edges(name: str, dtype: str, engine: str) -> None:
     assert not (found := wrong(name, dtype, engine, LIMIT)), "\n".join(found)
@@ -116,7 +116,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("engine", drivers.ALL_ENGINES)
 @pytest.mark.parametrize("op", MENDED)
 def test_what_was_answered_otherwise(op: str, engine: str) -> None:
     samples = SAMPLES.get(op, 4)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(bool(OPINFO_MISSING), reason=OPINFO_MISSING)
 PAIRS = [(name, dtype) for name, op in op_infos().items() for dtype in dtypes_of(op)]
 NOTHING = fx.GraphModule({}, fx.Graph())
 GOALS = {"onnxruntime": 0.97, "openvino": 0.90}
-RAN: dict[str, list[tuple[str, Network]]] = {engine: [] for engine in drivers.ENGINES}
+RAN: dict[str, list[tuple[str, Network]]] = {engine: [] for engine in drivers.ALL_ENGINES}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def one_sample(name: str) -> list[Outcome]:
     """Always the same one: of float32 where there is one, and of another dtype on ONNX Runtime."""
     dtypes = dtypes_of(op_infos()[name])
     number = zlib.crc32(name.encode())
-    asked = [(dtypes[0], drivers.ENGINES)] if dtypes else []
+    asked = [(dtypes[0], drivers.ALL_ENGINES)] if dtypes else []
     if dtypes[1:]:
         asked.append((dtypes[1 + number % (len(dtypes) - 1)], ("onnxruntime",)))
     found = []
@@ -93,14 +93,14 @@ def test_most_of_those_samples_run(engine: str, group: str) -> None:
     assert 1 - len(refused) / len(found) >= SHARES[engine, group], "\n".join(refused)
 
 
-@pytest.mark.parametrize("engine", drivers.ENGINES)
+@pytest.mark.parametrize("engine", drivers.ALL_ENGINES)
 def test_what_runs_is_taken_when_asked(engine: str) -> None:
     """Compiling asks an engine first, and gives it only what it says to take."""
     for name in op_infos():
         one_sample(name)
     reasons = drivers.engine_of(engine).probe_all([net for _, net in RAN[engine]])
     refused = [f"{case}: {reason}" for (case, _), reason in zip(RAN[engine], reasons, strict=True) if reason]
-    assert len(reasons) > 300 and not refused, "\n".join(refused)
+    assert len(reasons) > (150 if engine == "mnn" else 300) and not refused, "\n".join(refused)
 
 
 def test_enough_ops_are_covered() -> None:
@@ -116,7 +116,7 @@ def test_enough_ops_are_covered() -> None:
 def test_all_samples(name: str, dtype: str) -> None:
     wrong = [
         line
-        for tally in measure(name, dtype, drivers.ENGINES, LIMIT, 10_000).values()
+        for tally in measure(name, dtype, drivers.ALL_ENGINES, LIMIT, 10_000).values()
         for line in tally.wrong
     ]
     assert not wrong, "\n".join(wrong)

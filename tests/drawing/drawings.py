@@ -28,6 +28,7 @@ def two_engines() -> Drawing:
         nodes=nodes,
         segments=segments,
         engine_seconds={"openvino": 0.001, "pytorch": 0.002},
+        timed_how="in a test",
         trials=(
             DrawnTrial("mix", 0.003, 0.0001, 3, True, True),
             DrawnTrial("pytorch", 0.004, 0.0, 1, False, True),

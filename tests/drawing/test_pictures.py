@@ -115,3 +115,15 @@ def test_a_loaded_plan_is_drawn_without_layers(tmp_path) -> None:
     intarsia.save(fast, tmp_path / "net.intarsia")
     drawing = intarsia.load(tmp_path / "net.intarsia").plan.drawing()
     assert len(drawing.segments) == 3 and all(segment.layers is None for segment in drawing.segments)
+
+
+def test_a_profile_gives_the_times_of_segments() -> None:
+    pytest.importorskip("onnxruntime")
+    fast = intarsia.compile(Net(), (X,), engines="onnxruntime", min_block_size=1)
+    with intarsia.profile(fast) as profile:
+        for _ in range(3):
+            fast(X)
+    drawing = fast.plan.drawing(profile)
+    assert all(segment.seconds for segment in drawing.segments)
+    assert set(drawing.engine_seconds) == {"onnxruntime", "pytorch"} and "3 calls" in drawing.timed_how
+    assert _content(fast.plan.to_html(profile))["timed_how"] == drawing.timed_how

@@ -15,6 +15,8 @@ from tests.fuzz.program import Program, Statement, Value
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from intarsia.runtime.freshness import Freshness
+
 SHARE = 50  # models of each of the four tests below: 200 in all
 
 
@@ -137,3 +139,27 @@ def test_the_command_prints_a_model_and_counts() -> None:
 
 def test_reproduce_prints_a_program() -> None:
     assert "class Model(nn.Module)" in reproduce(0)
+
+
+def test_a_fused_step_that_goes_unnoticed_is_different(monkeypatch) -> None:
+    program = Program(
+        (Value("x0", "torch.randn(n, 3, generator=g)"),),
+        (Value("w0", "torch.randn(3, 8, generator=g)"),),
+        (),
+        (Statement("torch.relu(x0 @ w0)", "v0"),),
+        "v0",
+        container="dict",
+    )
+    case = Case(program, Options(engines=("openvino",), step=True))
+    assert check(case).verdict is Verdict.EQUAL
+    monkeypatch.setattr(Freshness, "contents_change", lambda self, thorough=False: None)
+    outcome = check(case)
+    assert outcome.verdict is Verdict.DIFFERENT and outcome.said.startswith("after a fused step")
+
+
+def test_training_mode_containers_and_branches_are_drawn() -> None:
+    cases = [draw_case(seed) for seed in range(100)]
+    sources = [case.program.source() for case in cases]
+    assert any(case.options.training and "self.training" in s for case, s in zip(cases, sources, strict=True))
+    assert {"list", "dict", "inside"} <= {case.program.container for case in cases}
+    assert any(" if " in source for source in sources) and any("torch.cond" in source for source in sources)

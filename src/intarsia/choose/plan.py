@@ -10,6 +10,7 @@ from intarsia.choose.findings import Findings, engine_seconds, segment_seconds
 from intarsia.choose.findings_text import findings_text
 from intarsia.drawing import Drawing, DrawnTrial
 from intarsia.graph.plan import Plan
+from intarsia.tracing import Profile
 
 MOVED = "its block was measured to run better on"
 EAGER = "the model as it is was measured to run best"
@@ -30,9 +31,9 @@ class MeasuredPlan(Plan):
 
         return Group(super().__rich__(), Text(findings_text(self.findings)))
 
-    def drawing(self) -> Drawing:
+    def drawing(self, profile: Profile | None = None) -> Drawing:
         """What pictures show, with what was measured."""
-        found, drawn = self.findings, super().drawing()
+        found, drawn = self.findings, super().drawing(profile)
         if not found.trials:
             return drawn
         ranked = sorted(found.trials, key=lambda trial: (not trial.final, trial.median))
@@ -43,10 +44,12 @@ class MeasuredPlan(Plan):
             for t in ranked
         )
         how = "by an earlier compile" if found.remembered else f"in {found.spent_s:.1f} s"
+        if profile is None:
+            by_engine = engine_seconds(found, drawn.engines)
+            timed_how = "Measured when the plan was chosen."
+            drawn = replace(drawn, engine_seconds=by_engine, segments=tuple(segments), timed_how=timed_how)
         return replace(
             drawn,
-            engine_seconds=engine_seconds(found, drawn.engines),
-            segments=tuple(segments),
             trials=tuple(trials),
             measured_how=f"Median of interleaved rounds, measured {how} ({found.objective}).",
             notes=(*drawn.notes, *(f"not measured: {reason}" for reason in found.left_out)),

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 
-import torch
-from torch import fx, nn
+from torch import fx
 
 from intarsia.errors import InputError
 from intarsia.partition.blocks import work
@@ -27,11 +26,6 @@ def is_measuring() -> bool:
     if setting not in ("0", "1"):
         raise InputError(f"{SETTING}={setting!r} in the environment; give 0 or 1")
     return setting == "1"
-
-
-def may_favour_slow_engines(model: object) -> bool:
-    """Whether a graph of the model may be one for which an engine that is slow to build is known to pay."""
-    return isinstance(model, nn.Module) and any(p.dtype == torch.bfloat16 for p in model.parameters())
 
 
 def too_small_to_measure(module: fx.GraphModule) -> str | None:

@@ -59,7 +59,7 @@ from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import EAGER
 from intarsia.choose.precision import refuse_short_engines
-from intarsia.choose.when_to_measure import is_measuring, may_favour_slow_engines, too_small_to_measure
+from intarsia.choose.when_to_measure import is_measuring, too_small_to_measure
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before
@@ -182,8 +182,7 @@ def prepare(
     by_default = is_open and options.partition is None and not arithmetic
     if by_default and device in ("cpu", "cuda") and len(usable) > 1 and is_measuring():
         placement = replace(placement, measured=Measured(), by_default=device == "cpu")
-        if device == "cuda" or may_favour_slow_engines(model):
-            usable = with_unasked_engines(usable, device)
+        usable = with_unasked_engines(usable, device, None if device == "cuda" else model)
     elif options.engines is None and placement.measured is not None:
         usable = with_unasked_engines(usable, device)
     if arithmetic:
@@ -355,10 +354,10 @@ class CompileJob:
         return Support(engines, table, measured, notes)
 
     def _quick_engines(self) -> tuple[Engine, ...]:
-        """The engines to use without measuring: nobody asked for those that are slow to build."""
+        """The engines to use without measuring: nobody asked for those that only a search tries."""
         if not self.placement.by_default:
             return self.engines
-        return tuple(engine for engine in self.engines if not engine.slow_to_build)
+        return tuple(engine for engine in self.engines if engine.is_default("cpu"))
 
     @stage("building the segments")
     def build(self, graph: LoweredModel, support: Support) -> Compiled:

@@ -71,6 +71,7 @@ class Drawing:
     nodes: tuple[DrawnNode, ...]
     segments: tuple[DrawnSegment, ...]
     engine_seconds: Mapping[str, float] = field(default_factory=dict)  # measured, of a call
+    timed_how: str = ""
     trials: tuple[DrawnTrial, ...] = ()
     measured_how: str = ""
     advice: tuple[str, ...] = ()

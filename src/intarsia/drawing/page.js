@@ -449,7 +449,7 @@ function show_time() {
   const parts = drawing.segments.map((segment, number) => ({ number, segment })).filter(({ segment }) => segment.seconds !== null);
   parts.sort((one, other) => other.segment.seconds - one.segment.seconds);
   by_id("time").replaceChildren(
-    element("p", { class: "faint" }, is_timed ? "Measured when the plan was chosen." : "Nothing was timed: shares of the estimated work."),
+    element("p", { class: "faint" }, is_timed ? drawing.timed_how : "Nothing was timed: shares of the estimated work."),
     stack, table(["engine", "#time", "#share"], rows),
     ...(parts.length > 1 ? [element("h2", {}, "By segment"), table(["segment", "#time"], parts.slice(0, 12).map(({ number, segment }) =>
       ({ cells: [link(`${number}, ${segment.engine}`, () => show_segment(number)), milliseconds(segment.seconds)] })))] : []));

@@ -20,6 +20,7 @@ from intarsia.engines.base import WeightFile as WeightFile
 from intarsia.engines.base import Workload as Workload
 from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
+from intarsia.engines.mnn.engine import MNN as MNN
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
 from intarsia.engines.onnxruntime.short import OnnxRuntimeInt4Weights as OnnxRuntimeInt4Weights
 from intarsia.engines.onnxruntime.short import OnnxRuntimeInt8 as OnnxRuntimeInt8
@@ -45,6 +46,7 @@ _LAST: tuple[type[Engine], ...] = (
     OpenVINOInt8Weights,
     OnnxRuntimeInt4Weights,
     OpenVINOInt4Weights,
+    MNN,
     Inductor,
     CuDNN,
     PyTorch,
@@ -132,8 +134,11 @@ def resolve_engines(
     return [*(engine for engine in usable if engine is not pytorch), pytorch], notes
 
 
-def with_unasked_engines(usable: Sequence[Engine], device: str) -> list[Engine]:
-    """All engines that are here, those too that a fixed order leaves out, PyTorch last: timing decides."""
+def with_unasked_engines(usable: Sequence[Engine], device: str, model: object = None) -> list[Engine]:
+    """All engines that are here, those too that a fixed order leaves out, PyTorch last: timing decides.
+
+    With a model, only those of them that may pay for it.
+    """
     names = [engine.name for engine in usable]
     others: list[Engine] = []
     for name, kind in known_engines().items():
@@ -141,7 +146,8 @@ def with_unasked_engines(usable: Sequence[Engine], device: str) -> list[Engine]:
             continue
         with contextlib.suppress(Exception):  # an engine that cannot be made without options is not tried
             engine = kind()
-            if engine.runs_on(device) and _unavailable(engine) is None:
+            is_wanted = model is None or engine.may_pay(model)
+            if is_wanted and engine.runs_on(device) and _unavailable(engine) is None:
                 others.append(engine)
     return [*usable[:-1], *others, *usable[-1:]]
 

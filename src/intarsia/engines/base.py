@@ -127,6 +127,13 @@ class Engine(abc.ABC):
         """
         return []
 
+    def may_pay(self, model: object) -> bool:
+        """Of an engine that is not asked by default: whether a search that nobody asked for tries it.
+
+        It is asked before the model is captured, so that an engine that cannot win costs nothing.
+        """
+        return False
+
     def is_known_to_pay(self, workload: Workload) -> bool:
         """Of an engine that is slow to build: whether it is worth the wait though the user set no budget."""
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,11 @@ from intarsia.drawing import Drawing, framed, model_explorer, page, svg
 from intarsia.errors import PartitionError
 from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import is_compute, is_control_flow, is_free, producer, whereabouts
-from intarsia.graph.plan_drawing import DetailsSource, PlanDetails, plan_drawing
+from intarsia.graph.plan_drawing import DetailsSource, PlanDetails, plan_drawing, profiled
 from intarsia.graph.plan_text import heading, node_counts, plan_table, plan_text
 from intarsia.graph.segment import Segment
 from intarsia.graph.sizes import constant_value
+from intarsia.tracing import Profile
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -162,21 +163,26 @@ class Plan:
             told["bodies"] = {name: json.loads(plan.to_json()) for name, plan in self.bodies.items()}
         return json.dumps(told, indent=1)
 
-    def drawing(self) -> Drawing:
-        """What pictures of the plan show, as plain data."""
+    def drawing(self, profile: Profile | None = None) -> Drawing:
+        """What pictures of the plan show, as plain data; with the times of a profile, if one is given."""
         details = PlanDetails() if self.details is None else self.details(self.segments)
         title = heading(self.segments, self.strategy, self._body_segments)
-        return plan_drawing(self.segments, title, details)
+        drawn = plan_drawing(self.segments, title, details)
+        drawn = replace(drawn, bodies={name: plan.drawing() for name, plan in self.bodies.items()})
+        return drawn if profile is None else profiled(drawn, profile)
 
-    def to_html(self) -> str:
+    def to_html(self, profile: Profile | None = None) -> str:
         """The plan as one HTML page that needs nothing else: times, the graph, its layers, every fallback.
+
+        Args:
+            profile: what `intarsia.profile` recorded of the module: the times of its segments.
 
         >>> import intarsia
         >>> fast = intarsia.compile(torch.nn.ReLU(), (torch.ones(2),), engines="pytorch")
         >>> fast.plan.to_html().startswith("<!doctype html>")
         True
         """
-        return page(self.drawing())
+        return page(self.drawing(profile))
 
     def to_svg(self) -> str:
         """The segments in the order they run as SVG, for documents."""

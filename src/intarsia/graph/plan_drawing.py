@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -13,6 +14,7 @@ from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.plan_text import ops_text
 from intarsia.graph.segment import Segment
 from intarsia.graph.shapes import segment_shapes, value_shape
+from intarsia.tracing import Profile, segment_name
 
 
 @dataclass(frozen=True)
@@ -88,3 +90,18 @@ def _sources(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[fx.Node, tu
             read.update(dict.fromkeys([places[value]] if value in places else sources[value]))
         sources[node] = tuple(read)
     return sources
+
+
+def profiled(drawing: Drawing, profile: Profile) -> Drawing:
+    """The drawing with the median time of each segment in a profile."""
+    times = profile.segments
+    segments, by_engine = [], dict[str, float]()
+    for number, segment in enumerate(drawing.segments):
+        calls = times.get(segment_name(number, segment.engine))
+        seconds = statistics.median(calls) if calls else None
+        segments.append(replace(segment, seconds=seconds))
+        if seconds is not None:
+            by_engine[segment.engine] = by_engine.get(segment.engine, 0.0) + seconds
+    count = max(map(len, times.values()), default=0)
+    how = f"Medians of {count} calls that were profiled."
+    return replace(drawing, segments=tuple(segments), engine_seconds=by_engine, timed_how=how)

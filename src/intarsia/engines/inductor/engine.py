@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from intarsia.cache.machine import has_bfloat16_tiles
 from intarsia.engines.base import Engine, GraphEngine, Program, Workload
@@ -97,6 +97,9 @@ class Inductor(GraphEngine):
             others = tuple(other for other in GPU_REWRITES if other != name)
             variants.append((f"without {name}", replace(self, rewrites=others)))
         return variants
+
+    def may_pay(self, model: object) -> bool:
+        return isinstance(model, nn.Module) and any(p.dtype == torch.bfloat16 for p in model.parameters())
 
     def is_known_to_pay(self, workload: Workload) -> bool:
         """In bfloat16 on a CPU, for single rows or on a processor with tiles of it.

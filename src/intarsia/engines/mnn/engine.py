@@ -1,0 +1,143 @@
+"""MNN on the CPU: networks converted in a process of their own, modules cloned for each thread."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
+from intarsia.engines.mnn.program import MnnProgram
+from intarsia.engines.ports import Ports
+from intarsia.engines.threads import thread_count
+from intarsia.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+    from intarsia.network import Network
+
+# `WINOGRAD_MEMORY_LEVEL` of MNN's hints. From level 1 on MNN multiplies fewer numbers for a window of 3 x 3
+# and more, and loses digits: off by 1e-3 of the largest result for 3 x 3 at level 3, 8e-4 for 7 x 7 at
+# level 1; at level 0 by 2e-6 (MNN 3.6.1).
+_WINOGRAD_HINT, _NO_WINOGRAD = 3, 0
+_MANY = 8  # convolutions; a vision transformer has one
+
+
+@dataclass(frozen=True)
+class MNN(NetworkEngine):
+    """Options: `threads` (torch's count by default).
+
+    MNN takes tensors of float32 alone. A call with NaN, infinities or numbers beyond 2**50 is PyTorch's.
+
+    >>> from intarsia.engines import MNN
+    >>> MNN(threads=1).name
+    'mnn'
+    """
+
+    threads: int | None = None
+    name: ClassVar[str] = "mnn"
+    libraries: ClassVar[tuple[str, ...]] = ("MNN",)
+
+    @classmethod
+    def is_default(cls, device: str) -> bool:
+        return False  # a search measures it; where the order of engines decides it must be named
+
+    def unavailable(self) -> str | None:
+        if find_spec("MNN") is None:
+            return "MNN is not installed; pip install 'intarsia[mnn]'"
+        return None
+
+    def may_pay(self, model: object) -> bool:
+        """Where convolutions are many; elsewhere its kernels tie with those of other engines, or lose.
+
+        On a Neoverse N1, as fast as the best other engine: MobileNetV2 1.24 times, BERT and ViT 1.0 or less.
+        """
+        if not isinstance(model, nn.Module):
+            return False
+        return sum(isinstance(module, nn.Conv2d) for module in model.modules()) >= _MANY
+
+    def probe(self, net: Network) -> str | None:
+        from intarsia.engines.mnn.layers import refusal
+
+        return refusal(net)
+
+    def build(self, net: Network) -> Program:
+        reason = self.probe(net)
+        if reason is not None:
+            raise EngineError(reason)
+        from intarsia.engines.mnn.converter import converted
+
+        return self._program(converted(net), Ports.of(net))
+
+    def pack(self, net: Network, file: GrowingFile) -> Packed | None:
+        """MNN's own file, weights and all: it lays them out anew, so they cannot stay where they are."""
+        from intarsia.engines.mnn.converter import converted
+
+        return Packed(converted(net), {"ports": Ports.of(net).as_json()})
+
+    def unpack(
+        self,
+        blob: memoryview,
+        about: Mapping[str, Any],
+        file: WeightFile,
+        weights: Mapping[str, torch.Tensor],
+    ) -> Program:
+        return self._program(bytes(blob), Ports.from_json(about["ports"]))
+
+    def _program(self, model: bytes, ports: Ports) -> Program:
+        nn = _library()
+        settings = {"backend": "CPU", "precision": "high", "numThread": thread_count(self.threads)}
+        names = [[port.name for port in side] for side in (ports.inputs, ports.outputs)]
+        with tempfile.TemporaryDirectory() as folder, _silent_stdout():  # MNN reads modules from files alone
+            runtime = nn.create_runtime_manager((settings,))
+            runtime.set_hint(_WINOGRAD_HINT, _NO_WINOGRAD)
+            path = os.path.join(folder, "model.mnn")
+            with open(path, "wb") as stream:
+                stream.write(model)
+            try:
+                module = nn.load_module_from_file(path, *names, runtime_manager=runtime, shape_mutable=True)
+            except Exception as error:
+                raise EngineError(f"MNN cannot load its model: {error}") from error
+        if module is None:
+            raise EngineError("MNN cannot load its model")
+        return MnnProgram(ports, module, runtime)
+
+
+@functools.cache
+def _library() -> Any:
+    with _silent_stdout():
+        import MNN.nn
+    return MNN.nn
+
+
+_stdout_lock = threading.Lock()
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Within it the process writes nothing to its standard output: MNN prints what the processor can do.
+
+    It prints by C's library, which holds text back: that is written out before and after.
+    """
+    flush = ctypes.CDLL(None).fflush
+    with _stdout_lock:
+        flush(None)
+        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, 1)
+            yield
+        finally:
+            flush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
+            os.close(nowhere)

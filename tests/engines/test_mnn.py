@@ -1,0 +1,187 @@
+"""MNN: exact layers, calls that are left to PyTorch, files, threads, and what its converter must not do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.engines import MNN, default_engines, with_unasked_engines
+from intarsia.errors import EngineError
+from intarsia.network import Network, Tensor, net_guard
+from intarsia.network import functional as F
+
+pytest.importorskip("MNN", reason="the engine under test; pip install 'intarsia[mnn]'")
+
+
+class Images(nn.Module):
+    """Convolutions of several kinds, norms, GELU, pools and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 16, 7, stride=2, padding=3)
+        self.norm = nn.BatchNorm2d(16)
+        self.depthwise = nn.Conv2d(16, 16, 7, padding=3, groups=16)
+        self.dense = nn.Conv2d(16, 32, 3, padding=1)
+        self.layer_norm = nn.LayerNorm(32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.stem(x)))
+        x = nn.functional.gelu(x + self.depthwise(x))
+        x = nn.functional.max_pool2d(self.dense(x), 2).flatten(2).transpose(1, 2)
+        x = self.layer_norm(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return torch.softmax(self.head(x.mean(1)), -1)
+
+
+X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return Images().eval()
+
+
+@pytest.fixture(scope="module")
+def fast(model: nn.Module) -> intarsia.Compiled:
+    compiled = intarsia.compile(model, (X,), engines=["mnn"])
+    assert isinstance(compiled, intarsia.Compiled)
+    return compiled
+
+
+def test_the_whole_model_runs_on_it_and_is_exact(model: nn.Module, fast: intarsia.Compiled) -> None:
+    assert fast.plan.engines == ("mnn",) and len(fast.plan) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(fast(X), model(X), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(fast(X.flip(0)), model(X.flip(0)), rtol=1e-5, atol=1e-6)
+
+
+def test_results_are_of_their_own_memory(fast: intarsia.Compiled) -> None:
+    first = fast(X)
+    kept = first.clone()
+    fast(-X)
+    assert torch.equal(first, kept)
+
+
+def test_many_threads_call_it_at_once(model: nn.Module, fast: intarsia.Compiled) -> None:
+    inputs = [X * (i + 1) / 4 for i in range(8)]
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(fast, inputs))
+        for answer, x in zip(answers, inputs, strict=True):
+            torch.testing.assert_close(answer, model(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -1e30])
+def test_numbers_that_its_kernels_treat_otherwise_are_pytorchs(number: float) -> None:
+    class Clamped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x * 2) + torch.sigmoid(x)
+
+    model, x = Clamped(), torch.tensor([[1.0, number, -2.0]])
+    fast = intarsia.compile(model, (torch.ones(1, 3),), engines=["mnn"], min_block_size=1)
+    with pytest.warns(UserWarning, match="PyTorch runs this call in place of an engine: .* holds NaN"):
+        assert torch.equal(fast(x), model(x)) or fast(x).isnan().equal(model(x).isnan())
+
+
+def test_sizes_that_vary(model: nn.Module) -> None:
+    batch = torch.export.Dim("batch", min=1, max=4)
+    fast = intarsia.compile(model, (X,), engines=["mnn"], dynamic_shapes={"x": {0: batch}})
+    assert "mnn" in fast.plan.engines
+    with torch.no_grad():
+        for rows in (1, 4, 2):
+            x = torch.randn(rows, 3, 32, 32)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_file_holds_its_own_form(model: nn.Module, fast: intarsia.Compiled, tmp_path: Path) -> None:
+    intarsia.save(fast, tmp_path / "images.intarsia")
+    code = """
+import sys, torch, intarsia
+fast = intarsia.load(sys.argv[1])
+assert fast.plan.engines == ("mnn",), fast.plan
+torch.save(fast(torch.load(sys.argv[2])), sys.argv[3])
+assert not any(name.startswith(("MNN.tools", "aliyun")) for name in sys.modules)
+assert "intarsia.engines.mnn.converter" not in sys.modules, "a packed program is not converted again"
+"""
+    torch.save(X, tmp_path / "x.pt")
+    paths = [str(tmp_path / name) for name in ("images.intarsia", "x.pt", "y.pt")]
+    run = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "", "MNN says nothing on the standard output of a user's program"
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "y.pt"), model(X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op_type", "shapes", "attributes", "reason"),
+    [
+        ("MatMul", [(4,), (4,)], {}, "MatMul: a vector is not handled"),
+        ("ReduceL2", [(2, 3)], {}, "ReduceL2: not among the layers that were compared with PyTorch"),
+        (
+            "MaxPool",
+            [(1, 2, 9, 9)],
+            {"kernel_shape": [2, 2], "dilations": [2, 2]},
+            "MaxPool: dilations=[2, 2] are ignored",
+        ),
+    ],
+)
+def test_what_is_wrong_or_ends_the_process_is_refused(
+    op_type: str, shapes: list[tuple[int, ...]], attributes: dict[str, object], reason: str
+) -> None:
+    net = Network()
+    with net_guard(net):
+        inputs = [Tensor(f"i{n}", torch.float32, shape) for n, shape in enumerate(shapes)]
+        F.op(op_type, *inputs, **attributes).mark_output("y")
+    assert MNN().probe(net) == reason
+    with pytest.raises(EngineError, match=re.escape(reason)):
+        MNN().build(net)
+
+
+def test_slices_that_run_backwards_are_refused() -> None:
+    net = Network()
+    with net_guard(net):
+        x = Tensor("x", torch.float32, (4, 4))
+        F.op("Slice", x, F.ints([-1]), F.ints([-9]), F.ints([0]), F.ints([-1])).mark_output("y")
+    assert MNN().probe(net) == "Slice: steps=[-1] are not handled"
+
+
+def test_integers_and_float64_are_left_to_others() -> None:
+    class Picks(nn.Module):
+        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x)[index]
+
+    index, double = torch.tensor([2, 0]), torch.ones(2, dtype=torch.float64)
+    fast = intarsia.compile(Picks(), (torch.ones(3, 2), index), engines=["mnn"], min_block_size=1)
+    assert "is of INT64; MNN is given and asked for FLOAT" in str(fast.plan)
+    fast = intarsia.compile(nn.ReLU(), (double,), engines=["mnn"], min_block_size=1)
+    assert "is of DOUBLE; MNN is given and asked for FLOAT" in str(fast.plan)
+
+
+def test_a_converter_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from intarsia.engines.mnn import layers
+
+    monkeypatch.setitem(layers.CONDITIONS, "Mish", lambda layer: None)
+    net = Network()
+    with net_guard(net):
+        F.op("Mish", Tensor("x", torch.float32, (4, 4))).mark_output("y")
+    with pytest.raises(EngineError, match="MNN's converter refuses network"):
+        MNN().build(net)
+
+
+def test_a_search_tries_it_where_convolutions_are_many() -> None:
+    vision = nn.Sequential(*[nn.Conv2d(4, 4, 3) for _ in range(8)])
+    text = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+    usable = default_engines()
+    assert "mnn" not in [engine.name for engine in usable]
+    assert "mnn" in [engine.name for engine in with_unasked_engines(usable, "cpu", vision)]
+    assert "mnn" not in [engine.name for engine in with_unasked_engines(usable, "cpu", text)]
