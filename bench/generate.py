@@ -1,11 +1,13 @@
-"""Tokens per second of generation at batch 1, prompt and tokens apart: eager, torch.compile, ours, others.
+"""Tokens per second of generation, prompt and tokens apart: eager, torch.compile, ours, others.
 
-    python bench/generate.py [--size tiny|small|fifth|half] [--dtype float32|bfloat16] [--peer intarsia ...]
+    python bench/generate.py [--size tiny|small|fifth|half|one] [--rows 1]
+                             [--choice greedy|sampling|repetition]
+                             [--dtype float32|bfloat16] [--peer intarsia ...]
                              [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
                              [--results FILE.json] [--limit 220] [--built FOLDER] [--builders FOLDER]
                              [--turns]
 
-A Llama-like decoder with random weights, greedy. "prompt" is generation of one token; "tokens" what each
+A Llama-like decoder with random weights. "prompt" is generation of one token; "tokens" what each
 further token adds, each the best of some rounds; "at its median" what a round in the middle gave. Every peer
 runs in a process of its own, which `--limit` ends, so its memory is its own: weights of the model included
 where it needs the model. One peer comes after the other, or, with `--turns`, a round of each after the other:
@@ -56,6 +58,12 @@ SIZES = {
     "small": (512, 1408, 6, 8, 2, 8192),
     "fifth": (1024, 2816, 12, 16, 4, 32000),  # 0.2 billion weights
     "half": (1024, 4096, 24, 16, 4, 32000),  # 0.47 billion weights
+    "one": (2048, 8192, 16, 32, 8, 32000),  # 1.0 billion weights
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "repetition": {"do_sample": False, "repetition_penalty": 1.2},
 }
 USUAL = ("eager", "torch.compile", "openvino-genai", "onnxruntime-genai", "intarsia")
 
@@ -87,7 +95,7 @@ def decoder(told: argparse.Namespace) -> Any:
 
 def prompt(told: argparse.Namespace) -> torch.Tensor:
     drawn = torch.Generator().manual_seed(1)
-    return torch.randint(3, SIZES[told.size][-1], (1, told.prompt), generator=drawn).to(told.device)
+    return torch.randint(3, SIZES[told.size][-1], (told.rows, told.prompt), generator=drawn).to(told.device)
 
 
 def room(told: argparse.Namespace) -> int:
@@ -95,12 +103,12 @@ def room(told: argparse.Namespace) -> int:
 
 
 def generated(model: Any, ids: torch.Tensor, tokens: int, **how: Any) -> list[int]:
-    made = model.generate(ids, max_new_tokens=tokens, do_sample=False, **how)
+    made = model.generate(ids, max_new_tokens=tokens, **CHOICES[how.pop("choice", "greedy")], **how)
     return [int(token) for token in made[0, ids.shape[1] :]]
 
 
 def eager(told: argparse.Namespace) -> Generate:
-    return partial(generated, decoder(told), prompt(told))
+    return partial(generated, decoder(told), prompt(told), choice=told.choice)
 
 
 def torch_compile(told: argparse.Namespace) -> Generate:
@@ -109,7 +117,7 @@ def torch_compile(told: argparse.Namespace) -> Generate:
     static = {"cache_implementation": "static", "max_cache_len": room(told)}
     if told.device == "cpu":  # on a GPU transformers compiles for such a cache itself, with CUDA graphs
         model.forward = torch.compile(model.forward, dynamic=None)
-    run = partial(generated, model, ids, disable_compile=told.device == "cpu", **static)
+    run = partial(generated, model, ids, choice=told.choice, disable_compile=told.device == "cpu", **static)
     for _ in range(2):
         run(told.tokens + 1), run(1)
     return run
@@ -124,9 +132,11 @@ def ours(told: argparse.Namespace, precision: str | None = None) -> Generate:
         options |= {"precision": precision, "tolerance": told.tolerance, "examples": [ids]}
         options["partition"] = intarsia.Measured(budget_s=told.budget)
     begin = time.perf_counter()
-    made = intarsia.compile_generation(model, max_length=room(told), **options)
+    made = intarsia.compile_generation(
+        model, max_length=room(told), batch=told.rows, padding=False, **options
+    )
     print(f"compiled in {time.perf_counter() - begin:.0f} s\n{made}", flush=True)
-    return partial(generated, model, ids)
+    return partial(generated, model, ids, choice=told.choice)
 
 
 def onnxruntime_genai(told: argparse.Namespace) -> Generate:
@@ -329,7 +339,8 @@ def _is_known(package: str) -> bool:
 
 
 def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
-    made = Table(title=f"Llama-like, {told.size}, {told.dtype}, {told.device}, prompt {told.prompt}")
+    asked = f"{told.rows} rows, prompt {told.prompt}, {told.choice}"
+    made = Table(title=f"Llama-like, {told.size}, {told.dtype}, {told.device}, {asked}")
     columns = ("peer", "prompt, tokens/s", "further tokens/s", "at its median", "peak MiB", "equal tokens")
     for column in columns:
         made.add_column(column, justify="left" if column == "peer" else "right")
@@ -341,8 +352,10 @@ def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
         first = min(one for one, _ in row["rounds"])
         further = [all_ - one for one, all_ in row["rounds"]]
         same = "?" if expected is None else _agreement(row["tokens"], expected)
-        best, middle = (told.tokens / max(one, 1e-9) for one in (min(further), statistics.median(further)))
-        figures = (f"{told.prompt / first:.0f}", f"{best:.1f}", f"{middle:.1f}")
+        best, middle = (
+            told.rows * told.tokens / max(one, 1e-9) for one in (min(further), statistics.median(further))
+        )
+        figures = (f"{told.rows * told.prompt / first:.0f}", f"{best:.1f}", f"{middle:.1f}")
         made.add_row(name, *figures, f"{row['peak_mib']:.0f}", same)
     return made
 
@@ -363,6 +376,8 @@ def main() -> None:
     parser.add_argument("--peer", choices=list(PEERS), action="append")
     parser.add_argument("--size", choices=list(SIZES), default="half")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rows", type=int, default=1, help="sequences at once; figures are of all of them")
+    parser.add_argument("--choice", choices=list(CHOICES), default="greedy", help="how tokens are chosen")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -382,7 +397,7 @@ def main() -> None:
         serve(told.here, told)
         return
     kept = Path(told.results) if told.results else None
-    asked = f"{told.size} {told.dtype} {told.device} {told.prompt}+{told.tokens}"
+    asked = f"{told.size} {told.dtype} {told.device} {told.rows}x{told.prompt}+{told.tokens} {told.choice}"
     known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     found: dict[str, dict[str, Any]] = known.setdefault(asked, {})
     missing = [name for name in told.peer or USUAL if name not in found or found[name].get("again")]

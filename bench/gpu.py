@@ -1,5 +1,6 @@
 """Whole architectures on a CUDA device, in half precision: every peer in one process, in interleaved rounds.
 
+    python bench/gpu.py --serve [names...]
     python bench/gpu.py [names...] [--batch 1] [--peers eager graphed ...] [--json results.json]
 
 Figures are medians of CUDA-event times of a call (several in a row, divided), the error against the model
@@ -84,7 +85,35 @@ def llama_1b(hf: Any, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return hf.LlamaForCausalLM(config), tokens(128256, batch)
 
 
-MODELS = {make.__name__: make for make in (bert, gpt2, vit, resnet50, convnext, swin, inception_v3, llama_1b)}
+def padded(
+    hf: Any, batch: int, model: nn.Module, vocabulary: int
+) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A batch with a mask in which every row but the first is shorter than the one before."""
+    (ids,) = tokens(vocabulary, batch)
+    lengths = 128 - torch.arange(batch) * 96 // max(batch, 2)
+    return model, (ids, (torch.arange(128) < lengths[:, None]).long())
+
+
+def bert_padded(hf: Any, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return padded(hf, batch, hf.BertModel(hf.BertConfig()), 30522)
+
+
+def distilbert_padded(hf: Any, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return padded(hf, batch, hf.DistilBertModel(hf.DistilBertConfig()), 30522)
+
+
+def electra_padded(hf: Any, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    config = hf.ElectraConfig(hidden_size=768, num_attention_heads=12, intermediate_size=3072)
+    return padded(hf, batch, hf.ElectraModel(config), 30522)
+
+
+MODELS = {
+    make.__name__: make
+    for make in (
+        *(bert, gpt2, vit, resnet50, convnext, swin, inception_v3, llama_1b),
+        *(bert_padded, distilbert_padded, electra_padded),
+    )
+}
 
 
 def eager(model: nn.Module, args: tuple[Any, ...]) -> Call:
@@ -239,6 +268,78 @@ def one_model(name: str, batch: int, peers: list[str], rounds: int, repeats: int
     return found
 
 
+# What varies, and between which bounds.
+SERVED: dict[str, tuple[str, int, int]] = {
+    "bert": ("length", 5, 500),
+    "gpt2": ("length", 5, 500),
+    "vit": ("batch", 1, 32),
+}
+
+
+def served(name: str, calls: int, peer: str) -> dict[str, Any]:
+    """One model as a server sees it: calls of sizes drawn from up to a hundred, each waited for, in ms."""
+    import transformers
+
+    what, least, most = SERVED[name]
+    torch.manual_seed(0)
+    model, (example,) = MODELS[name](transformers, 2)
+    model, axis = model.eval().cuda().half(), 1 if what == "length" else 0
+    sizes = sorted({least + (most - least) * k // 99 for k in range(100)})
+
+    def input_of(size: int) -> torch.Tensor:
+        if what == "length":
+            return torch.randint(0, 30000, (1, size), device="cuda")
+        return torch.randn(size, *example.shape[1:], device="cuda", dtype=torch.half)
+
+    start = time.perf_counter()
+    if peer == "ours":
+        shapes = {
+            "input_ids" if what == "length" else "pixel_values": {
+                axis: torch.export.Dim(what, min=least, max=512)
+            }
+        }
+        call = intarsia.compile(model, (input_of(sizes[-2]),), dynamic_shapes=shapes, engines=["inductor"])
+        print(call.plan, call.notes)
+    else:
+        call = torch.compile(model, dynamic=True)
+        call(input_of(sizes[-2]))
+    seconds = time.perf_counter() - start
+
+    def timed(size: int) -> float:
+        x = input_of(size)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call(x)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e3
+
+    order = [sizes[k] for k in torch.randperm(len(sizes)).tolist()]
+    first = [timed(size) for size in order]
+    later = sorted(timed(sizes[k]) for k in torch.randint(0, len(sizes), (calls,)).tolist())
+    found = {"median": later[calls // 2], "p99": later[calls * 99 // 100], "compile_s": seconds}
+    return found | {"first_median": statistics.median(first), "first_most": max(first)}
+
+
+def serve(names: list[str]) -> None:
+    """The table of `--serve`."""
+    table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float16, sizes vary, ms")
+    for column in ("model", "peer", "median", "99 %", "first calls, median", "most", "compile s"):
+        table.add_column(column, justify="right")
+    for name in names or list(SERVED):
+        for peer in ("ours", "torch.compile(dynamic=True)"):
+            with torch.no_grad():
+                try:
+                    row = served(name, 300, peer)
+                except Exception as error:
+                    print(f"{name}, {peer}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                    continue
+            torch._dynamo.reset()
+            figures = [row[key] for key in ("median", "p99", "first_median", "first_most", "compile_s")]
+            print(json.dumps({name: {peer: row}}), flush=True)
+            table.add_row(name, peer, *(f"{figure:.2f}" for figure in figures))
+    Console(width=110).print(table)
+
+
 def tensors(answer: Any) -> list[torch.Tensor]:
     return [x for x in pytree.tree_leaves(answer) if isinstance(x, torch.Tensor)]
 
@@ -249,12 +350,16 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--serve", action="store_true", help="sizes that vary, each call waited for")
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--json", help="write the figures to this file too")
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
+    if asked.serve:
+        serve(asked.names)
+        return
     table = Table(
         title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}, float16, batch {asked.batch}"
     )

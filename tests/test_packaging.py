@@ -155,7 +155,7 @@ class Environment:
             assert server.stdout is not None
             try:
                 address = next(
-                    found[0] for line in server.stdout if (found := re.search(r"http://[^ ]+", line))
+                    found[0] for line in server.stdout if (found := re.search(r"http://\S+", line))
                 )
                 with urllib.request.urlopen(address, timeout=60) as answer:
                     return json.load(answer)  # type: ignore[no-any-return]
@@ -178,6 +178,7 @@ EXTRAS = ["", *(name for name in PROJECT["optional-dependencies"] if name not in
 _ALWAYS = ("", "onnxruntime", "serve", "all")  # the others take as long, and show little that these do not
 
 
+@pytest.mark.timeout(900)  # packages are downloaded
 @pytest.mark.parametrize(
     "extra",
     [pytest.param(e, marks=pytest.mark.slow if e in _ALWAYS else pytest.mark.full) for e in EXTRAS],
@@ -200,5 +201,24 @@ def test_an_extra_installs_what_it_needs(extra: str, wheel: Path, tmp_path: Path
     if extra in ("generation", "all"):
         assert "bert" in environment.run("intarsia", "demo", "--list", cwd=folder)
         assert "Plan by" in environment.run("intarsia", "explain", "bert", cwd=folder)
+    if extra == "all":
+        _walk_a_newcomers_path(environment, tmp_path / "newcomer")
     if extra in ("serve", "all"):
         assert environment.serve("own.intarsia", folder)["outputs"] == ["output"]
+
+
+def _walk_a_newcomers_path(environment: Environment, folder: Path) -> None:
+    """`examples/newcomer.sh` runs, and docs/newcomer.md shows its commands with their output."""
+    folder.mkdir()
+    variables = {"PATH": f"{environment.bin}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    variables["INTARSIA_MEASURE"] = "0"  # the demo measures for long on a busy machine
+    printed = _run(["bash", ROOT / "examples" / "newcomer.sh"], cwd=folder, env=variables)
+    page = (ROOT / "docs" / "newcomer.md").read_text()
+    assert re.findall(r"^\$ .*", printed, re.M) == re.findall(r"^\$ .*", page, re.M)
+    for line in (
+        "wrote report.html",
+        "largest difference below 1e-5: True",
+        "8 rows of 10 probabilities",
+        "make.onnx computes what the model does, to rounding",
+    ):
+        assert line in printed and line in page

@@ -27,7 +27,7 @@ MISTAKES = {
     "args that are a tensor": (["explain", "models.py:tensor_as_args"], "make it a tuple: (args,)"),
     "kwargs that are a list": (["explain", "models.py:list_as_kwargs"], "make it a dict"),
     "a function that raises": (["explain", "models.py:raises"], "raised ValueError: no such checkpoint"),
-    "inputs of a wrong shape": (["explain", "models.py:wrong_shape"], "must have same reduction dim"),
+    "inputs of a wrong shape": (["explain", "models.py:wrong_shape"], "fails on the example itself"),
     "weights without a model": (["explain", "weights.pt"], "holds weights without a model"),
     "an ONNX file as the model": (["explain", "model.onnx"], "intarsia check MODEL --against model.onnx"),
     "a program that is damaged": (["explain", "damaged.pt2"], "is no program of torch.export.save"),

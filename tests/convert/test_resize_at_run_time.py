@@ -36,6 +36,21 @@ def test_to_the_size_of_another(name: str) -> None:
     assert_equal(like, *calls, dynamic=({}, varies), engines=("onnxruntime",), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [2.0, 1.5, 0.5])
+@pytest.mark.parametrize(
+    "name", ["nearest", "nearest 2", "nearest 3", "nearest-exact", "linear", "trilinear"]
+)
+def test_by_a_factor_of_sizes_that_vary(name: str, scale: float) -> None:
+    rank, options = MODES[name]
+
+    def enlarged(x: torch.Tensor) -> torch.Tensor:
+        return TF.interpolate(x, scale_factor=scale, mode=name.split()[0], **options)
+
+    calls = [(torch.randn(1, 2, *sizes[:rank], generator=G),) for sizes in ((5, 4, 6), (7, 9, 8), (4, 11, 5))]
+    varies = {2 + i: Dim(f"n{i}", min=4, max=64) for i in range(rank)}
+    assert_equal(enlarged, *calls, dynamic=(varies,), engines=("onnxruntime",), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, float("inf")])
 def test_pairs_of_rows_that_vary(p: float) -> None:
     calls = [(torch.randn(n, 3, generator=G),) for n in (4, 7, 3)]

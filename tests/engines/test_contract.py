@@ -83,7 +83,8 @@ _MAY_NAME = (
     "archive/file.py",  # the public option `save(inductor=...)`
     "backend/options.py",  # a message about torch.compile's own options
 )
-_OF_TORCH = re.compile(r"cudnn|cudnn_enabled?|_scaled_dot_product_cudnn\w*")  # of ATen and torch.backends
+# Names and folders of torch itself.
+_OF_TORCH = re.compile(r"cudnn|cudnn_enabled?|_scaled_dot_product_cudnn\w*|torch/_inductor/")
 # PyTorch is the last engine of every plan, and not an engine among others.
 _ENGINE_NAMES = re.compile("|".join(name for name in known_engines() if name != "pytorch"), re.IGNORECASE)
 

@@ -27,3 +27,28 @@ def test_tokens_are_eagers(family: str) -> None:
             assert torch.equal(model.generate(ids * mask, **asked), expected)
         assert made.forward.runs["own"] == 0
         assert not any("CUDA graph" in note for note in made.forward.by_rows[2].token.notes)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sampled_tokens_are_eagers(rows: int, dtype: torch.dtype) -> None:
+    """In bfloat16 ties are settled by the last bit, so only where rows end is asked."""
+    model = tiny("llama").cuda().to(dtype)
+    ids = torch.randint(3, 128, (rows, 9), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    asked = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    asked |= {"repetition_penalty": 1.1, "eos_token_id": [60, 61], "pad_token_id": 0}
+    torch.manual_seed(0)
+    expected = model.generate(ids, **asked)
+    with intarsia.compile_generation(
+        model, max_length=40, batch=rows, padding=False, engines=["inductor"]
+    ) as made:
+        assert made.forward.loop is not None
+        for _ in range(2):
+            torch.manual_seed(0)
+            found = model.generate(ids, **asked)
+            if dtype == torch.float32:
+                assert torch.equal(found, expected)
+            new = found[:, 9:]
+            ended = torch.isin(new, torch.tensor([60, 61], device="cuda")).cummax(1).values
+            assert bool((new[:, 1:][ended[:, :-1]] == 0).all())
+        assert made.forward.runs["own"] == 0

@@ -127,12 +127,10 @@ def mesh_refusals(folder):
     mesh = mesh_of()
     parts = split(model, (x,), stages=2, by="memory")
     target = torch.arange(4)
-    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    with pytest.raises(PartitionError, match="one must be of data, dp"):
-        parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=other)
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("pipeline",))
-    with pytest.raises(PartitionError, match="it must have two"):
-        parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=line)
+    for shape, names in (((2, 2), ("a", "b")), ((2, 2), ("pipeline", "tensor")), ((4,), ("pipeline",))):
+        other = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(PartitionError, match=r"one must be of pipeline, pp.*tensor parallel plans need"):
+            parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=other)
     with pytest.raises(PartitionError, match="not both"):
         parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=mesh, group=mesh.get_group("pipeline"))
     pipe = parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=mesh)

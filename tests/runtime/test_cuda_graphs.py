@@ -53,9 +53,23 @@ def test_what_speaks_against_a_graph(devices: tuple[str, ...], reason: str | Non
     assert not_capturable(graph_of(*devices), engines_capturable=True) == reason
 
 
-def test_sizes_that_depend_on_values_speak_against_a_graph() -> None:
-    said = not_capturable(graph_of("cuda:0", "cuda:0", op=aten.nonzero.default), engines_capturable=True)
-    assert said == "the sizes of nonzero_default depend on values"
+class Picks(nn.Module):
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return x[places]
+
+
+@pytest.mark.parametrize(
+    ("places", "reason"),
+    [
+        (torch.tensor([2, 0]), "x is on cpu"),
+        (torch.tensor([True, False, True]), "the sizes of index"),
+    ],
+    ids=["integers", "booleans"],
+)
+def test_sizes_that_depend_on_values_speak_against_a_graph(places: torch.Tensor, reason: str) -> None:
+    graph = torch.export.export(Picks(), (torch.ones(3), places)).graph
+    said = not_capturable(graph, engines_capturable=True)
+    assert said is not None and said.startswith(reason)
 
 
 def test_an_engine_with_a_stream_of_its_own_speaks_against_a_graph() -> None:

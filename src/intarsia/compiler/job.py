@@ -496,7 +496,7 @@ class CompileJob:
                 module.graph,
                 capturable=all(e.capturable for e in builder.engines if e.name in plan.engines),
                 results="static" if setting == "static" else "fresh",
-                example=graph.examples[0].inputs,
+                examples=[example.inputs for example in graph.examples],
             )
         return compiled
 

@@ -24,6 +24,7 @@ from intarsia.generation.check import checked, worst
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.forward import GeneratingForward, Programs
 from intarsia.generation.generation import Generation
+from intarsia.generation.loop import place
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
@@ -68,8 +69,9 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> Generation:
         check_weights(name, model, told["weights"])
         forward, error = unpacked(name, model, told["generation"], reader.member)
         notes = tuple(map(str, told["notes"]))
-    forward.put()
-    return Generation(model, forward, error, forward.tolerance, notes)
+    made = Generation(model, forward, error, forward.tolerance, notes)
+    place(made)
+    return made
 
 
 def packed(forward: GeneratingForward, prefix: str) -> tuple[dict[str, Json], dict[str, Compiled]]:

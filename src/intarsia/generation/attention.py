@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from intarsia.engines.kernels.operators import has_kernels
+from intarsia.engines.kernels.operators import token_attention as kernel
 from intarsia.generation.masks import hidden
 
 TOKEN, PROMPT = "intarsia_token", "intarsia_prompt"
@@ -50,6 +52,15 @@ def token_attention(
     one product, so that keys are not repeated for them either.
     """
     _check(dropout, others)
+    if (
+        isinstance(key, Joined)
+        and position_bias is None
+        and has_kernels(query)
+        and attention_mask is not None
+    ):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        given = (query, key.past, value.past, key.new, value.new, attention_mask)
+        return kernel(*given, scale).transpose(1, 2), None
     past_keys, past_values = (key.past, value.past) if isinstance(key, Joined) else (key, value)
     rows, heads, _, size = query.shape
     groups = past_keys.shape[1]

@@ -14,6 +14,7 @@ from intarsia.errors import InputError
 from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import LEAST
 from intarsia.generation.generation import Generation
+from intarsia.generation.loop import place
 from intarsia.generation.making import Making, exact, is_short, why_exact
 from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
@@ -72,7 +73,7 @@ def compile_generation(
         made = _compiled(Making(model, anatomy, rows, max_length, padding, tuple(examples)), compile_options)
     if not made.forward.enabled:
         warnings.warn(made.notes[-1], stacklevel=2)
-    made.forward.put()
+    place(made)
     return made
 
 

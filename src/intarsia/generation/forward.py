@@ -7,7 +7,7 @@ and all of them call `forward`. The model keeps its class, since pipelines ask f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ class GeneratingForward(ReplacedForward):
         self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
         self.room = anatomy.room(max_length)
         self.encoder = encoder
+        self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
         self.tolerance: float | None = None  # that its programs were compiled with
         self.programs = [
             program
@@ -90,11 +91,16 @@ class GeneratingForward(ReplacedForward):
 
     def put(self) -> None:
         super().put()
+        if self.loop is not None:
+            self.module.__dict__["generate"] = self.loop
         if self.encoder is not None:
             self.encoder.put()
 
     def take_out(self) -> None:
         super().take_out()
+        if self.loop is not None and vars(self.module).get("generate") is self.loop:
+            del self.module.__dict__["generate"]
+            self.loop = None  # and its graphs
         if self.encoder is not None:
             self.encoder.take_out()
 
@@ -171,6 +177,10 @@ class GeneratingForward(ReplacedForward):
             counts = counts_tokens(self.module, self.own, self.anatomy, masked=masked)
             self._counted_tokens[masked] = counts
         return self._counted_tokens[masked]
+
+    def layers_of(self, cache: Any, rows: int) -> list[StoredLayer] | str:
+        """The layers of a decoder's cache, in memory for so many rows; or why they cannot be."""
+        return stored(cache, self.room, self._like[rows][0])
 
     def _memory(self, call: Call, rows: int) -> _Memory | str:
         source, (like, like_states) = self.anatomy.source, self._like[rows]

@@ -18,6 +18,7 @@ from intarsia.lower.index_values import All, IndexValues, Known, Never, Sum
 from intarsia.lower.purity import is_pure
 
 aten = torch.ops.aten
+_ANDS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor)
 MOST_ELEMENTS = 1 << 24  # of a mask that is computed to be looked at
 
 
@@ -41,6 +42,11 @@ def simplify_masks(module: fx.GraphModule) -> None:
             # Filled where the mask is true: nothing, if it is false everywhere.
             if mask_kind(module, values, node.args[1]) is MaskKind.ALL_FALSE:
                 _replace(node, node.args[0])
+        elif node.target in _ANDS:
+            for one, other in (node.args, reversed(node.args)):
+                if mask_kind(module, values, one) is MaskKind.ALL_TRUE:
+                    _replace_expanded(node, other)
+                    break
         elif node.target is aten.where.self and mask_kind(module, values, node.args[0]) is MaskKind.ALL_TRUE:
             _replace(node, node.args[1])
 
@@ -57,6 +63,37 @@ def _simplify_attention(module: fx.GraphModule, values: IndexValues, node: fx.No
     args[5] = kind is MaskKind.CAUSAL
     node.args = tuple(args)
     node.kwargs = {name: v for name, v in node.kwargs.items() if name in ("scale", "enable_gqa")}
+
+
+def _replace_expanded(node: fx.Node, by: Any) -> None:
+    """Take the other part of an `and` for the whole, without memory for what repeats.
+
+    A mask of padding is the same for every query. Kernels read it as one row then.
+    """
+    made, given = node.meta.get("val"), by.meta.get("val") if isinstance(by, fx.Node) else None
+    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return
+    if not made.dtype == given.dtype == torch.bool:
+        return
+    sizes = [_size(node, size) for size in made.shape]
+    if all(size is not None for size in sizes):
+        with node.graph.inserting_before(node):
+            expanded = node.graph.call_function(aten.expand.default, (by, sizes))
+        expanded.meta = dict(node.meta) | {"val": given.expand(made.shape)}
+        node.replace_all_uses_with(expanded)
+
+
+def _size(before: fx.Node, size: Any) -> Any:
+    """A size as an argument: a number, or the node before this one that has it."""
+    if isinstance(size, int):
+        return size
+    for node in before.graph.nodes:
+        if node is before:
+            return None
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr == size.node.expr:
+            return node
+    return None
 
 
 def _replace(node: fx.Node, by: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten.kernels import HALVES, filled, is_empty, is_float, static, wide
-from intarsia.convert.aten.sizes import Size, int64, size
+from intarsia.convert.aten.sizes import Size, floor_divide, int64, size
 from intarsia.convert.context import ConversionContext
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -110,6 +111,15 @@ def _goal(x: Tensor, output_size: Any, scales: Sequence[float | None]) -> list[A
             raise ConversionError("neither a size nor a scale is given")
         goal.append(math.floor(size * scale) if isinstance(size, int) else None)
     return goal
+
+
+def _scaled(x: Tensor, axis: int, scale: float | None) -> Size:
+    """A size that is known at run time times a scale, rounded down, in integers."""
+    exact = Fraction(scale or 1.0)
+    if exact.denominator > 1024:
+        raise ConversionError(f"resizing by a factor of {scale} needs sizes known ahead")
+    extent = F.mul(int64(size(x, axis)), int64(exact.numerator))
+    return floor_divide(extent, exact.denominator) if exact.denominator > 1 else extent
 
 
 def _weights(
@@ -239,7 +249,7 @@ def smooth(
             return F.cast(result, self.dtype)
     for i in reversed(range(rank)):  # as torch does, so that what overflows on the way does in both
         if goal[i] is None:
-            raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
+            goal[i] = _scaled(self, 2 + i, scales[i])
         extent = self.shape[2 + i]
         if isinstance(goal[i], int) and isinstance(extent, int):
             x = _by_weights(x, 2 + i, *_weights(x, mode, extent, goal[i], align, scales[i]))
@@ -269,7 +279,7 @@ def nearest(
         return F.cast(result, self.dtype)
     for i in range(rank):
         if goal[i] is None:
-            raise ConversionError("resizing by a factor that is no whole number needs sizes known ahead")
+            goal[i] = _scaled(self, 2 + i, scales[i])
         extent = self.shape[2 + i]
         if isinstance(goal[i], int) and isinstance(extent, int):
             places: Any = _places(exact, extent, goal[i], scales[i])

@@ -14,6 +14,7 @@ from intarsia.engines.graph_rewrites.cudnn import fuse_convolutions
 from intarsia.engines.graph_rewrites.epilogues import activation_epilogues
 from intarsia.engines.graph_rewrites.merged_products import merge_products
 from intarsia.engines.graph_rewrites.patch_convolution import patch_convolutions_as_products
+from intarsia.engines.graph_rewrites.row_products import row_products
 from intarsia.engines.graph_rewrites.split_products import split_products
 from intarsia.engines.graph_rewrites.vector_products import vector_products
 
@@ -23,6 +24,7 @@ REWRITES: dict[str, Rewrite] = {
     "batch_norms": fold_batch_norms,
     "fused_convolutions": fuse_convolutions,
     "patch_convolutions": patch_convolutions_as_products,
+    "row_products": row_products,
     "merged_products": merge_products,
     "activation_epilogues": activation_epilogues,
     "flash_attention": flash_attention,

@@ -22,6 +22,14 @@ aten = torch.ops.aten
 
 def merge_products(module: fx.GraphModule) -> int:
     """Merge every group of `linear` nodes over one input; how many groups there were."""
+    groups = groups_of(module)
+    for nodes in groups:
+        merge(module, nodes)
+    return len(groups)
+
+
+def groups_of(module: fx.GraphModule) -> list[list[fx.Node]]:
+    """The `linear` nodes over one input with constant weights, where there are several."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is not aten.linear.default:
@@ -31,13 +39,11 @@ def merge_products(module: fx.GraphModule) -> int:
         if weight is None or weight.dim() != 2 or (bias is None) != (given["bias"] is None):
             continue
         groups.setdefault((given["input"], bias is None, weight.dtype, weight.device), []).append(node)
-    merged = [nodes for nodes in groups.values() if len(nodes) > 1]
-    for nodes in merged:
-        _merge(module, nodes)
-    return len(merged)
+    return [nodes for nodes in groups.values() if len(nodes) > 1]
 
 
-def _merge(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+def merge(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    """Put one product in the place of several."""
     weights = [getattr(module, arguments(node)["weight"].target) for node in nodes]
     graph, first = module.graph, nodes[0]
     operands = {"weight": weights}
@@ -46,6 +52,8 @@ def _merge(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
     with graph.inserting_before(first):
         read = [attach(module, f"_merged_{first.name}_{name}", torch.cat(x)) for name, x in operands.items()]
         made = graph.call_function(aten.linear.default, (arguments(first)["input"], *read))
+        described = first.meta["val"]
+        made.meta["val"] = described.new_empty((*described.shape[:-1], sum(len(w) for w in weights)))
         sizes = [weight.shape[0] for weight in weights]
         parts = graph.call_function(aten.split_with_sizes.default, (made, sizes, -1))
         picked = [graph.call_function(operator.getitem, (parts, place)) for place in range(len(nodes))]

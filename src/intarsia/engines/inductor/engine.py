@@ -29,12 +29,12 @@ from intarsia.engines.inductor.compiler import compile_graph, package_graph, rea
 from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
 from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
-from intarsia.graph.devices import uses_gpu
 from intarsia.graph.nodes import is_control_flow, is_ordered
 
 # Inductor folds batch norms itself, and knows no fused convolutions.
 GPU_REWRITES = (
-    "patch_convolutions", "merged_products", "activation_epilogues", "flash_attention", "split_products",
+    "patch_convolutions", "row_products", "merged_products", "activation_epilogues",
+    "flash_attention", "split_products",
 )  # fmt: skip
 _VECTORS = ("vector_products",)
 
@@ -120,12 +120,10 @@ class Inductor(GraphEngine):
                 return reason
         made = node.meta.get("val")
         for value in made if isinstance(made, list | tuple) else [made]:
-            if isinstance(value, torch.SymInt) and not uses_gpu(node.graph):
+            if isinstance(value, torch.SymInt):
                 continue  # a size, which others of its piece read
             if not isinstance(value, torch.Tensor):
                 return f"it makes a {type(value).__name__}, not a tensor"
-            if value.device.type != "cpu" and not all(isinstance(size, int) for size in value.shape):
-                return f"its sizes {tuple(map(str, value.shape))} vary, and on a GPU they must not"
             if value.is_quantized or value.layout is not torch.strided:
                 return f"it makes a tensor of layout {value.layout}"
         return None
@@ -142,7 +140,7 @@ class Inductor(GraphEngine):
         except Exception as error:  # whatever Inductor throws concerns this piece alone
             said = _first_line(error)
             raise EngineError(f"Inductor failed to compile: {type(error).__name__}: {said}") from error
-        return InductorProgram(compiled, described)
+        return InductorProgram(compiled, described, own_copy(module))
 
     def package(self, module: fx.GraphModule) -> bytes:
         example = [_example(node) for node in module.graph.nodes if node.op == "placeholder"]

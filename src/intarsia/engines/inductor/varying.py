@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from intarsia.engines.inductor.described import bounds, has_fixed_sizes, too_small
+from intarsia.engines.inductor.described import LEAST, bounds, has_fixed_sizes
 from intarsia.errors import EngineError
 
 
@@ -69,10 +69,9 @@ class VaryingInputs:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else size
+    return max(int(size.node.hint), LEAST) if isinstance(size, torch.SymInt) else size
 
 
 def _range(size: torch.SymInt) -> StrictMinMaxConstraint:
-    if (reason := too_small(size)) is not None:
-        raise EngineError(reason)
-    return StrictMinMaxConstraint(vr=ValueRanges(*bounds(size)), warn_only=False)
+    least, most = bounds(size)
+    return StrictMinMaxConstraint(vr=ValueRanges(max(least, LEAST), most), warn_only=False)

@@ -1,0 +1,148 @@
+"""Products of one row on a GPU by a kernel that also does what is around them: norm, gate, residual sum.
+
+Such a product reads its weight once and does little else, so every kernel beside it costs about as much as a
+product itself. A token of a decoder is five kernels a layer then.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.engines.graph_rewrites.constants import arguments, attach, constant, only_user, shape_of
+from intarsia.engines.graph_rewrites.merged_products import groups_of, merge
+from intarsia.engines.kernels.operators import row_product
+
+aten = torch.ops.aten
+_LONGEST = 16384  # of a row that one program holds
+_CASTS = (aten.to.dtype, aten._to_copy.default)
+
+
+def row_products(module: fx.GraphModule) -> int:
+    """Let the kernel make the products of one row; how many there were."""
+    for nodes in groups_of(module):
+        if all(_is_row(module, node) for node in nodes) and not _gate_of(nodes):
+            merge(module, nodes)
+    found = 0
+    for node in list(module.graph.nodes):
+        # What another one gates is part of that one, and read by nobody.
+        if node.op == "call_function" and node.users and _is_row(module, node):
+            _replace(module, node)
+            found += 1
+    module.graph.eliminate_dead_code()
+    return found
+
+
+def _is_row(module: fx.GraphModule, node: fx.Node) -> bool:
+    if node.target is not aten.linear.default:
+        return False
+    given, shape = arguments(node), shape_of(node)
+    weight = constant(module, given["weight"])
+    if shape is None or weight is None or not weight.is_cuda or weight.ndim != 2:
+        return False
+    is_half = weight.dtype in (torch.float16, torch.bfloat16)
+    is_short = weight.shape[1] <= _LONGEST and math.prod(shape[:-1]) == 1
+    return (
+        is_half and is_short and weight.is_contiguous() and given["input"].meta["val"].dtype == weight.dtype
+    )
+
+
+def _replace(module: fx.GraphModule, node: fx.Node) -> None:
+    """One product, or two where one gates the other, with the norm before and the residual behind."""
+    given: dict[str, Any] = arguments(node)
+    pair = _gate_of([node, *_beside(node)])
+    x, norm, eps = _normed(module, given["input"]) or (given["input"], None, 0.0)
+    last, residual = node, None
+    if pair is not None:
+        first, second, last = pair
+        with module.graph.inserting_before(node):
+            weight, bias = (
+                None
+                if arguments(first)[name] is None
+                else attach(
+                    module,
+                    f"_gated_{node.name}_{name}",
+                    torch.cat([getattr(module, arguments(one)[name].target) for one in (first, second)]),
+                )
+                for name in ("weight", "bias")
+            )
+    else:
+        weight, bias = given["weight"], given["bias"]
+        user = only_user(node)
+        if user is not None and _is_sum(user) and shape_of(user) == shape_of(node):
+            last, residual = user, next(arg for arg in user.args if arg is not node)
+    with module.graph.inserting_before(last):
+        made = module.graph.call_function(
+            row_product._opoverload, (x, weight, bias, norm, residual, eps, pair is not None)
+        )
+    made.meta = dict(last.meta)
+    last.replace_all_uses_with(made)
+    module.graph.erase_node(last)
+
+
+def _beside(node: fx.Node) -> list[fx.Node]:
+    """Other products of the same input."""
+    source = arguments(node)["input"]
+    return [user for user in source.users if user is not node and user.target is aten.linear.default]
+
+
+def _gate_of(nodes: list[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """The product that gates, the one that is gated, and the node that multiplies; None without a gate."""
+    for first in nodes:
+        silu = only_user(first)
+        gate = only_user(silu) if silu is not None and silu.target is aten.silu.default else None
+        if gate is None or gate.target is not aten.mul.Tensor or len(nodes) != 2:
+            continue
+        second = nodes[1 - nodes.index(first)]
+        alike = shape_of(first) == shape_of(second) and only_user(second) is gate
+        if alike and (arguments(first)["bias"] is None) == (arguments(second)["bias"] is None):
+            return first, second, gate
+    return None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    is_sum = node.target is aten.add.Tensor and not node.kwargs and len(node.args) == 2
+    values = [arg.meta.get("val") if isinstance(arg, fx.Node) else None for arg in node.args]
+    described = node.meta.get("val")
+    return is_sum and all(
+        isinstance(value, torch.Tensor)
+        and isinstance(described, torch.Tensor)
+        and (value.shape, value.dtype) == (described.shape, described.dtype)
+        for value in values
+    )
+
+
+def _normed(module: fx.GraphModule, node: Any) -> tuple[fx.Node, fx.Node, float] | None:
+    """What an RMS norm is given, its weight and epsilon, as models write it; None for anything else."""
+    if node.target is aten.slice.Tensor and shape_of(node) == shape_of(node.args[0]):
+        node = node.args[0]  # the last token, of one
+    if node.target is not aten.mul.Tensor:
+        return None
+    weights = [arg for arg in node.args if constant(module, arg) is not None]
+    scaled = [arg for arg in node.args if isinstance(arg, fx.Node) and arg not in weights]
+    if len(weights) != 1 or len(scaled) != 1 or scaled[0].target not in _CASTS:
+        return None
+    product: Any = scaled[0].args[0]
+    if product.target is not aten.mul.Tensor:
+        return None
+    root: Any
+    wide: Any
+    wide, root = product.args
+    mean_eps: Any = root.args[0] if isinstance(root, fx.Node) and root.target is aten.rsqrt.default else None
+    if mean_eps is None or mean_eps.target not in (aten.add.Tensor, aten.add.Scalar):
+        return None
+    mean, eps = mean_eps.args
+    if not isinstance(eps, float) or mean.target is not aten.mean.dim or list(mean.args[1]) != [-1]:
+        return None
+    square = mean.args[0]
+    is_square = square.target is aten.pow.Tensor_Scalar and tuple(square.args) == (wide, 2)
+    if not is_square or wide.target not in _CASTS or wide.meta["val"].dtype != torch.float32:
+        return None
+    source, weight = wide.args[0], constant(module, weights[0])
+    described = source.meta["val"]
+    if weight is None or weight.shape != described.shape[-1:]:
+        return None
+    return (source, weights[0], eps) if weight.dtype == described.dtype == node.meta["val"].dtype else None
