@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,6 +93,26 @@ def test_numbers_that_its_kernels_treat_otherwise_are_pytorchs(number: float) ->
     fast = intarsia.compile(model, (torch.ones(1, 3),), engines=["mnn"], min_block_size=1)
     with pytest.warns(UserWarning, match="PyTorch runs this call in place of an engine: .* holds NaN"):
         assert torch.equal(fast(x), model(x)) or fast(x).isnan().equal(model(x).isnan())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_is_answered_by_pytorch(model: nn.Module, fast: intarsia.Compiled) -> None:
+    with torch.no_grad():
+        expected = model(X)
+    fast(X)
+    pid = os.fork()
+    if pid == 0:  # leaves at once, whatever happens: what pytest holds belongs to the parent
+        alike = False
+        try:
+            torch.set_num_threads(1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                alike = torch.allclose(fast(X), expected, rtol=1e-4, atol=1e-5)
+            alike = alike and any("forked process" in str(one.message) for one in caught)
+        finally:
+            os._exit(0 if alike else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_sizes_that_vary(model: nn.Module) -> None:

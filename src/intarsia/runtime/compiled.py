@@ -212,7 +212,7 @@ class Compiled(nn.Module):
         """SHA-256 of the model's weights that were compiled, as they are now.
 
         A call notices changes in place, which torch counts, and compares samples of the weights. A write of
-        few elements through `p.data` or numpy may be missed: where it may happen, keep the digest and compare.
+        few elements through `p.data` or numpy may be missed: where it may happen, compare digests.
         """
         return self._fit.weights.digest()
 

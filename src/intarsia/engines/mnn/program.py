@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -19,7 +20,8 @@ LARGEST = 2.0**50
 class MnnProgram(GuardedProgram):
     """Inputs are copied in and results out: MNN lays memory out by itself.
 
-    A module serves one call at a time; every thread runs a clone, which shares the weights.
+    A module serves one call at a time; every thread runs a clone, which shares the weights. A process that
+    was forked has none of MNN's threads and would wait for them without end: there PyTorch answers.
     """
 
     def __init__(self, ports: Ports, module: Any, runtime: object) -> None:
@@ -30,9 +32,12 @@ class MnnProgram(GuardedProgram):
         self._runtime = runtime  # the module does not keep it alive
         self._expr = MNN.expr
         self._clones = threading.local()
+        self._process = os.getpid()
         self._cloning = threading.Lock()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if os.getpid() != self._process:
+            return self._left(tensors, "MNN's threads are not in a forked process")
         values = []
         for port, tensor in zip(self._ports.inputs, tensors, strict=True):
             reason = _refusal(port.name, tensor)
