@@ -24,6 +24,7 @@ MISTAKES = {
     "a module for a file": (["explain", "nomodule:make"], "there is no module 'nomodule'"),
     "a file that cannot be imported": (["explain", "broken.py:make"], "cannot be imported: SyntaxError"),
     "a function that returns a model": (["explain", "models.py:only_model"], "must return (model, args)"),
+    "a model in place of a function": (["explain", "holds_model.py:net"], "is a model; give a function"),
     "args that are a tensor": (["explain", "models.py:tensor_as_args"], "make it a tuple: (args,)"),
     "kwargs that are a list": (["explain", "models.py:list_as_kwargs"], "make it a dict"),
     "a function that raises": (["explain", "models.py:raises"], "raised ValueError: no such checkpoint"),
@@ -64,6 +65,7 @@ MISTAKES = {
 def files(models: str, tmp_path: Path) -> Path:
     """A folder with what the mistakes name."""
     (tmp_path / "broken.py").write_text("def make(:\n")
+    (tmp_path / "holds_model.py").write_text("from torch import nn\nnet = nn.Linear(2, 2)\n")
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "weights.pt")
     (tmp_path / "model.onnx").write_bytes(b"")
     (tmp_path / "damaged.pt2").write_bytes(b"PK damaged")
@@ -80,3 +82,4 @@ def test_a_mistake_is_one_sentence(mistake: str, files: Path, intarsia: Command)
     outcome = intarsia(*words)
     assert outcome.code == 2, outcome
     assert said in outcome.err and "Traceback" not in outcome.err
+    assert "torch/export" not in outcome.err  # torch's own account of it

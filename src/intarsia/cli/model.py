@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from intarsia.cli import zoo
 from intarsia.cli.zoo import Specimen
 from intarsia.errors import InputError
+from intarsia.logs import torch_logs_kept
 
 if TYPE_CHECKING:
     from intarsia.runtime import Compiled
@@ -76,6 +77,8 @@ def load_factory(place: str, name: str) -> Callable[..., Any]:
     if not callable(factory):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError(f"{place} has no function {name!r}{near(name, own)}")
+    if isinstance(factory, nn.Module):
+        raise InputError(f"{place}:{name} is a model; give a function that returns (model, args)")
     return factory  # type: ignore[no-any-return]
 
 
@@ -163,7 +166,8 @@ def _from_file(path: Path) -> Specimen:
 
 def _from_program(path: Path) -> Specimen:
     try:
-        program = torch.export.load(path)
+        with torch_logs_kept():
+            program = torch.export.load(path)
     except Exception as error:  # torch raises many kinds here
         said = next(iter(str(error).splitlines()), "")
         raise InputError(f"{path} is no program of torch.export.save: {said}") from error
