@@ -438,3 +438,29 @@ def test_arguments_without_effect_are_told():
         split(Branching(), (x,), stages=2, in_flight=4)
     with pytest.raises(PartitionError, match="in_flight=4 has no effect"):
         split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (x,), stages=2, in_flight=4)
+
+
+class LengthByData(nn.Module):
+    """A length that depends on data, or no formula for backward: nodes that cannot be measured alone."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + (x[x > 2].sum() if self.kind == "mask" else 0 * x.sum(1).unique().numel())
+
+
+@pytest.mark.parametrize("kind", ["mask", "unique"])
+def test_nodes_that_cannot_be_measured_alone_leave_the_cut_to_modules(kind):
+    model, x = LengthByData(kind).eval(), torch.randn(4, 4)
+    stages = split(model, (x,), stages=2)
+    assert "cannot be measured one by one" in str(stages.report)
+    torch.testing.assert_close(stages(x), model(x))
+
+
+def test_a_number_of_stages_that_is_none_is_refused():
+    with pytest.raises(PartitionError, match="stages='2' must be a whole number"):
+        split(nn.Linear(4, 4), (torch.ones(2, 4),), stages="2")

@@ -192,3 +192,14 @@ def test_inputs_are_drawn_like_the_example() -> None:
         "the least integer everywhere",
         "the largest integer everywhere",
     ]
+
+
+def test_results_of_another_kind_and_inputs_written_to_are_told(net: Net, x: torch.Tensor) -> None:
+    def compared(candidate: Any) -> str:
+        report = intarsia.check(net, (x,), candidate, draws=0, edges=False)
+        assert not report.equal
+        return str(report)
+
+    assert "output 0 is of NoneType; the model gives a Tensor" in compared(lambda x: None)
+    assert "output 0 is of ndarray" in compared(lambda x: net(x).detach().numpy())
+    assert "it leaves tensor 0 of the call otherwise" in compared(lambda x: (net(x), x.zero_())[0])

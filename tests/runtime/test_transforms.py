@@ -77,3 +77,12 @@ def test_tuned_modules_run_in_pytorch_where_they_are_transformed() -> None:
     ):
         answer = torch.func.vmap(model)(torch.stack([X, 2 * X]))
     torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "pytorch"])
+def test_torch_compile_runs_a_compiled_module_as_it_is(engine: str) -> None:
+    model = nn.Linear(8, 8).eval()
+    fast = intarsia.compile(model, (X,), engines=[engine], min_block_size=1)
+    around = torch.compile(nn.Sequential(fast, nn.ReLU()), backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(around(X), model(X).relu())

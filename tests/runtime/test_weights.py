@@ -84,6 +84,34 @@ def test_a_weight_written_to_is_an_error_that_names_it(
             fast(IDS)
 
 
+class Listed(nn.Module):
+    """Layers in a plain list, and a tensor in a dictionary: no module has registered them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.tensors = [nn.Linear(4, 4)], {"scale": torch.ones(4)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) * self.tensors["scale"]
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino", "pytorch"])
+@pytest.mark.parametrize("place", ["layer", "dictionary", "uncounted"])
+def test_a_write_to_a_tensor_that_no_module_has_registered_is_an_error(engine: str, place: str) -> None:
+    model = Listed().eval()
+    fast = intarsia.compile(model, (torch.ones(2, 4),), engines=[engine], min_block_size=1)
+    fast(torch.ones(2, 4))
+    with torch.no_grad():
+        if place == "layer":
+            model.layers[0].weight.mul_(2)
+        elif place == "uncounted":
+            model.layers[0].weight.data.mul_(2)
+        else:
+            model.tensors["scale"].mul_(2)
+    with pytest.raises(StaleWeightsError, match=r"an unregistered tensor of shape .* changed"):
+        fast(torch.ones(2, 4))
+
+
 def _assign(model: Words) -> None:
     model.head.weight = nn.Parameter(torch.zeros(4, 8))
 

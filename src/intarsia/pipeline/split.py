@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from intarsia.errors import CaptureError, PartitionError
+from intarsia.errors import CaptureError, IntarsiaError, PartitionError
 from intarsia.graph.cuts import place_of, places_of
 from intarsia.graph.line import Line
 from intarsia.graph.plan import Plan
@@ -105,6 +105,8 @@ def split(
             f"in_flight={in_flight} has no effect: it counts micro-batches that wait for backward, where"
             " by='memory' or memory= is given"
         )
+    if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool)):
+        raise PartitionError(f"stages={stages!r} must be a whole number")
     count = _count(stages, cuts)
     if not isinstance(costs, DeviceSpeed) and costs not in ("measured", "analytic"):
         raise PartitionError(f"costs={costs!r} is neither 'measured' nor 'analytic' nor a DeviceSpeed")
@@ -142,6 +144,7 @@ def split(
                 batch_dims=batch_dims,
             )
             captured = judged(model, captured, args, kwargs)
+            node_costs, source = _node_costs(captured, args, kwargs, by, costs, progress)
     except CaptureError as error:
         if is_on_meta(model):
             raise CaptureError(
@@ -169,17 +172,39 @@ def split(
         if checkpoint:
             recompute_modules(parts, checkpoint)
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    if by == "memory":
-        node_costs, source = memory_costs(captured), ""
-    else:
-        origin = cost_source(captured, costs)
-        tensors = captured.signature.flatten(args, kwargs)
-        node_costs, source = profile(captured, tensors, progress=progress, source=origin), str(origin)
     places = choose(captured.line, node_costs, crossing_prices(captured))
     made = make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
     if checkpoint:
         recompute_modules(made, checkpoint)
     return made
+
+
+def _node_costs(
+    captured: Trace,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    by: By,
+    costs: Literal["measured", "analytic"] | DeviceSpeed,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[Cost], str]:
+    """The cost of each node, and where it is from; CaptureError where nodes cannot run one by one.
+
+    A node whose length depends on data (`x[x > 0]`) has no size to be counted, and one that autograd has no
+    formula for (`unique`) no backward pass of its own, though the model has.
+    """
+    try:
+        if by == "memory":
+            return memory_costs(captured), ""
+        origin = cost_source(captured, costs)
+        tensors = captured.signature.flatten(args, kwargs)
+        return profile(captured, tensors, progress=progress, source=origin), str(origin)
+    except IntarsiaError:
+        raise
+    except Exception as error:  # of torch, for any operator
+        first = next(iter(str(error).strip().splitlines()), "no message")
+        raise CaptureError(
+            f"its nodes cannot be measured one by one: {type(error).__name__}: {first}"
+        ) from error
 
 
 def _count(stages: int | None, cuts: Sequence[int | str] | Plan | None) -> int:

@@ -209,7 +209,13 @@ class _Check:
         if not self.candidate.flat and answer.structure != truth.structure:
             structure = f"it gives results as {answer.structure}; the model as {truth.structure}"
             return Comparison(name, structure, 0.0)
+        for number, (leaf, expected) in enumerate(zip(leaves, truth.leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor) != isinstance(expected, torch.Tensor):
+                kinds = f"is of {type(leaf).__name__}; the model gives a {type(expected).__name__}"
+                return Comparison(name, f"output {number} {kinds}", 0.0)
         error_of = relative_error(leaves, truth.leaves)
+        if not self.candidate.flat and (written := _inputs_fault(answer, truth)) is not None:
+            return Comparison(name, written, error_of)
         if self.tolerance is not None:
             return Comparison(name, disagreement(leaves, truth.leaves, tolerance=self.tolerance), error_of)
         if disagreement(leaves, truth.leaves) is None:  # by a rule of thumb; the runs below cost more
@@ -227,6 +233,14 @@ class _Check:
         case = Case(lowered.module, example_inputs(lowered, *copied_call(call)), expected)
         answer = replace(truth, leaves=leaves)
         return self.judge.fault(lowered, truth, answer, case.rounding(0.0))
+
+
+def _inputs_fault(answer: Answer, truth: Answer) -> str | None:
+    """How the tensors of the call differ after it: a candidate may write to them only as the model does."""
+    for number, (left, expected) in enumerate(zip(answer.inputs, truth.inputs, strict=True)):
+        if isinstance(expected, torch.Tensor) and (fault := disagreement([left], [expected])) is not None:
+            return f"it leaves tensor {number} of the call otherwise: {fault}"
+    return None
 
 
 def _like(truth: Answer, answer: Answer) -> list[Any]:

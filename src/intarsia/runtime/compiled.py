@@ -65,6 +65,12 @@ class Source:
     eager: Literal["chosen", "required"] | None = None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _untraced(module: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call from a function that torch.compile traces: a break there, since engines are no torch code."""
+    return module(*args, **kwargs)
+
+
 class _Fit:
     """Everything that the weights decide. A refit replaces it as a whole, so a call sees the old or the new.
 
@@ -93,8 +99,9 @@ class _Fit:
         self.results = ResultPlan(lowered, assembly.pieces, assembly.programs)
         self.eager = None if source.eager is None else model
         self.stands = self.eager is None or source.eager == "chosen"
+        constants = {} if lowered.program is None else lowered.program.constants
         self.weights = FrozenWeights(
-            model if self.stands else None, constants_of(lowered.module), lowered.buffers
+            model if self.stands else None, constants_of(lowered.module), lowered.buffers, constants
         )
         state = source.state
         if state is None:
@@ -204,8 +211,8 @@ class Compiled(nn.Module):
     def weights_digest(self) -> str:
         """SHA-256 of the model's weights that were compiled, as they are now.
 
-        A call notices what torch counts: changes in place. Writes through `p.data` or numpy are not counted;
-        where they may happen, keep the digest and compare it.
+        A call notices changes in place, which torch counts, and compares samples of the weights. A write of
+        few elements through `p.data` or numpy may be missed: where it may happen, compare digests.
         """
         return self._fit.weights.digest()
 
@@ -284,6 +291,8 @@ class Compiled(nn.Module):
         # A trace would take this call's result for a constant.
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            return _untraced(self, args, kwargs)
         fit = self._fit
         if fit.eager is None:
             if torch.is_autocast_enabled(self._kind):

@@ -2,21 +2,23 @@
 
 A write in place is an error, since half of the segments would see it and the old values are gone. A replaced
 parameter is a warning at one of the next eight calls: looking every weight up in its module costs as much
-again as reading torch's counts (0.05 to 0.15 us a weight). Writes through `.data` or numpy are not counted.
+again as reading torch's counts (0.05 to 0.15 us a weight). torch does not count writes through `.data` or
+numpy: samples show them, and the digest does where they touch few elements.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from intarsia.errors import StaleWeightsError
 from intarsia.plain_tensors import plain_tensors
-from intarsia.runtime.freshness import Freshness, Kind, weights_of
+from intarsia.runtime.freshness import Freshness, Kind, Weight, weights_of
 from intarsia.runtime.ownership import storages_of
 
 
@@ -31,11 +33,17 @@ class FrozenWeights:
     """
 
     def __init__(
-        self, model: nn.Module | None, used: Iterable[torch.Tensor], changing: Iterable[str]
+        self,
+        model: nn.Module | None,
+        used: Iterable[torch.Tensor],
+        changing: Mapping[str, torch.Tensor],
+        constants: Mapping[str, Any],
     ) -> None:
         ours, live = {place for tensor in used for place in storages_of(tensor)}, set(changing)
         candidates = [] if model is None else [w for w in weights_of(model) if w.name not in live]
         weights = [w for w in candidates if not ours.isdisjoint(storages_of(w.tensor))]
+        if model is not None:
+            weights += _unregistered(constants, [w.tensor for w in weights], changing)
         self._tensors = [(weight.name, weight.tensor.detach()) for weight in weights]
         self._freshness = Freshness(weights, model)
         self._is_replaced = False  # and that was told
@@ -71,6 +79,19 @@ class FrozenWeights:
         for name, tensor in self._tensors:
             whole.update(f"{name} {tensor_digest(tensor)}".encode())
         return whole.hexdigest()
+
+
+def _unregistered(
+    constants: Mapping[str, Any], named: Iterable[torch.Tensor], changing: Mapping[str, torch.Tensor]
+) -> list[Weight]:
+    """Tensors that the graph took from elsewhere, such as the weights of modules in a plain list."""
+    known = {place for tensor in (*named, *changing.values()) for place in storages_of(tensor)}
+    tensors = [value for value in constants.values() if isinstance(value, torch.Tensor)]
+    return [
+        Weight(f"an unregistered tensor of shape {tuple(tensor.shape)}", tensor)
+        for tensor in tensors
+        if not tensor.is_meta and storages_of(tensor) and known.isdisjoint(storages_of(tensor))
+    ]
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
