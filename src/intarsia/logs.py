@@ -22,6 +22,7 @@ R = TypeVar("R")
 # INFO has each stage of a compile with its time, DEBUG each refusal of a node.
 LOG = logging.getLogger("intarsia")
 LOG.addHandler(logging.NullHandler())
+TORCH_LOG = LOG.getChild("torch")
 
 
 def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
@@ -98,10 +99,9 @@ def torch_logs_kept() -> Iterator[None]:
     if os.environ.get("TORCH_LOGS"):
         yield
         return
-    ours = LOG.getChild("torch")
 
     def kept(record: logging.LogRecord) -> bool:
-        ours.debug("%s", record.getMessage())
+        TORCH_LOG.debug("%s: %s", record.name, record.getMessage())
         return False
 
     # torch gives handlers to many of its loggers, not to the root of them alone.

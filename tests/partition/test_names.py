@@ -134,7 +134,7 @@ def test_what_torch_dumps_goes_to_the_log(capfd: pytest.CaptureFixture[str]) -> 
         def emit(self, record: logging.LogRecord) -> None:
             self.text += record.getMessage()
 
-    log, keeps = logging.getLogger("intarsia.capture"), Keeps()
+    log, keeps = logging.getLogger("intarsia.torch"), Keeps()
     log.addHandler(keeps)
     log.setLevel(logging.DEBUG)
     log.propagate = False

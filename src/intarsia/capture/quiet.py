@@ -1,13 +1,12 @@
 """What torch writes to stderr while it exports: kept for the log, not shown.
 
 Where an export fails, torch prints the graph it has so far, and warns; the reason is in its exception, which
-is told. `logging.getLogger("intarsia.capture")` has the rest at DEBUG. With TORCH_LOGS set, all is shown.
+is told. `logging.getLogger("intarsia.torch")` has the rest at DEBUG. With TORCH_LOGS set, all is shown.
 """
 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-LOG = logging.getLogger("intarsia.capture")
+from intarsia.logs import TORCH_LOG, torch_logs_kept
 
 
 @contextmanager
@@ -25,27 +24,14 @@ def kept_messages() -> Iterator[None]:
         yield
         return
     stderr, thread, text = sys.stderr, threading.get_ident(), io.StringIO()
-
-    def is_others(record: logging.LogRecord) -> bool:
-        if record.thread != thread:
-            return True
-        text.write(f"{record.name}: {record.getMessage()}\n")
-        return False
-
-    names = [name for name in list(logging.root.manager.loggerDict) if name.split(".")[0] == "torch"]
-    handlers = {handler: None for name in names for handler in logging.getLogger(name).handlers}
-    shown = [h for h in handlers if getattr(h, "stream", None) in (stderr, sys.__stderr__)]
-    for handler in shown:
-        handler.addFilter(is_others)
     sys.stderr = _Parted(stderr, thread, text)
     try:
-        yield
+        with torch_logs_kept():
+            yield
     finally:
         sys.stderr = stderr
-        for handler in shown:
-            handler.removeFilter(is_others)
         if text.getvalue():
-            LOG.debug("torch wrote while it exported:\n%s", text.getvalue())
+            TORCH_LOG.debug("torch wrote while it exported:\n%s", text.getvalue())
 
 
 class _Parted:

@@ -6,11 +6,6 @@ longer forbids every cut.
 
 from __future__ import annotations
 
-import io
-import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from typing import Any
 
@@ -20,6 +15,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.output_objects import opening
+from intarsia.capture.quiet import kept_messages
 from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
@@ -44,7 +40,7 @@ def export_model(
     for dynamic in [shapes, None] if shapes and dynamic_shapes is None else [shapes]:
         try:
             with (
-                _quiet(),
+                kept_messages(),
                 short_stack_traces(),
                 opening(model, (args, kwargs)),
                 checkpointed_modules(model) as names,
@@ -61,23 +57,6 @@ def export_model(
         return program, tuple(dict.fromkeys(names))
     first = str(reason).strip().splitlines()
     raise CaptureError(f"{type(reason).__name__}: {first[0] if first else 'no message'}") from reason
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back what torch writes about an export that fails: its whole graph, at every attempt.
-
-    The reason is in the exception. What is written where the export succeeds is written after it.
-    """
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level, text = log.level, io.StringIO()
-    log.setLevel(logging.ERROR)
-    try:
-        with redirect_stderr(text):
-            yield
-        sys.stderr.write(text.getvalue())
-    finally:
-        log.setLevel(level)
 
 
 def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:

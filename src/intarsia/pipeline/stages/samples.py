@@ -48,8 +48,8 @@ def mixed_samples(
     >>> class Centred(nn.Module):
     ...     def forward(self, x):
     ...         return x - x.mean(0)
-    >>> mixed_samples(Centred(), (torch.randn(4, 2),)).partition(",")[0]
-    'mean makes one value of all samples'
+    >>> "makes one value of all samples" in mixed_samples(Centred(), (torch.randn(4, 2),))
+    True
     >>> mixed_samples(nn.Softmax(-1), (torch.randn(4, 2),))
     ''
     """
