@@ -34,7 +34,7 @@ VERSION = attrgetter("_version")
 
 # Everything is looked at within so many calls. Of 262 weights, an eighth takes 15 us and all take 120 us.
 TURNS = 8
-_LEAST = 8  # weights and modules looked at together, at least
+_LEAST = 3  # weights and modules looked at together, at least
 _WORDS = 64  # of four bytes, read of a weight: 0.3 us
 
 _ROOT = "the model itself"
