@@ -137,7 +137,7 @@ def test_names_of_models(tmp_path, monkeypatch):
     for name, sentence in (
         ("mine_for_pipeline:number", "has no function .number"),
         ("mine_for_pipeline:none", r"must return \(model, data, loss\) or a model, not int"),
-        ("nowhere_at_all:make", "there is no module nowhere_at_all"),
+        ("nowhere_at_all:make", "there is no module 'nowhere_at_all'"),
         ("nowhere.py:make", "there is no file nowhere.py"),
         ("gpt3", "'gpt3' is no model type of Hugging Face"),
         ("gpt2:layers=3", "the configuration of gpt2 has no 'layers'"),
