@@ -79,6 +79,7 @@ def same_as_plain(name, *only):
                 close(p.grad, grads[n], f"{schedule} {n}")
         # A second step adds the same again, tied weights included.
         pipe.step(*args, target=target, **kwargs)
+        assert next(pipe.parameters()) is next(p for _, p in pipe.named_parameters())  # as nn.Module's do
         for p in pipe.parameters():
             n = next(n for m in pipe.modules for n, q in m.named_parameters() if q is p)
             if grads[n] is not None:

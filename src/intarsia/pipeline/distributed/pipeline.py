@@ -231,7 +231,7 @@ class DistributedPipeline(RankStages):
     def _run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: MicrobatchLoss | None
     ) -> StepResult:
-        own = partial(own_scale, self.scaler, self.parameters(), self.device)
+        own = partial(own_scale, self.scaler, self.own_parameters, self.device)
         batch = agree(self._terms, args, kwargs, target, loss, own)
         # FSDP2 gives the mean of its replicas' gradients, where the others' are summed.
         self._sizes, scale = (
@@ -241,7 +241,7 @@ class DistributedPipeline(RankStages):
         for norm in self._deferred:
             norm.begin(self.n_microbatches)
         borders, run = self._schedule(loss, batch)
-        fresh = [p for p in self.parameters() if p.requires_grad and p.grad is None]
+        fresh = [p for p in self.own_parameters if p.requires_grad and p.grad is None]
         if loss is not None:
             self.world.begin_equal(self._statistics)  # as DistributedDataParallel does
         losses: list[Tensor] = []
@@ -252,9 +252,9 @@ class DistributedPipeline(RankStages):
         with (
             self.world.watched("in the middle of a step"),
             uncached_autocast(self.device),
-            nullcontext() if loss is None else self.world.summing(self.parameters()),
+            nullcontext() if loss is None else self.world.summing(self.own_parameters),
             nullcontext() if loss is None else self._tied.collecting(),
-            _dense_gradients(self.parameters()),
+            _dense_gradients(self.own_parameters),
         ):
             chunks = run.step(batch.tensors if self.is_first else (), options, self._key(loss is not None))
         result = StepResult(None, None)
@@ -274,7 +274,7 @@ class DistributedPipeline(RankStages):
         if loss is not None:
             self._unused.forget(fresh, used)
         if loss is not None and batch.is_scaled:
-            share_overflow(self.parameters(), self.world, self.device)
+            share_overflow(self.own_parameters, self.world, self.device)
         if result.loss is not None:
             with self.world.watched("in the middle of a step"):
                 self.world.sum_over_replicas(result.loss)

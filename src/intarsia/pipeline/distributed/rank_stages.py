@@ -40,8 +40,13 @@ class RankStages:
         """This rank's stages; their `state_dict`s have the plain model's keys."""
         return nn.ModuleList(self.parts.values())
 
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, each once: what its optimizer takes."""
+        return iter(self.own_parameters)
+
+    @property
+    def own_parameters(self) -> list[nn.Parameter]:
+        """The same as a list."""
         return list(dict.fromkeys(p for part in self.parts.values() for p in part.parameters()))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -54,7 +59,7 @@ class RankStages:
         first: dict[int, str] = {}
         for name in sorted(named, key=lambda n: place.get(n, len(place))):
             first.setdefault(id(named[name]), name)
-        return ((first[id(p)], p) for p in self.parameters())
+        return ((first[id(p)], p) for p in self.own_parameters)
 
     def _all_names(self) -> dict[str, nn.Parameter]:
         """Every name of every parameter of this rank."""
@@ -110,9 +115,9 @@ class RankStages:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over all ranks, which is the plain model's; returns it."""
-        counted = [p for p in self.parameters() if self._counts(p)]
+        counted = [p for p in self.own_parameters if self._counts(p)]
         group = self.world.pipeline  # the replicas' gradients are the same
-        return clip_by_global_norm(self.parameters(), counted, max_norm, norm_type, group, self.device)
+        return clip_by_global_norm(self.own_parameters, counted, max_norm, norm_type, group, self.device)
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank is the first that holds a parameter."""
