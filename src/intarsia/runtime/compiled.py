@@ -65,12 +65,6 @@ class Source:
     eager: Literal["chosen", "required"] | None = None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _untraced(module: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call from a function that torch.compile traces: a break there, since engines are no torch code."""
-    return module(*args, **kwargs)
-
-
 class _Fit:
     """Everything that the weights decide. A refit replaces it as a whole, so a call sees the old or the new.
 
@@ -292,7 +286,11 @@ class Compiled(nn.Module):
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             raise InputError(NOT_TRACED)
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            return _untraced(self, args, kwargs)
+            from intarsia.runtime.untraced import (
+                untraced,
+            )  # loads Dynamo, which loading a module does without
+
+            return untraced(self, args, kwargs)
         fit = self._fit
         if fit.eager is None:
             if torch.is_autocast_enabled(self._kind):

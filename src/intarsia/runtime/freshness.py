@@ -247,7 +247,9 @@ class _Share:
         self._addresses = [weight.addresses[0] for weight in weights if weight.is_plain]
         self._samples = [sample for weight in weights for sample in weight.samples]
         self._values = [value for weight in weights for value in weight.values]
-        self._places = [weight.place for weight in weights if weight.place is not None]
+        # Weights that no module has registered have no place: they are where they were as long as they live.
+        places = [weight.place for weight in weights]
+        self._places = places if any(place is not None for place in places) else []
         self._modules = modules if in_place else []
         self._modes = [module.training for _, module in self._modules]
         self._children = [
@@ -275,7 +277,10 @@ class _Share:
 
     def change(self) -> Change | None:
         if self._places:
-            now = [table.get(key) for table, key in self._places]
+            now = [
+                ref() if place is None else place[0].get(place[1])
+                for ref, place in zip(self._refs, self._places, strict=True)
+            ]
             if not self.holds(now):
                 names = (w.name for w, tensor in zip(self.weights, now, strict=True) if not w.holds(tensor))
                 return Change(Kind.REPLACED, tuple(names))
