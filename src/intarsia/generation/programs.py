@@ -15,6 +15,7 @@ from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask
 from intarsia.generation.steps import EncoderStep, PromptStep, TokenStep
+from intarsia.logs import LOG
 from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
@@ -165,7 +166,8 @@ def _token_step(model: nn.Module, anatomy: Anatomy, feed: Sequence[torch.Tensor]
     try:
         with torch.no_grad():
             found, expected = other(*feed)[0], step(*feed)[0]
-    except Exception:  # a model may do anything with its keys: it then has them as it knows them
+    except Exception as error:  # a model may do anything with its keys: it then has them as it knows them
+        LOG.info("attention does not read the cache in place: %s: %s", type(error).__name__, error)
         return step
     return other if relative_error(found, expected) <= torch.finfo(anatomy.dtype).eps ** 0.5 else step
 
