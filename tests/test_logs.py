@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 import intarsia
 from intarsia.errors import CaptureError
-from intarsia.logs import LOG
+from intarsia.logs import LOG, _seconds_each, counted, tell, working
 
 
 class _Kept(logging.Handler):
@@ -88,3 +90,27 @@ def test_a_terminal_shows_the_stage() -> None:
     os.close(ours)
     assert process.returncode == 0
     assert b"exporting and lowering" in shown and b"0:00:0" in shown
+
+
+def test_a_line_counts_and_says_how_long_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    file.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setenv("TERM", "xterm")
+    with working("timing 3 peers", 20.5):
+        assert list(counted("ab", 2, "comparing")) == ["a", "b"]
+        tell("building onnxruntime; best so far openvino, 12.30 ms", 9.5)
+    written = file.getvalue()
+    assert "timing 3 peers" in written and "about 20 s left" in written
+    assert "comparing" in written
+    assert "best so far openvino, 12.30 ms" in written and "about 9 s left" in written
+
+
+def test_a_first_compile_has_an_estimate_and_the_next_one_that_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    first = _seconds_each()
+    assert first["exporting and lowering"] > 0
+    _seconds_each({"exporting and lowering": 0.5})
+    assert _seconds_each() == first | {"exporting and lowering": 0.5}

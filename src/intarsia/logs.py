@@ -8,9 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 # INFO has each stage of a compile with its time, DEBUG each refusal of a node.
 LOG = logging.getLogger("intarsia")
@@ -33,19 +34,30 @@ def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
                 LOG.debug("%s does not take %s (%s): %s", engine, node.name, node.target, reason)
 
 
-_shown: list[Progress] = []  # the line on the terminal, while there is one
+class Sized(Protocol):
+    """Work whose time grows with its size, such as the number of a model's modules."""
+
+    @property
+    def size(self) -> int: ...
 
 
-def stage(name: str, *, shown: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Log a function's time under a name, and show the name on a terminal meanwhile."""
+S = TypeVar("S", bound=Sized)
+Method = Callable[Concatenate[S, P], R]
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+
+def stage(name: str) -> Callable[[Method[S, P, R]], Method[S, P, R]]:
+    """Log a method's time under a name, and show on a terminal what happens and how long it may take."""
+
+    def decorate(method: Method[S, P, R]) -> Method[S, P, R]:
+        @functools.wraps(method)
+        def timed(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
             began = time.perf_counter()
-            with _on_terminal(name, shown):
-                result = function(*args, **kwargs)
-            LOG.info("%s: %.2f s", name, time.perf_counter() - began)
+            with working(name, _seconds_each().get(name, 0.0) * self.size if _is_watched() else None):
+                result = method(self, *args, **kwargs)
+            seconds = time.perf_counter() - began
+            LOG.info("%s: %.2f s", name, seconds)
+            if _is_watched():
+                _seconds_each({name: seconds / self.size})
             return result
 
         return timed
@@ -53,36 +65,103 @@ def stage(name: str, *, shown: bool = True) -> Callable[[Callable[P, R]], Callab
     return decorate
 
 
+# Seconds for a module of BERT-base on 2 cores; the first compile on a machine replaces them.
+_FIRST_GUESS = {
+    "running the model": 0.01,
+    "exporting and lowering": 0.02,
+    "comparing the graph with the model": 0.01,
+    "asking the engines about every node": 0.003,
+    "building the segments": 0.015,
+    "comparing the whole with the model": 0.005,
+}
+
+
+def _seconds_each(latest: Mapping[str, float] | None = None) -> dict[str, float]:
+    """The seconds that each stage took for a unit of size, at the last compile on this machine."""
+    from intarsia.cache.directory import cache_directory
+    from intarsia.cache.store import JsonStore
+
+    store = JsonStore(cache_directory() / "stages.json")
+    if latest is not None:
+        store.update(latest)
+        return {}
+    known = {name: value for name, value in store.read().items() if isinstance(value, float)}
+    return _FIRST_GUESS | known
+
+
+_lines: list[Progress] = []  # the innermost last; only that one is on the terminal
+
+
+def _is_watched() -> bool:
+    return threading.current_thread() is threading.main_thread() and sys.stderr.isatty()
+
+
 @contextmanager
-def _on_terminal(name: str, shown: bool) -> Iterator[None]:
-    """One line on stderr with the time so far. Work inside work takes the line over, or takes it away."""
-    if threading.current_thread() is not threading.main_thread() or not sys.stderr.isatty():
+def working(name: str, seconds: float | None = None) -> Iterator[None]:
+    """Show on a terminal what happens, for how long, and how long it may still take.
+
+    Work inside work takes the line over. Elsewhere than on a terminal nothing is written.
+    """
+    if not _is_watched():
         yield
         return
-    outer = _shown[-1] if _shown else None
-    if outer is not None:
-        outer.stop()
-    line = _line(name) if shown else None
-    if line is not None:
-        _shown.append(line)
-        line.start()
+    line = _line(name, seconds)
+    if _lines:
+        _lines[-1].stop()
+    _lines.append(line)
+    line.start()
     try:
         yield
     finally:
-        if line is not None:
-            line.stop()
-            _shown.remove(line)
-        if outer is not None:
-            outer.start()
+        line.stop()
+        _lines.remove(line)
+        if _lines:
+            _lines[-1].start()
 
 
-def _line(name: str) -> Progress:
+def tell(text: str, left_s: float | None = None) -> None:
+    """Say on the line, where there is one, what happens now and how long it may still take."""
+    if _lines and _is_watched():
+        (task,) = _lines[-1].tasks
+        expected = None if left_s is None else (task.elapsed or 0.0) + left_s
+        _lines[-1].update(task.id, description=text, expected=expected)
+
+
+def tell_share(done: int, total: int) -> None:
+    """Say on the line, where there is one, how much is done; the time left follows."""
+    if _lines and _is_watched() and done:
+        (task,) = _lines[-1].tasks
+        expected = (task.elapsed or 0.0) * total / done
+        _lines[-1].update(task.id, count=f" {done}/{total}", expected=expected)
+
+
+def counted(items: Iterable[T], total: int, name: str) -> Iterator[T]:
+    """The items, counted on a terminal.
+
+    >>> list(counted(iter("ab"), 2, "spelling"))
+    ['a', 'b']
+    """
+    with working(name):
+        for number, item in enumerate(items):
+            yield item
+            tell_share(number + 1, total)
+
+
+def _line(name: str, seconds: float | None) -> Progress:
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
-    columns = (SpinnerColumn(), TextColumn("intarsia: {task.description}"), TimeElapsedColumn())
+    class TimeLeft(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            expected = task.fields["expected"]
+            left = 0.0 if expected is None else expected - (task.elapsed or 0.0)
+            return Text(f"about {left:.0f} s left" if left >= 1 else "")
+
+    text = TextColumn("intarsia: {task.description}{task.fields[count]}", markup=False)
+    columns = SpinnerColumn(), text, TimeElapsedColumn(), TimeLeft()
     line = Progress(*columns, console=Console(stderr=True), transient=True)
-    line.add_task(name, total=None)
+    line.add_task(name, total=None, expected=seconds, count="")
     return line
 
 

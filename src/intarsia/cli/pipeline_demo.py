@@ -68,8 +68,10 @@ def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def run_rank(name: str, microbatches: int, steps: int, per_rank: int, timeout: float, echo: Echo) -> None:
-    """One rank of the demonstration: cut, check the first step against the plain model, train."""
+def run_rank(
+    name: str, microbatches: int, steps: int, per_rank: int, timeout: float, echo: Echo
+) -> list[float] | None:
+    """One rank: cut, compare the first step with the plain model, train; the last loss on the last stage."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -108,6 +110,7 @@ def run_rank(name: str, microbatches: int, steps: int, per_rank: int, timeout: f
             echo(f"rank {rank}: predicted {predicted.step_time * 1e3:.1f} ms, bubble {predicted.bubble:.0%}")
     dist.barrier()
     dist.destroy_process_group()
+    return None if result.loss is None else [result.loss.item()]
 
 
 def _compare(pipe: DistributedPipeline, plain: nn.Module, ids: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from intarsia.cli.loss_curve import svg_curve, text_curve
+from intarsia.cli.loss_curve import save_curve, text_curve
 from intarsia.cli.pipeline_model import Job
 from intarsia.errors import InputError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
@@ -43,8 +43,8 @@ class Training:
     timeout: float
 
 
-def train_rank(job: Job, options: Training, echo: Echo) -> None:
-    """Train the job's model with every other rank; the rank of the last stage tells how it goes."""
+def train_rank(job: Job, options: Training, echo: Echo) -> list[float] | None:
+    """Train the job's model with the other ranks. The rank of the last stage reports and returns losses."""
     device = _join(options.timeout)
     first = job.data(0)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -81,10 +81,11 @@ def train_rank(job: Job, options: Training, echo: Echo) -> None:
     if pipe.is_last:
         echo(text_curve(losses))
         if options.curve is not None:
-            options.curve.write_text(svg_curve(losses, f"loss over {len(losses)} steps"), encoding="utf-8")
+            save_curve(losses, options.curve)
             echo(f"wrote {options.curve}")
     dist.barrier()
     dist.destroy_process_group()
+    return losses if pipe.is_last else None
 
 
 def _join(timeout: float) -> torch.device:
