@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -34,30 +34,22 @@ def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
                 LOG.debug("%s does not take %s (%s): %s", engine, node.name, node.target, reason)
 
 
-class Sized(Protocol):
-    """Work whose time grows with its size, such as the number of a model's modules."""
+def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Log a method's time under a name, and show on a terminal what happens and how long it may take.
 
-    @property
-    def size(self) -> int: ...
+    The time is taken to grow with `size` of the method's object.
+    """
 
-
-S = TypeVar("S", bound=Sized)
-Method = Callable[Concatenate[S, P], R]
-
-
-def stage(name: str) -> Callable[[Method[S, P, R]], Method[S, P, R]]:
-    """Log a method's time under a name, and show on a terminal what happens and how long it may take."""
-
-    def decorate(method: Method[S, P, R]) -> Method[S, P, R]:
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
-        def timed(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-            began = time.perf_counter()
-            with working(name, _seconds_each().get(name, 0.0) * self.size if _is_watched() else None):
-                result = method(self, *args, **kwargs)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            began, size = time.perf_counter(), args[0].size  # type: ignore[attr-defined]
+            with working(name, _seconds_each().get(name, 0.0) * size if _is_watched() else None):
+                result = method(*args, **kwargs)
             seconds = time.perf_counter() - began
             LOG.info("%s: %.2f s", name, seconds)
             if _is_watched():
-                _seconds_each({name: seconds / self.size})
+                _seconds_each({name: seconds / size})
             return result
 
         return timed
