@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,28 @@ def test_version(intarsia: Command) -> None:
     assert intarsia.good("--version").strip() == package.__version__
 
 
-def test_completion_is_offered(intarsia: Command) -> None:
-    assert "--show-completion" in intarsia.good("--help")
+def _completed(line: str, cwd: Path) -> list[str]:
+    """What a shell is told to complete a line with, by the entry point; torch must not be imported for it."""
+    script = (
+        "import sys\nsys.argv = ['intarsia']\nfrom intarsia.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    )
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_INTARSIA_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=cwd, env={**os.environ, **asked}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_commands_models_and_files_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "models").mkdir()
+    assert _completed("intarsia exp", tmp_path) == ["explain", "export"]
+    assert _completed("intarsia explain be", tmp_path) == ["bert"]
+    assert _completed("intarsia demo dist", tmp_path) == ["distilbert"]
+    assert sorted(_completed("intarsia compile ", tmp_path)) == sorted([*zoo.names(), "models/", "own.py"])
 
 
 def test_debug_shows_the_traceback(intarsia: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +200,30 @@ def test_export(intarsia: Command, models: str) -> None:
     intarsia.good(*words, "pt2", "-o", "net.pt2")
     for file in ("make.onnx", "net.xml", "net.pt2"):
         intarsia.good("check", f"{models}:make", "--against", file, "--no-edges")
+
+
+def test_sizes_that_vary(intarsia: Command, models: str) -> None:
+    words = (
+        f"{models}:make",
+        "--range",
+        "input.0=1:32",
+        "--engines",
+        "onnxruntime",
+        "-O",
+        "min_block_size=1",
+    )
+    report = json.loads(intarsia.good("check", *words, "--no-edges", "--draws", 0, "--json"))
+    assert [c["inputs"] for c in report["comparisons"]] == [
+        "the example",
+        "the least sizes",
+        "the largest sizes",
+    ]
+    intarsia.good("compile", *words, "-o", "a.intarsia")
+    assert package.load("a.intarsia")(torch.randn(32, 4)).shape == (32, 3)
+    assert "in" in intarsia.good("explain", *words)
+    # A function may give an `Input` instead.
+    report = json.loads(intarsia.good("check", f"{models}:varies", *few))
+    assert [comparison["inputs"] for comparison in report["comparisons"]] == places
 
 
 def test_split(intarsia: Command, models: str) -> None:
