@@ -152,28 +152,22 @@ def run(
             raise PartitionError("--resume needs --save, the folder of the checkpoints")
         if curve is not None:
             check_picture(curve)
-        if model is None and (text or save or curve or recompute):
-            raise PartitionError("--text, --save, --curve and --recompute need a model to train")
+        if model is None and text is not None:
+            raise PartitionError("--text needs a model to train")
         if model is not None:
             from intarsia.cli.pipeline_model import find_factory
 
             find_factory(model)  # a name that means nothing is refused here, and not on every rank
         raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
-    echo = partial(typer.echo, err=json)
-    if model is None:
-        from intarsia.cli.pipeline_demo import run_rank
-
-        losses = run_rank(schedule, microbatches, steps, per_rank, timeout, echo)
-        if json and losses is not None:
-            print_json({"losses": losses})
-        return
+    from intarsia.cli.pipeline_demo import make_demo
     from intarsia.cli.pipeline_model import make_job
     from intarsia.cli.pipeline_train import Training, train_rank
 
+    job = make_demo(microbatches) if model is None else make_job(model, text, batch, length)
     options = Training(
         schedule, microbatches, per_rank, steps, rate, recompute, save, every, resume, curve, timeout
     )
-    losses = train_rank(make_job(model, text, batch, length), options, echo)
+    losses = train_rank(job, options, partial(typer.echo, err=json))
     if json and losses is not None:
         print_json({"losses": losses})
 

@@ -100,6 +100,7 @@ def serve(
     imports: Imports = None,
 ) -> None:
     """Serve a compiled file over HTTP: POST /predict, GET /, /health and /metrics."""
+    options = {name: value for name, value in locals().items() if name not in ("file", "imports")}
     try:
         from intarsia.serve.options import Options
         from intarsia.serve.server import serve as serve_file
@@ -110,22 +111,7 @@ def serve(
 
     serve_file(
         str(file),
-        Options(
-            host=host,
-            port=port,
-            max_batch=max_batch,
-            wait_ms=wait_ms,
-            queue=queue,
-            max_body=max_body,
-            max_held=max_held,
-            read_s=read_s,
-            answer_s=answer_s,
-            linger_s=linger_s,
-            stop_s=stop_s,
-            workers=workers,
-            connections=connections,
-            imports=tuple(imports or ()),
-        ),
+        Options(**options, imports=tuple(imports or ())),
     )
 
 
