@@ -43,6 +43,24 @@ def test_the_process_ends_with_one_sentence_and_a_code() -> None:
     assert "no-such-model" in done.stderr and "Traceback" not in done.stderr
 
 
+def _run(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -m intarsia"
+    environment = {**os.environ, **variables}
+    shell = ["bash", "-o", "pipefail", "-c", command.replace("intarsia", program, 1)]
+    return subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_pipe_that_is_closed_early_is_no_error() -> None:
+    done = _run("intarsia pipeline draw --ranks 64 --microbatches 512 | head -c 10")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_without_utf8_and_without_colours() -> None:
+    done = _run("intarsia explain Größe", LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2 and "there is no model 'Gr" in done.stderr, done
+    assert "\x1b" not in _run("intarsia explian", NO_COLOR="1", FORCE_COLOR="1").stderr
+
+
 def test_version(intarsia: Command) -> None:
     assert intarsia.good("--version").strip() == package.__version__
 

@@ -6,6 +6,7 @@ model or file that cannot be used; 3 for an unexpected error.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -66,6 +67,9 @@ def root(
 
 def main() -> None:
     """The entry point. An error is one sentence on stderr; `--debug` shows its traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 shows ? in place of ±
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     words = sys.argv[1:]
     own = words[: words.index("tune")] if "tune" in words else words  # the rest may belong to a script
     if "--debug" in own:  # anywhere in the line, as people write it
@@ -73,7 +77,7 @@ def main() -> None:
         return
     try:
         code = app(words or ["--help"], standalone_mode=False)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except (IntarsiaError, _UsageError) as error:
         if isinstance(error, IntarsiaError):
             _end(str(error), MISTAKE)
@@ -83,8 +87,11 @@ def main() -> None:
         _end(_usage(error), MISTAKE)
     except (KeyboardInterrupt, typer.Abort):
         _end("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # `intarsia cache ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit) as error:  # `intarsia cache ls | head`
+        # click and rich end with 1, which would say that `check` found a difference.
+        if not isinstance(error.__context__ or error, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise SystemExit(CLOSED) from None
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:

@@ -64,16 +64,17 @@ def save_gantt(subject: Schedule | Simulation, path: str | os.PathLike[str]) -> 
     """Write the same as a picture: .svg, .png or .pdf, with matplotlib (`intarsia[charts]`)."""
     simulation = _simulated(subject)
     ranks, stages = len(simulation.schedule.ranks), simulation.schedule.stages
-    figure = new_figure(10, 1.3 + 0.4 * ranks)
+    width = 14
+    figure = new_figure(width, 1.3 + 0.4 * ranks)
     axes = figure.subplots()
     for span in simulation.timeline:
         length, text = span.end - span.start, _label(span.slot, ranks != stages)
         shade = 1.0 - 0.35 * (span.slot.stage // ranks) / max(1, stages // ranks)
         colour = _COLOURS[span.slot.action], shade
         axes.barh(span.rank, length, left=span.start, height=0.86, color=colour, edgecolor="white")
-        if length > 0.011 * len(text) * simulation.step_time:
+        if length * 65 * width > 4.5 * len(text) * simulation.step_time:  # points of the box and of its text
             middle = span.start + length / 2
-            axes.text(middle, span.rank, text, ha="center", va="center", color="white", fontsize=8)
+            axes.text(middle, span.rank, text, ha="center", va="center", color="white", fontsize=7)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.set(title=_title(simulation), xlim=(0, simulation.step_time), facecolor="#eeeeee")
     axes.invert_yaxis()
