@@ -211,4 +211,4 @@ def test_results_of_another_kind_and_inputs_written_to_are_told(net: Net, x: tor
 
     assert "output 0 is of NoneType; the model gives a Tensor" in compared(lambda x: None)
     assert "output 0 is of ndarray" in compared(lambda x: net(x).detach().numpy())
-    assert "it leaves tensor 0 of the call otherwise" in compared(lambda x: (net(x), x.zero_())[0])
+    assert "it changes tensor 0 of the call differently" in compared(lambda x: (net(x), x.zero_())[0])

@@ -118,7 +118,7 @@ def compile_with(
     if training is not None:
         warn(training, DifferenceWarning)
     for difference in compiled.differences:
-        warn(f"compiled, the model can answer otherwise: {difference}", DifferenceWarning)
+        warn(f"compiled, the model can answer differently: {difference}", DifferenceWarning)
     return compiled
 
 

@@ -241,7 +241,7 @@ def _inputs_fault(answer: Answer, truth: Answer) -> str | None:
     """How the tensors of the call differ after it: a candidate may write to them only as the model does."""
     for number, (left, expected) in enumerate(zip(answer.inputs, truth.inputs, strict=True)):
         if isinstance(expected, torch.Tensor) and (fault := disagreement([left], [expected])) is not None:
-            return f"it leaves tensor {number} of the call otherwise: {fault}"
+            return f"it changes tensor {number} of the call differently: {fault}"
     return None
 
 
