@@ -104,6 +104,18 @@ def _value(text: str) -> Any:
         return text
 
 
+def check_writable(path: Path | None) -> None:
+    """Raise InputError for a file that cannot be written, before the work whose result it is to hold."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"there is no folder {path.parent} to write {path.name} to")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"you may not write to the folder {path.parent}")
+
+
 def print_json(content: Any, *, error: bool = False) -> None:
     """A result as JSON, on stdout, or on stderr where stdout belongs to somebody else."""
     typer.echo(json.dumps(content, indent=2, default=str), err=error)

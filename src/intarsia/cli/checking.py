@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from intarsia.cli.arguments import AsJson, Choices, Engines, Full, Model, Ranges, compile_options, print_json
+from intarsia.cli.arguments import (
+    AsJson,
+    Choices,
+    Engines,
+    Full,
+    Model,
+    Ranges,
+    check_writable,
+    compile_options,
+    print_json,
+)
 from intarsia.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,6 +62,7 @@ def check(
     from intarsia.cli.model import resolve
     from intarsia.report.check import check as check_candidate
 
+    check_writable(reproduction)
     specimen = resolve(model, full=full, ranges=ranges)
     options = compile_options(engines, None, choices)
     candidate = _candidate(model, specimen, against, options)

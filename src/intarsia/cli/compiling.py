@@ -16,6 +16,7 @@ from intarsia.cli.arguments import (
     Full,
     Model,
     Ranges,
+    check_writable,
     compile_options,
     complete_architecture,
     print_json,
@@ -41,6 +42,7 @@ def explain(
     from intarsia.cli.model import compiled_file, resolve
     from intarsia.report import explain as explain_model
 
+    check_writable(html)
     compiled = compiled_file(model)
     if compiled is not None:
         typer.echo(compiled.plan.to_json() if json else str(compiled.plan))
@@ -76,8 +78,7 @@ def compile_(
 
     if compiled_file(model) is not None:
         raise InputError(f"{model} is compiled already; `intarsia run` and `intarsia serve` take it as it is")
-    if not output.parent.is_dir():
-        raise InputError(f"there is no folder {output.parent} to write {output.name} to")
+    check_writable(output)
     options = compile_options(engines, budget, choices)
     specimen = resolve(model, full=full, ranges=ranges)
     began = time.perf_counter()

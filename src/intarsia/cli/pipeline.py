@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from intarsia.cli.arguments import AsJson, Full, Model, print_json
+from intarsia.cli.arguments import AsJson, Full, Model, check_writable, print_json
 from intarsia.drawing.chart import check_picture
 from intarsia.errors import InputError, IntarsiaError, PartitionError
 
@@ -68,6 +68,7 @@ def draw(
     from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
     from intarsia.pipeline.schedules import schedule as make
 
+    check_writable(picture)
     _check_positive(ranks=ranks, microbatches=microbatches)
     _import(imports)
     plan = make(schedule, ranks, microbatches)
@@ -151,6 +152,7 @@ def run(
         if resume and save is None:
             raise PartitionError("--resume needs --save, the folder of the checkpoints")
         if curve is not None:
+            check_writable(curve)
             check_picture(curve)
         if model is None and text is not None:
             raise PartitionError("--text needs a model to train")

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from intarsia.cli.arguments import Archive, AsJson, Choices, Engines, Imports, compile_options, print_json
+from intarsia.cli.arguments import (
+    Archive,
+    AsJson,
+    Choices,
+    Engines,
+    Imports,
+    check_writable,
+    compile_options,
+    print_json,
+)
 from intarsia.errors import InputError
 
 
@@ -32,6 +41,7 @@ def run(
     from intarsia.serve.run import drawn, read, summary, write
     from intarsia.timing import race
 
+    check_writable(outputs)
     if outputs is not None and outputs.suffix not in (".npz", ".safetensors"):
         raise InputError(f"{outputs} is neither .npz nor .safetensors")
     if inputs is not None and size:
@@ -53,7 +63,7 @@ def run(
     typer.echo("\n".join(lines))
     if timing is not None:
         typer.echo(
-            f"median {timing.median * 1e3:.3f} ms, best {timing.best * 1e3:.3f} ms of {timing.rounds} rounds"
+            f"median {timing.median * 1e3:.3f} ms, best {timing.best * 1e3:.3f} ms of {timing.rounds} calls"
         )
     elif rounds:
         typer.echo("not timed: a call changes the module's buffers or its inputs")
