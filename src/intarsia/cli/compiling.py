@@ -57,7 +57,8 @@ def explain(
     elif json:
         typer.echo(report.to_json())
     else:
-        Console().print(report)
+        console = Console()  # tables need room; a pipe and a narrow terminal get lines
+        console.print(report) if console.is_terminal and console.width >= 80 else typer.echo(str(report))
 
 
 def compile_(
