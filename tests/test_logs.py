@@ -73,6 +73,15 @@ def test_nothing_is_written_to_a_pipe() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_onnx_runtime_sends_no_telemetry() -> None:
+    """Its telemetry wants a file in the home directory, and warns where it cannot write one."""
+    environment = {**os.environ, "HOME": "/proc/none", "INTARSIA_CACHE_GB": "0"}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "telemetry" not in done.stderr, done.stderr
+
+
 def test_a_terminal_shows_the_stage() -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}

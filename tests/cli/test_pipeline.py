@@ -103,6 +103,6 @@ def test_what_ranks_refuse_is_one_sentence(tmp_path):
     ran = subprocess.run(
         command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
     )
-    assert ran.returncode == 1 and ran.stdout == ""
+    assert ran.returncode == 2 and ran.stdout == ""
     (said,) = [line for line in ran.stderr.splitlines() if "Warning" not in line and line.strip()]
     assert said == "job.py:make must return (model, data, loss) or a model, not int"

@@ -106,6 +106,8 @@ def main() -> None:
 def _usage(error: Any) -> str:
     """A mistake in the words of a command, with the command whose help explains them."""
     sentence = error.format_message()
+    if not sentence.endswith((".", "?")):
+        sentence += "."
     return sentence if error.ctx is None else f"{sentence} `{error.ctx.command_path} --help` has the rest."
 
 
