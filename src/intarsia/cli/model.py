@@ -161,8 +161,8 @@ _RANGE = re.compile(r"(?P<dims>[\w.]+\.\d+(?:,[\w.]+\.\d+)*)=(?P<least>\d+):(?P<
 
 def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]:
     """The `dynamic_shapes` of torch.export for ranges such as `ids.0,mask.0=1:32`."""
-    if specimen.dynamic_shapes is not None or isinstance(specimen.model, ExportedProgram):
-        raise InputError("the model says which of its sizes vary, so --range cannot say it too")
+    if specimen.dynamic_shapes is not None or isinstance(specimen.model, ExportedProgram | _CapturedModel):
+        raise InputError("--range is for models whose sizes are fixed; this one has ranges or was exported")
     bound = inspect.signature(specimen.model.forward).bind(*specimen.args, **specimen.kwargs).arguments
     shapes: dict[str, Any] = dict.fromkeys((*bound, *specimen.kwargs))
     for number, text in enumerate(ranges):
@@ -175,7 +175,9 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
             value = bound.get(name, specimen.kwargs.get(name))
             if not isinstance(value, torch.Tensor):
                 tensors = [key for key in shapes if isinstance(bound.get(key), torch.Tensor)]
-                hint = near(name, tensors) or f"; they are {', '.join(tensors)}"
+                hint = (
+                    near(name, tensors) or f"; they are {', '.join(tensors) or 'nested: use intarsia.Input'}"
+                )
                 raise InputError(f"--range {text}: {name!r} is no tensor of the call{hint}")
             if int(axis) >= value.dim():
                 raise InputError(f"--range {text}: {name} has {value.dim()} dimensions")
