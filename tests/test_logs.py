@@ -98,7 +98,7 @@ def test_a_terminal_shows_the_stage() -> None:
             shown += read
     os.close(ours)
     assert process.returncode == 0
-    assert b"exporting and lowering" in shown and b"0:00:0" in shown
+    assert b"exporting and lowering" in shown and b"intarsia (0 s, about " in shown
 
 
 def test_a_line_counts_and_says_how_long_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,13 +106,14 @@ def test_a_line_counts_and_says_how_long_it_may_take(monkeypatch: pytest.MonkeyP
     file.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", file)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
     with working("timing 3 peers", 20.5):
         assert list(counted("ab", 2, "comparing")) == ["a", "b"]
-        tell("building onnxruntime; best so far openvino, 12.30 ms", 9.5)
+        tell("building onnxruntime; best so far openvino, 12.30 ms", 9.9)
     written = file.getvalue()
-    assert "timing 3 peers" in written and "about 20 s left" in written
-    assert "comparing" in written
-    assert "best so far openvino, 12.30 ms" in written and "about 9 s left" in written
+    assert "intarsia (0 s, about 20 s left): timing 3 peers" in written
+    assert "intarsia (0 s): comparing" in written
+    assert "intarsia (0 s, about 10 s left): building onnxruntime; best so far openvino, 12.30 ms" in written
 
 
 def test_a_first_compile_has_an_estimate_and_the_next_one_that_of_this_machine(

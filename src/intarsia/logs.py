@@ -141,18 +141,20 @@ def counted(items: Iterable[T], total: int, name: str) -> Iterator[T]:
 
 def _line(name: str, seconds: float | None) -> Progress:
     from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task
     from rich.text import Text
 
-    class TimeLeft(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            expected = task.fields["expected"]
-            left = 0.0 if expected is None else expected - (task.elapsed or 0.0)
-            return Text(f"about {left:.0f} s left" if left >= 1 else "")
+    class Line(ProgressColumn):
+        """The times first: what a narrow terminal cuts off is the end."""
 
-    text = TextColumn("intarsia: {task.description}{task.fields[count]}", markup=False)
-    columns = SpinnerColumn(), text, TimeElapsedColumn(), TimeLeft()
-    line = Progress(*columns, console=Console(stderr=True), transient=True)
+        def render(self, task: Task) -> Text:
+            elapsed, expected = task.elapsed or 0.0, task.fields["expected"]
+            left = 0.0 if expected is None else expected - elapsed
+            times = f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if left >= 1 else "")
+            line = f"intarsia ({times}): {task.description}{task.fields['count']}"
+            return Text(line, no_wrap=True, overflow="ellipsis")
+
+    line = Progress(SpinnerColumn(), Line(), console=Console(stderr=True), transient=True)
     line.add_task(name, total=None, expected=seconds, count="")
     return line
 

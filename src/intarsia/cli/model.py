@@ -84,8 +84,11 @@ def load_factory(place: str, name: str) -> Callable[..., Any]:
         raise InputError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
     factory = getattr(module, name, None)
     if not callable(factory):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(f"{place} has no function {name!r}{near(name, own)}")
+        own = [
+            key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        ]
+        hint = near(name, own) or (f"; it has {', '.join(own[:6])}" if own else "")
+        raise InputError(f"{place} has no function {name!r}{hint}")
     if isinstance(factory, nn.Module):
         raise InputError(f"{place}:{name} is a model; give a function that returns (model, args)")
     return factory  # type: ignore[no-any-return]
