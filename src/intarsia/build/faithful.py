@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from intarsia.build.judge import Answer, Call, Judge, call_of
-from intarsia.build.trial import Case
+from intarsia.build.trial import Case, elements_of
 from intarsia.capture.example import copied_call
 from intarsia.compare import relative_error
 from intarsia.errors import InputError, UnrepeatableError
@@ -42,7 +42,7 @@ class Example:
 
     @property
     def elements(self) -> int:
-        return sum(value.numel() for value in self.inputs if isinstance(value, torch.Tensor))
+        return elements_of(self.inputs)
 
     @property
     def rows(self) -> int:

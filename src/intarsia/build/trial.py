@@ -21,6 +21,11 @@ from intarsia.rounding import Rounding
 Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
 
 
+def elements_of(inputs: Sequence[Any]) -> int:
+    """How many numbers a call is given."""
+    return sum(value.numel() for value in inputs if isinstance(value, torch.Tensor))
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a piece does not run on its engine, and the nodes to blame where they are known."""
@@ -28,6 +33,8 @@ class Failure:
     reason: str
     nodes: tuple[str, ...] = ()
     for_good: bool = False  # the engine itself is at fault: no part of the piece is worth a try
+    program: Program | None = None  # one that answers wrongly: how long it takes is known all the same
+    case: Case | None = None  # where it does
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,10 @@ class Case:
     expected: tuple[Any, ...]
     roundings: dict[float, Rounding] = field(default_factory=dict)
 
+    @property
+    def elements(self) -> int:
+        return elements_of(self.inputs)
+
     def rounding(self, coarsest: float) -> Rounding:
         """What rounding does to the answer; runs are made when asked for, and kept."""
         if coarsest not in self.roundings:
@@ -68,8 +79,9 @@ def try_piece(
 ) -> Tried | Failure:
     """The program of a piece, if it builds and runs in time and answers as PyTorch does; else why not.
 
-    Whatever an engine or a converter throws concerns this piece alone. With a `tolerance` answers may be off
-    by as much, if that is more than what rounding does.
+    Small cases come first: who answers wrongly mostly does so there, and whoever looks for the node at fault
+    runs that case many times. Whatever an engine or a converter throws concerns this piece alone. With a
+    `tolerance` answers may be off by as much, if that is more than what rounding does.
     """
     told: list[str] = []
     error_of = 0.0
@@ -83,7 +95,7 @@ def try_piece(
         return Failure(str(error))
     except Exception as error:
         return Failure(f"{engine.name} failed to build it: {_said(error)}")
-    for case in cases:
+    for case in sorted(cases, key=lambda case: case.elements):
         try:
             answers = within(limit_s, f"{engine.name}'s run", partial(tried.program, *case.inputs))
         except OutOfTime as error:
@@ -92,7 +104,7 @@ def try_piece(
             return Failure(f"{engine.name} failed to run it: {_said(error)}")
         wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest), tolerance)
         if wrong is not None:
-            return Failure(f"{engine.name} answers wrongly: {wrong}")
+            return Failure(f"{engine.name} answers wrongly: {wrong}", program=tried.program, case=case)
         if not engine.is_exact:
             error_of = max(error_of, relative_error(answers, case.expected))
     notes += [note for note in told if note not in notes]

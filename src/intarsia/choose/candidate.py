@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from intarsia.build.builder import Builder
+from intarsia.build.builder import Builder, Timed
 from intarsia.build.faithful import Example
 from intarsia.capture.call import Call
 from intarsia.choose.contents import digest
@@ -149,17 +149,18 @@ class Workshop:
         used = sorted(e.key() for e in candidate.engines if inner or e.name in plan.engines)
         return digest(shape_of(plan), str(candidate.rewritten), *used)
 
-    def build(self, candidate: Candidate, deadline: float | None = None) -> Built:
+    def build(self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None) -> Built:
         """Build a candidate; every program of it is tried against PyTorch on the way.
 
-        No piece is begun after the `deadline`: OutOfTime then.
+        No piece is begun after the `deadline`: OutOfTime then. None that answers wrongly is repaired where it
+        is slower than what is `timed`: TooSlow then.
         """
         start = time.perf_counter()
         if not candidate.engines:
             module = self.eager()
             return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
         builder = self._builder(candidate)
-        builder.deadline = deadline
+        builder.deadline, builder.timed = deadline, timed
         if builder.tolerance is not None and not candidate.is_exact:
             builder.tolerance = math.inf  # what counts is the error of the whole
         plan, pieces, programs = builder.run(self._table(candidate))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from intarsia.build.builder import Timed
 from intarsia.choose.block_costs import Costing
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
@@ -255,7 +256,7 @@ class Search:
                     continue
                 self._planned.add(planned)
                 limit = self.progress.deadline if self.built and not favoured else None
-                built = self.workshop.build(candidate, limit)
+                built = self.workshop.build(candidate, limit, self._timed())
             except OutOfTime as error:
                 self._leave_out(f"{candidate.name}: {error}")
                 continue
@@ -271,6 +272,15 @@ class Search:
             if favoured:  # what it took is not taken from the others
                 self.progress.budget_s += built.build_s
         return names
+
+    def _timed(self) -> Timed | None:
+        """What a plan that answers wrongly must not be slower than."""
+        numbers = [
+            n for n, inputs in enumerate(self.workshop.builder.examples) if inputs is self.sample.inputs
+        ]
+        if not self.built or not numbers:
+            return None
+        return Timed(numbers[0], lambda: min(map(self._quickest_call, self.built.values())))
 
     def _is_favoured(self, candidate: Candidate) -> bool:
         """Whether it is built whatever time that takes, for no budget was given and it is known to pay."""

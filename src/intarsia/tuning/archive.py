@@ -9,58 +9,49 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
 
-from intarsia.archive.bundle import (
-    check_member,
-    check_weights,
-    open_bundle,
-    weight_digests,
-    write_bundle,
-)
-from intarsia.archive.container import Reader
-from intarsia.archive.load import complaining, load_bytes
-from intarsia.archive.values import Json
+from intarsia.archive.codec import Json
+from intarsia.archive.files import check_shareable, check_weights, weight_digests
+from intarsia.archive.reader import Bundle, complaining, open_bundle
+from intarsia.archive.writer import BundleWriter
 from intarsia.build.judge import Call
 from intarsia.errors import ArchiveError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
-from intarsia.tuning.examples import fault_of, pack_example, unpack_example
+from intarsia.tuning.examples import example_from_json, example_to_json, fault_of
 from intarsia.tuning.holders import held_modules
 from intarsia.tuning.tuned import Tuned
 
 if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
-_FORMAT, _VERSION = "intarsia-tuned", 3
+_FORMAT, _VERSION = "intarsia-tuned", 4
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     """Write the programs of all tuned modules into one file; a file that fails is not left behind."""
     if not tuned.placed:
         raise ArchiveError("nothing is tuned, so there is nothing to save")
-    members: dict[str, Compiled] = {}
-    modules: dict[str, list[str]] = {}
-    examples: dict[str, Json] = {}
-    tensors: dict[str, bytes] = {}
+    bundle = BundleWriter()
+    modules: dict[str, list[Json]] = {}
     generating: dict[str, Json] = {}
-    for number, (where, placed) in enumerate(tuned.placed.items()):
+    for where, placed in tuned.placed.items():
         if _generates(placed):
-            from intarsia.generation.archive import packed
+            from intarsia.generation.archive import forward_to_json
 
-            generating[where], found = packed(placed, f"modules/{number}.")
-            members.update(found)
+            generating[where] = forward_to_json(placed, bundle)
             continue
-        for place, program in enumerate(placed.programs):
+        modules[where] = []
+        for number, program in enumerate(placed.programs):
             assert isinstance(program, Compiled)
-            check_member(where, program)
-            name = f"modules/{number}.{place}.intarsia"
-            members[name] = program
-            modules.setdefault(where, []).append(name)
-            if (call := placed.examples.get(id(program))) is not None:
-                held = f"{name}.safetensors"
-                examples[name], tensors[held] = pack_example(placed, program, call, held)
+            check_shareable(where, program)
+            call = placed.examples.get(id(program))
+            entry = {
+                "program": bundle.add(f"{where} {number}", program),
+                "example": None if call is None else example_to_json(placed, program, call, bundle),
+            }
+            modules[where].append(entry)
     weights: dict[str, Json] = {where: weight_digests(one.module) for where, one in tuned.placed.items()}
-    told: dict[str, Json] = {"modules": dict(modules), "generating": generating, "weights": weights}
-    write_bundle(path, _FORMAT, _VERSION, {**told, "examples": examples}, members, tensors)
+    bundle.write(path, _FORMAT, _VERSION, {"modules": modules, "generating": generating, "weights": weights})
 
 
 def load(path: str | os.PathLike[str], target: Any) -> Tuned:
@@ -71,48 +62,50 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
     """
     held = held_modules(target)
     placed: dict[str, PlacedForward] = {}
-    with complaining(f"{os.fspath(path)} cannot be loaded"):
-        reader = open_bundle(path, _FORMAT, _VERSION)
-        modules, generating = _modules(reader.manifest), reader.manifest["generating"]
+    complaint = f"{os.fspath(path)} cannot be loaded"
+    with complaining(complaint), open_bundle(path, _FORMAT, _VERSION) as bundle:
+        modules, generating = _modules(bundle.manifest), bundle.manifest["generating"]
         for where in (*modules, *generating):
             if where not in held:
                 raise ArchiveError(f"it tunes {where}, which this {type(target).__name__} has not")
-            check_weights(where, held[where], reader.manifest["weights"][where])
+            check_weights(where, held[where], bundle.manifest["weights"][where])
             if held[where].training:
                 raise ArchiveError(f"{where} is in training mode; call eval() on it first")
-        for where, told in generating.items():
-            from intarsia.generation.archive import unpacked
+        for where, description in generating.items():
+            from intarsia.generation.archive import forward_from_json
 
-            placed[where], _ = unpacked(where, held[where], told, reader.member)
-        for where, names in modules.items():
-            found = [_program(where, held[where], name, reader) for name in names]
-            programs, calls = [program for program, _ in found], [call for _, call in found]
+            placed[where], _ = forward_from_json(where, held[where], description, bundle)
+        for where, entries in modules.items():
+            pairs = [_program(where, held[where], entry, bundle) for entry in entries]
+            programs, calls = [program for program, _ in pairs], [call for _, call in pairs]
             placed[where] = PlacedForward(where, held[where], programs, calls)
     for one in placed.values():
         one.put()
     unseen = [where for where in modules if None in placed[where].examples.values()]
-    reason = "was not compared with its programs: the file is an older one, without calls to do so"
+    reason = "was not compared with its programs: the file has no calls to do so"
     return Tuned(placed, {}, notes=[f"{where} {reason}" for where in unseen])
 
 
-def _program(where: str, module: nn.Module, name: str, reader: Reader) -> tuple[Compiled, Call | None]:
-    """A program, and the call on which it answers as the module does; files of old have no call."""
-    program, told = load_bytes(reader.member(name)), (reader.manifest.get("examples") or {}).get(name)
-    if told is None:
+def _program(
+    where: str, module: nn.Module, entry: Mapping[str, Json], bundle: Bundle
+) -> tuple[Compiled, Call | None]:
+    """A program, and the call on which it answers as the module does, if the file has one."""
+    program, example = bundle.program(entry["program"]), entry["example"]
+    if example is None:
         return program, None
-    call = unpack_example(program, told, reader.member)
-    fault = fault_of(module, program, call, float(told["error"]))
+    call = example_from_json(program, example, bundle)
+    fault = fault_of(module, program, call, float(example["error"]))
     if fault is not None:
         raise ArchiveError(f"{where} is another module than when it was saved: the program {fault}")
     return program, call
 
 
-def _modules(manifest: Mapping[str, Any]) -> dict[str, list[str]]:
+def _modules(manifest: Mapping[str, Any]) -> dict[str, list[Json]]:
     modules = manifest.get("modules")
     if not isinstance(modules, dict):
         raise ArchiveError("its list of modules is damaged")
-    for where, names in modules.items():
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    for where, entries in modules.items():
+        if not isinstance(entries, list) or not entries:
             raise ArchiveError(f"its list of the programs of {where!r} is damaged")
     return modules
 
