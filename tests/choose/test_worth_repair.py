@@ -1,0 +1,90 @@
+"""A search repairs a wrong plan only where it may win, on the smallest call that shows the fault."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import intarsia
+from intarsia.choose.measured import Measured
+from intarsia.choose.plan import MeasuredPlan
+from intarsia.engines import OnnxRuntime, Program
+from intarsia.network import Network
+
+
+class Net(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch.erf(torch.tanh(x * 2) + 1) - 0.5)
+
+
+@dataclass(frozen=True)
+class Wrong(OnnxRuntime):
+    """ONNX Runtime with an `erf` that is off by 0.25 from so many elements on, and as slow as asked for."""
+
+    name: ClassVar[str] = "wrong"
+    delay_s: float = 0.0
+    elements: int = 0
+    sizes: list[int] = field(default_factory=list, compare=False, repr=False)  # of every run
+
+    def build(self, net: Network) -> Program:
+        program = super().build(net)
+        is_wrong = any(layer.kind == "Erf" for layer in net.get_layers())
+
+        def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            self.sizes.append(tensors[0].numel())
+            time.sleep(self.delay_s)
+            off = 0.25 if is_wrong and tensors[0].numel() >= self.elements else 0.0
+            return tuple(answer + off for answer in program(*tensors))
+
+        return run
+
+
+def compiled(wrong: Wrong, **more: object) -> intarsia.Compiled:
+    x = torch.randn(4, 50)
+    fast = intarsia.compile(
+        Net(),
+        (x,),
+        engines=["onnxruntime", wrong],
+        partition=Measured(),
+        min_block_size=1,
+        **more,  # type: ignore[arg-type]
+    )
+    torch.testing.assert_close(fast(x), Net()(x), rtol=1e-4, atol=1e-5)
+    return fast
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+def test_what_is_slower_than_the_best_plan_is_not_repaired(delay_s: float) -> None:
+    plan = compiled(Wrong(delay_s=delay_s)).plan
+    assert isinstance(plan, MeasuredPlan)
+    left_out = [reason for reason in plan.findings.left_out if "it is not repaired" in reason]
+    if delay_s:
+        assert left_out and "wrong answers wrongly: output 0 is off by" in left_out[0]
+        assert "wrong" not in [trial.name for trial in plan.findings.trials]
+    else:
+        assert not left_out
+        assert "wrong" in [trial.name for trial in plan.findings.trials]
+
+
+def test_nodes_at_fault_are_looked_for_on_the_smallest_call_that_shows_them() -> None:
+    wrong, batch = Wrong(elements=100), torch.export.Dim("batch", min=1, max=64)
+    compiled(wrong, dynamic_shapes={"x": {0: batch}})
+    shown = wrong.sizes.index(200)  # 50 elements answer rightly, the call's own 200 do not
+    assert set(wrong.sizes[: shown + 1]) == {50, 200}
+    assert 64 * 50 not in wrong.sizes, "the largest call is left to the plan that is taken"
+
+
+def test_a_plan_that_is_wrong_on_the_largest_call_alone_is_found_out() -> None:
+    wrong, batch = Wrong(elements=1000), torch.export.Dim("batch", min=1, max=64)
+    x = torch.randn(4, 50)
+    fast = intarsia.compile(
+        Net(), (x,), engines=[wrong], partition=Measured(), min_block_size=1, dynamic_shapes={"x": {0: batch}}
+    )
+    largest = torch.randn(64, 50)
+    torch.testing.assert_close(fast(largest), Net()(largest), rtol=1e-4, atol=1e-5)
+    assert 64 * 50 in wrong.sizes
