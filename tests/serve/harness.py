@@ -18,7 +18,7 @@ from intarsia.runtime import Compiled
 from intarsia.serve.app import Service, app_of
 from intarsia.serve.batching import Batching, decide
 from intarsia.serve.interface import Interface
-from intarsia.serve.options import Options
+from intarsia.serve.run import Options
 from intarsia.serve.server import Draining
 
 

@@ -1,13 +1,13 @@
 """Compiled modules as files: saved once, loaded in any process, with no code and no pickle inside.
 
     container   named members with digests: a JSON manifest, safetensors, ONNX, blobs of engines
-    codec       values as JSON;  graphs, call, tensors, networks, engines: the same for what modules are made of
+    codec       values as JSON; graphs, call, tensors, networks, engines: what modules are made of
     writer      a bundle: programs by name over one table of tensors, to members
     reader      members to programs, in place
-    files       `save` and `load`;  export: files for the runtimes of engines
+    files       `save` and `load`; export: files for the runtimes of engines
 
-`tuning`, `generation` and the build cache write and read bundles, too. The safetensors library writes and maps
-whole files only, so `tensors` lays its member out, and maps it, by itself: weights are used where they lie.
+`tuning`, `generation` and the build cache write and read bundles, too. The safetensors library writes and
+maps whole files only, so `tensors` lays out its member, and maps it, by itself: weights stay where they lie.
 """
 
 from __future__ import annotations

@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.build.cases import Cases, case_of, contents_of
 from intarsia.build.control_flow import bodies, examples_of
 from intarsia.build.repair import bisect_failure, repair
-from intarsia.build.trial import Case, Failure, Rewrite, Tried, run_in_pytorch, try_piece
+from intarsia.build.trial import (
+    Case,
+    Cases,
+    Failure,
+    Rewrite,
+    Tried,
+    case_of,
+    contents_of,
+    run_in_pytorch,
+    try_piece,
+)
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import EngineError
@@ -24,8 +33,7 @@ from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy,
 from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
 from intarsia.partition.support import support_table
-from intarsia.runtime.empty import has_empty
-from intarsia.runtime.fallback import Origin, makes_of, with_fallback
+from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
 
 _TIMED_RUNS = 3  # the quickest counts: OpenVINO prepares for sizes in the first

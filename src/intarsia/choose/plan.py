@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from intarsia.choose.findings import Findings, engine_seconds, segment_seconds
-from intarsia.choose.findings_text import findings_text
+from intarsia.choose.findings import Findings, engine_seconds, findings_text, segment_seconds
 from intarsia.drawing import Drawing, DrawnTrial
 from intarsia.graph.plan import Plan
 from intarsia.tracing import Profile

@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from intarsia.build.builder import Timed
-from intarsia.choose.block_costs import Costing
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
-from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
-from intarsia.choose.findings import BlockCost, Findings, Trial
-from intarsia.choose.free_memory import no_room
-from intarsia.choose.last_race import SPREAD_ROUNDS, is_quick, least_rounds, least_s, nearest
-from intarsia.choose.line_ups import line_ups, with_other_options, without_patterns
-from intarsia.choose.load import race_plans
+from intarsia.choose.candidate import (
+    Built,
+    Candidate,
+    Sample,
+    Workshop,
+    line_ups,
+    with_other_options,
+    without_patterns,
+)
+from intarsia.choose.findings import BlockCost, Findings, Trial, winner
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
-from intarsia.choose.mixes import mix, promising_mixes
-from intarsia.choose.progress import Progress
+from intarsia.choose.mixes import Costing, mix, promising_mixes
+from intarsia.choose.progress import Progress, no_room
+from intarsia.choose.race import SPREAD_ROUNDS, is_quick, least_rounds, least_s, nearest, race_plans
 from intarsia.choose.shorten import block_error, shortened, with_exact_blocks
-from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import EngineError, IntarsiaError

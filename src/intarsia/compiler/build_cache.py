@@ -20,8 +20,7 @@ from torch import nn
 from intarsia.archive.reader import open_bundle
 from intarsia.archive.writer import MODEL, BundleWriter
 from intarsia.build.faithful import Example
-from intarsia.cache.directory import cache_directory
-from intarsia.cache.shelf import Shelf
+from intarsia.cache.store import Shelf, cache_directory
 from intarsia.choose.findings import Findings
 from intarsia.choose.plan import MeasuredPlan, measured_plan
 from intarsia.compiler.fingerprint import Unknowable, digest_of, of_lowered, of_process, of_values

@@ -30,7 +30,6 @@ from torch.export import ExportedProgram
 
 from intarsia import archive as archive  # compiled modules are pickled through it
 from intarsia.build.builder import Builder
-from intarsia.build.cases import Cases
 from intarsia.build.details import plan_details
 from intarsia.build.faithful import (
     Example,
@@ -45,7 +44,7 @@ from intarsia.build.faithful import (
 )
 from intarsia.build.judge import Answer, Judge
 from intarsia.build.rewriter import rewriter
-from intarsia.build.trial import elements_of
+from intarsia.build.trial import Cases, elements_of
 from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind, device_of
@@ -57,10 +56,8 @@ from intarsia.capture.random_state import kept_random_state
 from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
-from intarsia.choose.measured import Measured
+from intarsia.choose.measured import Measured, is_measuring, refuse_short_engines, too_small_to_measure
 from intarsia.choose.plan import EAGER
-from intarsia.choose.precision import refuse_short_engines
-from intarsia.choose.when_to_measure import is_measuring, too_small_to_measure
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before

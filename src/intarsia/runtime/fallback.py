@@ -7,7 +7,7 @@ call is at fault.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,26 @@ from torch import fx
 
 from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program
 from intarsia.errors import EngineError
-from intarsia.runtime.empty import UnlessEmpty
 from intarsia.runtime.ownership import Ownership, constants_of
 
-if TYPE_CHECKING:  # a module that is only loaded and run does without networks
+if TYPE_CHECKING:
     from intarsia.network import Network
+
+
+def has_empty(inputs: Iterable[Any]) -> bool:
+    """Whether a tensor among these has no elements."""
+    return any(isinstance(value, torch.Tensor) and not value.numel() for value in inputs)
+
+
+class UnlessEmpty:
+    """A program for calls whose tensors all have elements, and PyTorch for the others."""
+
+    def __init__(self, program: Program, otherwise: Program) -> None:
+        self.program, self.otherwise = program, otherwise
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        return self.otherwise(*inputs) if has_empty(inputs) else self.program(*inputs)
+
 
 Made = tuple[torch.dtype, torch.Size | None]  # dtype of a result, and its shape where that is fixed
 

@@ -19,10 +19,9 @@ from intarsia.errors import InputError
 from intarsia.runtime import Compiled
 from intarsia.serve.batching import Batching
 from intarsia.serve.interface import Interface
-from intarsia.serve.metrics import Metrics
-from intarsia.serve.options import Options
 from intarsia.serve.payload import JSON, SAFETENSORS, Unfit, decode, encode
-from intarsia.serve.queue import Outputs, Queue
+from intarsia.serve.queue import Metrics, Outputs, Queue
+from intarsia.serve.run import Options
 
 _INLINE = 64 * 1024  # bytes that are decoded or encoded right here; more would hold up other requests
 _KINDS = {JSON: JSON, SAFETENSORS: SAFETENSORS, "application/octet-stream": SAFETENSORS}

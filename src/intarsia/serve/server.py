@@ -26,8 +26,8 @@ from intarsia.errors import InputError, IntarsiaError
 from intarsia.serve.app import Service, app_of
 from intarsia.serve.batching import decide
 from intarsia.serve.interface import Interface, load_interface
-from intarsia.serve.metrics import SHARED
-from intarsia.serve.options import Options
+from intarsia.serve.queue import SHARED
+from intarsia.serve.run import Options
 
 
 def service_of(path: str, options: Options) -> Service:
