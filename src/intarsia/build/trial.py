@@ -35,7 +35,7 @@ class Failure:
     reason: str
     nodes: tuple[str, ...] = ()
     for_good: bool = False  # the engine itself is at fault: no part of the piece is worth a try
-    program: Program | None = None  # one that answers wrongly: how long it takes is known all the same
+    program: Program | None = None  # one that answers wrongly, or not at all: it can be timed all the same
     case: Case | None = None  # where it does
 
 
@@ -103,7 +103,9 @@ def try_piece(
         except OutOfTime as error:
             return Failure(str(error), for_good=True)
         except Exception as error:
-            return Failure(f"{engine.name} failed to run it: {_said(error)}")
+            return Failure(
+                f"{engine.name} failed to run it: {_said(error)}", program=tried.program, case=case
+            )
         wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest), tolerance)
         if wrong is not None:
             return Failure(f"{engine.name} answers wrongly: {wrong}", program=tried.program, case=case)
