@@ -185,7 +185,7 @@ class Builder:
         return made
 
     def _check_speed(self, engine: Engine, failure: Failure, sample: Case) -> None:
-        """TooSlow where a piece that answers wrongly, or trips a guard, takes longer than the best plan takes for all.
+        """TooSlow where a piece at fault takes longer than the best plan takes for all.
 
         Looking for the nodes at fault took 101 of the 159 s that T5's encoder was compiled for, on OpenVINO,
         which was 1.24 times slower there.

@@ -1,4 +1,4 @@
-"""A table of JSON values in one file: shared by processes, and never a reason to fail."""
+"""The cache directory: tables of JSON values and a folder of bounded size, shared by processes."""
 
 from __future__ import annotations
 

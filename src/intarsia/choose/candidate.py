@@ -1,4 +1,4 @@
-"""A way to run the whole model, and what building it gave.
+"""Ways to run the whole model, those a search begins with, and what building one gives.
 
 A mix is a support table in which every engine but the measured one refuses a block's nodes. The ordinary
 strategy does the rest, so there is no second partitioner.

@@ -1,4 +1,4 @@
-"""What was measured on the way to a plan: data that can be printed, kept as JSON and decided upon again."""
+"""What was measured on the way to a plan: the decision by it, its text, and its JSON."""
 
 from __future__ import annotations
 

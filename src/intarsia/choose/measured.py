@@ -1,4 +1,4 @@
-"""What a user asks for: `compile(model, args, partition=Measured(budget_s=20))`."""
+"""What is measured: `compile(model, args, partition=Measured(budget_s=20))`, or by default."""
 
 from __future__ import annotations
 

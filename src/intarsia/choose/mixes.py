@@ -1,4 +1,4 @@
-"""Mixes worth building: the cheapest ways through blocks and engines, by what was measured.
+"""Mixes worth building: what blocks cost on each engine, and the cheapest ways through them.
 
 Blocks only propose. Their costs leave out what engines do across them, so they are scaled to each engine's
 whole time, and whole plans decide.

@@ -1,4 +1,4 @@
-"""What is being measured, told on a terminal; elsewhere nothing is written."""
+"""What a search has left of time and memory, and what it measures, told on a terminal."""
 
 from __future__ import annotations
 

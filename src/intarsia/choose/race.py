@@ -1,4 +1,4 @@
-"""How a plan is called while it is measured: one call at a time, or by several threads at once."""
+"""Races of plans: how they are called, who runs in the last one, and for how many rounds."""
 
 from __future__ import annotations
 

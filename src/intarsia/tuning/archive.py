@@ -1,4 +1,4 @@
-"""A tuned program as one file: the archives of its modules' programs, and where they belong."""
+"""A tuned program as one file: its modules' programs, where they belong, and calls to verify them on."""
 
 from __future__ import annotations
 

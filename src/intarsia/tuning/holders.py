@@ -1,4 +1,4 @@
-"""The modules an object holds: a pipeline, a service, a dictionary of models, a model."""
+"""The modules an object holds (a pipeline, a service, a dictionary of models), and who calls whom."""
 
 from __future__ import annotations
 
