@@ -119,15 +119,15 @@ def size_to_json(size: Any) -> Json:
     return [type(size).__name__, *(size_to_json(part) for part in size.args)]
 
 
-def size_from_json(found: Json) -> Any:
+def size_from_json(entry: Json) -> Any:
     """The size as sympy has it; a plain number stays one."""
-    if isinstance(found, int):
-        return found
+    if isinstance(entry, int):
+        return entry
     import sympy
 
-    if isinstance(found, str):
-        return sympy.Symbol(found, integer=True, positive=True)
-    name, *parts = found
+    if isinstance(entry, str):
+        return sympy.Symbol(entry, integer=True, positive=True)
+    name, *parts = entry
     if name == "/":
         return sympy.Rational(*parts)
     return _functions()[name](*(sympy.sympify(size_from_json(part)) for part in parts))
@@ -148,17 +148,17 @@ def check_to_json(check: Check) -> Json:
     }
 
 
-def check_from_json(found: Json, devices: Devices) -> Check:
+def check_from_json(entry: Json, devices: Devices) -> Check:
     """The check of one input."""
-    if found is None:
+    if entry is None:
         return None
-    if "constant" in found:
-        return ConstantCheck(found["name"], from_json(found["constant"], None, devices))
-    shape = tuple(size_from_json(size) for size in found["shape"])
+    if "constant" in entry:
+        return ConstantCheck(entry["name"], from_json(entry["constant"], None, devices))
+    shape = tuple(size_from_json(size) for size in entry["shape"])
     static = torch.Size(shape) if all(isinstance(size, int) for size in shape) else None
-    strides = None if found["strides"] is None else tuple(found["strides"])
-    dtype, device = (from_json(found[key], None, devices) for key in ("dtype", "device"))
-    return TensorCheck(found["name"], dtype, device, shape, static, strides)
+    strides = None if entry["strides"] is None else tuple(entry["strides"])
+    dtype, device = (from_json(entry[key], None, devices) for key in ("dtype", "device"))
+    return TensorCheck(entry["name"], dtype, device, shape, static, strides)
 
 
 def ranges_to_json(ranges: Mapping[Any, Any]) -> Json:
@@ -170,12 +170,12 @@ def _end(value: Any) -> int | None:
     return int(value) if isinstance(value, int) or value.is_Integer else None
 
 
-def ranges_from_json(found: Json) -> dict[Any, Range]:
+def ranges_from_json(entry: Json) -> dict[Any, Range]:
     return {
         size_from_json(name): Range(
             -math.inf if low is None else int(low), math.inf if high is None else int(high)
         )
-        for name, (low, high) in found.items()
+        for name, (low, high) in entry.items()
     }
 
 
@@ -197,7 +197,7 @@ def results_to_json(lowered: Lowered, write_graph: Callable[[fx.GraphModule], Js
 
 
 def views_from_json(
-    found: Sequence[Json], inputs: int, read_graph: Callable[[Json], fx.GraphModule]
+    entries: Sequence[Json], inputs: int, read_graph: Callable[[Json], fx.GraphModule]
 ) -> tuple[OutputView | None, ...]:
     """The views, which read no input or result that there is not, and no view."""
 
@@ -205,29 +205,29 @@ def views_from_json(
         if view is None:
             return None
         reads, of = tuple(map(_place, view["reads"])), tuple(map(_place, view["of"]))
-        if any(place >= inputs for place in reads) or any(found[place] is not None for place in of):
+        if any(place >= inputs for place in reads) or any(entries[place] is not None for place in of):
             raise ArchiveError(f"a result is a view of inputs {reads} and results {of}, which are none")
         return OutputView(read_graph(view["graph"]), reads, of)
 
-    return tuple(map(view_from_json, found))
+    return tuple(map(view_from_json, entries))
 
 
-def layouts_from_json(found: Mapping[str, Any], inputs: int) -> Layouts:
+def layouts_from_json(entry: Mapping[str, Any], inputs: int) -> Layouts:
     """The orders, each of which names every axis once, and which inputs had channels last."""
     orders, others = (
         [None if order is None else tuple(map(_place, order)) for order in listed]
-        for listed in (found["orders"], found["others"])
+        for listed in (entry["orders"], entry["others"])
     )
     for order in (*orders, *others):
         if order is not None and sorted(order) != list(range(len(order))):
             raise ArchiveError(f"a result has its axes in the order {order}, which is none")
-    images = [(_place(place), bool(last)) for place, last in found["images"]]
+    images = [(_place(place), bool(last)) for place, last in entry["images"]]
     if strange := [place for place, _ in images if place >= inputs]:
         raise ArchiveError(f"results follow input {strange[0]}, and there are {inputs}")
     return Layouts(tuple(orders), tuple(images), tuple(others))
 
 
-def _place(found: Json) -> int:
-    if type(found) is not int or found < 0:
-        raise ArchiveError(f"{found!r} is not a place among inputs, results or axes")
-    return found
+def _place(value: Json) -> int:
+    if type(value) is not int or value < 0:
+        raise ArchiveError(f"{value!r} is not a place among inputs, results or axes")
+    return value

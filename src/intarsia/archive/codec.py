@@ -123,11 +123,11 @@ def spec_to_json(spec: pytree.TreeSpec) -> Json:
     return [version, written]
 
 
-def spec_from_json(found: Json) -> pytree.TreeSpec:
+def spec_from_json(entry: Json) -> pytree.TreeSpec:
     """The structure; its types must be registered in this process."""
-    _check_types(found[1])
+    _check_types(entry[1])
     try:
-        return pytree.treespec_loads(json.dumps(found))
+        return pytree.treespec_loads(json.dumps(entry))
     except NotImplementedError as error:
         raise ArchiveError(
             f"{error} Import the module that defines the type (for models of transformers,"
@@ -135,10 +135,10 @@ def spec_from_json(found: Json) -> pytree.TreeSpec:
         ) from error
 
 
-def _check_types(found: Json) -> None:
-    if found["type"] in _IMPORTING or "__enum__" in json.dumps(found["context"]):
-        raise ArchiveError(f"a {found['type']} with this context has no form in an archive")
-    for child in found["children_spec"]:
+def _check_types(entry: Json) -> None:
+    if entry["type"] in _IMPORTING or "__enum__" in json.dumps(entry["context"]):
+        raise ArchiveError(f"a {entry['type']} with this context has no form in an archive")
+    for child in entry["children_spec"]:
         _check_types(child)
 
 
@@ -161,11 +161,11 @@ def _default(parameter: inspect.Parameter) -> list[Json]:
         return [{"unsaved": type(parameter.default).__name__}]
 
 
-def signature_from_json(found: Json) -> inspect.Signature | None:
+def signature_from_json(entry: Json) -> inspect.Signature | None:
     """The signature, its annotations left out."""
-    if found is None:
+    if entry is None:
         return None
-    return inspect.Signature([_parameter(*item) for item in found])
+    return inspect.Signature([_parameter(*item) for item in entry])
 
 
 def _parameter(name: str, kind: str, *default: Json) -> inspect.Parameter:

@@ -121,7 +121,7 @@ class ReadGraph:
 
 
 def graph_from_json(
-    found: Json,
+    entry: Json,
     tensors: Mapping[str, torch.Tensor],
     read_module: ReadModule,
     devices: Devices = same_device,
@@ -129,13 +129,13 @@ def graph_from_json(
     """The graph; operators are looked up by name."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    for written in found["nodes"]:
+    for written in entry["nodes"]:
         node = _node_from_json(graph, written, nodes, devices)
         if node.name != written["name"] or written["name"] in nodes:
             raise ArchiveError(f"the graph has a node of the name {written['name']!r}, which cannot be given")
         nodes[node.name] = node
     root: dict[str, Any] = {}
-    for path, held in found["attributes"].items():
+    for path, held in entry["attributes"].items():
         if _PATH.fullmatch(path) is None:
             raise ArchiveError(f"the graph has an attribute {path!r}, which is not a name")
         root[path] = tensors[held["tensor"]] if "tensor" in held else read_module(held)
@@ -145,13 +145,13 @@ def graph_from_json(
     return ReadGraph(graph, root)
 
 
-def _node_from_json(graph: fx.Graph, found: Json, nodes: Mapping[str, fx.Node], devices: Devices) -> fx.Node:
-    op, name, target = found["op"], found["name"], found.get("target", "output")
-    args = tuple(from_json(arg, nodes, devices) for arg in found.get("args", []))
-    kwargs = {key: from_json(arg, nodes, devices) for key, arg in found.get("kwargs", {}).items()}
-    for given in (name, *kwargs, *([target] if op == "placeholder" else [])):
-        if _NAME.fullmatch(given) is None or keyword.iskeyword(given):
-            raise ArchiveError(f"the graph calls something {given!r}, which is not a name")
+def _node_from_json(graph: fx.Graph, entry: Json, nodes: Mapping[str, fx.Node], devices: Devices) -> fx.Node:
+    op, name, target = entry["op"], entry["name"], entry.get("target", "output")
+    args = tuple(from_json(arg, nodes, devices) for arg in entry.get("args", []))
+    kwargs = {key: from_json(arg, nodes, devices) for key, arg in entry.get("kwargs", {}).items()}
+    for word in (name, *kwargs, *([target] if op == "placeholder" else [])):
+        if _NAME.fullmatch(word) is None or keyword.iskeyword(word):
+            raise ArchiveError(f"the graph calls something {word!r}, which is not a name")
     if op == "call_function":
         target = find_operator(target)
     elif op == "get_attr":
@@ -160,24 +160,24 @@ def _node_from_json(graph: fx.Graph, found: Json, nodes: Mapping[str, fx.Node], 
     elif op not in ("placeholder", "output"):
         raise ArchiveError(f"the graph has a node of the kind {op!r}")
     node = graph.create_node(op, target, args, kwargs, name)
-    if path := found.get("module"):
+    if path := entry.get("module"):
         node.meta["nn_module_stack"] = {"": (str(path), "")}
-    if line := _LINE.fullmatch(found.get("line", "")):
+    if line := _LINE.fullmatch(entry.get("line", "")):
         node.stack_trace = f'File "{line[1]}", line {line[2]}'
-    if found.get("value") is not None:
-        node.meta["val"] = _value_from_json(found["value"], devices)
+    if entry.get("value") is not None:
+        node.meta["val"] = _value_from_json(entry["value"], devices)
     return node
 
 
-def _value_from_json(found: Json, devices: Devices) -> Any:
+def _value_from_json(entry: Json, devices: Devices) -> Any:
     # The one place of this package that makes tensors without memory; tests/archive/test_engines.py watches.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if isinstance(found, list):
-        return [_value_from_json(item, devices) for item in found]
-    if found is None:
+    if isinstance(entry, list):
+        return [_value_from_json(item, devices) for item in entry]
+    if entry is None:
         return None
-    dtype, shape, strides, device = (from_json(part, None, devices) for part in found["tensor"])
+    dtype, shape, strides, device = (from_json(part, None, devices) for part in entry["tensor"])
     with FakeTensorMode():
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 

@@ -259,8 +259,8 @@ class _Loader:
             data = self._reader.member(entry["member"])
             return captured_from_json(data, self._tensors, self._body, self._devices)
 
-    def _graph(self, found: Json) -> ReadGraph:
-        return graph_from_json(found, self._tensors, self._body, self._devices)
+    def _graph(self, entry: Json) -> ReadGraph:
+        return graph_from_json(entry, self._tensors, self._body, self._devices)
 
     def _body(self, held: Json) -> nn.Module:
         if "graph" in held:
@@ -272,12 +272,12 @@ class _Loader:
         return inlay
 
     def pieces(
-        self, found: Json, owner: fx.GraphModule
+        self, inlay: Json, owner: fx.GraphModule
     ) -> tuple[Plan, list[Piece], list[Program], dict[str, Plan]]:
         nodes = {node.name: node for node in owner.graph.nodes}
         pieces, programs = [], []
         body_plans: dict[str, Plan] = {}
-        for item in found["pieces"]:
+        for item in inlay["pieces"]:
             name = item["engine"]
             if name != PYTORCH and name not in self.contents["engines"]:
                 raise ArchiveError(f"a segment runs on {name!r}, which is not among its engines")
@@ -295,7 +295,7 @@ class _Loader:
             pieces.append(Piece(segment, owner, graph.graph, inputs, outputs))
             programs.append(program)
         segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
-        return Plan(segments, str(found["strategy"])), pieces, programs, body_plans
+        return Plan(segments, str(inlay["strategy"])), pieces, programs, body_plans
 
     def _plans_of_bodies(self, read: ReadGraph) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}

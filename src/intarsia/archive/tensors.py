@@ -88,13 +88,13 @@ class TensorTable:
 
     def description(self) -> dict[str, dict[str, Any]]:
         """What safetensors does not tell: order of dimensions, device, complex numbers, parts of others."""
-        told: dict[str, dict[str, Any]] = {}
+        described: dict[str, dict[str, Any]] = {}
         for key, tensor in self._tensors.items():
             order, _ = _in_order(tensor)
-            told[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
+            described[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
         for key, (whole, row) in self._rows.items():
-            told[key]["rows"] = [whole, row, row + len(self._tensors[key])]
-        return told
+            described[key]["rows"] = [whole, row, row + len(self._tensors[key])]
+        return described
 
     @cached_property
     def _rows(self) -> dict[str, tuple[str, int]]:
@@ -110,10 +110,10 @@ class TensorTable:
             for key, t in self._tensors.items()
             if t.is_contiguous() and not t.is_complex() and t.device.type == "cpu"
         }
-        found = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
+        starts = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
         for key, (whole, row) in self._rows.items():
-            found[key] = found[whole] + row * self._tensors[whole][0].nbytes
-        return found
+            starts[key] = starts[whole] + row * self._tensors[whole][0].nbytes
+        return starts
 
     def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
         """The tensors as they are stored, the header that tells of them, and how it is written."""
@@ -165,7 +165,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def read_tensors(
-    buffer: memoryview, told: Mapping[str, Mapping[str, Any]], devices: Devices
+    buffer: memoryview, described: Mapping[str, Mapping[str, Any]], devices: Devices
 ) -> dict[str, torch.Tensor]:
     """The tensors over the buffer's own memory; ArchiveError unless every one lies inside, whole."""
     length = struct.unpack_from("<Q", buffer)[0]
@@ -173,21 +173,21 @@ def read_tensors(
         raise ArchiveError(f"the header of {WEIGHTS} claims {length} bytes")
     header = json.loads(bytes(buffer[8 : 8 + length]))
     data = buffer[8 + length :]
-    parts = {key: entry["rows"] for key, entry in told.items() if "rows" in entry}
-    if set(header) != set(told) - set(parts):
+    parts = {key: entry["rows"] for key, entry in described.items() if "rows" in entry}
+    if set(header) != set(described) - set(parts):
         raise ArchiveError(f"{WEIGHTS} holds other tensors than the manifest tells of")
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
         dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         size = math.prod(shape) * dtype.itemsize
         if any(dim < 0 for dim in shape) or not 0 <= start <= end <= len(data) or end - start != size:
             raise ArchiveError(f"{key} does not lie in {WEIGHTS} as its header says")
-        found[key] = _placed(_read(data[start:end], dtype, shape), told[key], devices)
+        tensors[key] = _placed(_read(data[start:end], dtype, shape), described[key], devices)
     for key, (whole, begin, stop) in parts.items():
-        if whole in parts or not 0 <= begin < stop <= len(found[whole]):
+        if whole in parts or not 0 <= begin < stop <= len(tensors[whole]):
             raise ArchiveError(f"{key} is not part of {whole} as the manifest says")
-        found[key] = found[whole][begin:stop]
-    return found
+        tensors[key] = tensors[whole][begin:stop]
+    return tensors
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
@@ -201,12 +201,12 @@ def _read(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tenso
     return flat.view(dtype).view(shape)
 
 
-def _placed(tensor: torch.Tensor, told: Mapping[str, Any], devices: Devices) -> torch.Tensor:
-    if told["complex"]:
+def _placed(tensor: torch.Tensor, description: Mapping[str, Any], devices: Devices) -> torch.Tensor:
+    if description["complex"]:
         tensor = torch.view_as_complex(tensor)
-    order = told["order"]
+    order = description["order"]
     back = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(back).to(devices(torch.device(told["device"])))
+    return tensor.permute(back).to(devices(torch.device(description["device"])))
 
 
 def _rows_of_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:

@@ -34,8 +34,8 @@ def needs_gradients(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     if not torch.is_grad_enabled() and not switched_on:
         return False
     output = next(iter(reversed(module.graph.nodes)))
-    kept = [*output.all_input_nodes, *(node for node in module.graph.nodes if _writes(node))]
-    values = [node.meta.get("example_value") for node in kept]
+    results = [*output.all_input_nodes, *(node for node in module.graph.nodes if _writes(node))]
+    values = [node.meta.get("example_value") for node in results]
     return any(value is None or getattr(value, "requires_grad", False) for value in values)
 
 
@@ -71,10 +71,10 @@ class Program:
         taken = [args[i] for i in self.frozen.taken]
         if self.autocast:
             with without_autocast(self.autocast):
-                made = self.compiled(*taken)
+                answer = self.compiled(*taken)
         else:
-            made = self.compiled(*taken)
-        return (made,) if self.frozen.single else made
+            answer = self.compiled(*taken)
+        return (answer,) if self.frozen.single else answer
 
 
 def program_of(
@@ -86,16 +86,16 @@ def program_of(
 ) -> Program:
     """A program. When one of its weights is gone, what `drop` gives is called with it."""
     weights_of = picker(frozen.weights)
-    made: list[weakref.ref[Program]] = []
+    programs: list[weakref.ref[Program]] = []
 
     def gone(_: object) -> None:
-        forget, program = drop(), made[0]() if made else None
+        forget, program = drop(), programs[0]() if programs else None
         if forget is not None and program is not None:
             forget(program)
 
     weights = Freshness([Weight("", weight) for weight in weights_of(args)], gone=gone)
     program = Program(compiled, frozen, autocast, weights_of, weights)
-    made.append(weakref.ref(program))
+    programs.append(weakref.ref(program))
     return program
 
 

@@ -121,11 +121,11 @@ class Builder:
             program = self._built.get(key)
             if program is None:
                 sample = cases[self.timed.example] if self.timed and cases else None
-                made = self._build(piece.module, piece.segment.engine, cases, sample)
-                if isinstance(made, Failure):
-                    refusals.update(self._blame(piece, made, cases))
+                outcome = self._build(piece.module, piece.segment.engine, cases, sample)
+                if isinstance(outcome, Failure):
+                    refusals.update(self._blame(piece, outcome, cases))
                     continue
-                program = self._built[key] = made
+                program = self._built[key] = outcome
             programs.append(program)
         return programs, refusals
 
@@ -162,15 +162,19 @@ class Builder:
         self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], sample: Case | None = None
     ) -> Tried | Failure:
         """Try a piece rewritten and, should that fail, as it was converted."""
-        made = self._try(module, engine, cases, self.rewrite)
-        if isinstance(made, Failure) and sample is not None:
-            self._check_speed(engine, made, sample)
-        if isinstance(made, Failure) and not (made.nodes or made.for_good) and self.rewrite is not None:
+        outcome = self._try(module, engine, cases, self.rewrite)
+        if isinstance(outcome, Failure) and sample is not None:
+            self._check_speed(engine, outcome, sample)
+        if (
+            isinstance(outcome, Failure)
+            and not (outcome.nodes or outcome.for_good)
+            and self.rewrite is not None
+        ):
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
-                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {made.reason}")
-                made = plain
-        return made
+                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {outcome.reason}")
+                outcome = plain
+        return outcome
 
     def _try(
         self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], rewrite: Rewrite | None
@@ -179,10 +183,10 @@ class Builder:
             return self._lost[engine.name]
         if self.deadline is not None and time.perf_counter() > self.deadline:
             raise OutOfTime("its pieces could not all be built and tried in the time that was left")
-        made = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes, self.tolerance)
-        if isinstance(made, Failure) and made.for_good:
-            self._lost[engine.name] = made
-        return made
+        outcome = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes, self.tolerance)
+        if isinstance(outcome, Failure) and outcome.for_good:
+            self._lost[engine.name] = outcome
+        return outcome
 
     def _check_speed(self, engine: Engine, failure: Failure, sample: Case) -> None:
         """TooSlow where a piece at fault takes longer than the best plan takes for all.
@@ -211,9 +215,9 @@ class Builder:
 
     def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
         """Put compiled bodies into a piece of control flow; each is tried on what the examples give it."""
-        found = list(bodies(module))
-        runs = [examples_of(module, case.inputs) for case in cases] if found else []
-        for node, name, body in found:
+        inner_graphs = list(bodies(module))
+        runs = [examples_of(module, case.inputs) for case in cases] if inner_graphs else []
+        for node, name, body in inner_graphs:
             key = f"{node.name}.{name}"
             tries = []
             for operands in [run[name] for run in runs]:
@@ -247,10 +251,10 @@ class Builder:
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
-            part, told = part_of(piece.module, engine, nodes), len(self.notes)
-            made = self._build(part.module, engine, [case_of(part, values) for values in known])
-            del self.notes[told:]  # of a part that is only tried
-            return made.reason if isinstance(made, Failure) else None
+            part, count = part_of(piece.module, engine, nodes), len(self.notes)
+            outcome = self._build(part.module, engine, [case_of(part, values) for values in known])
+            del self.notes[count:]  # of a part that is only tried
+            return outcome.reason if isinstance(outcome, Failure) else None
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}

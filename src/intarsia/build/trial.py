@@ -85,10 +85,10 @@ def try_piece(
     runs that case many times. Whatever an engine or a converter throws concerns this piece alone. With a
     `tolerance` answers may be off by as much, if that is more than what rounding does.
     """
-    told: list[str] = []
+    fresh: list[str] = []
     error_of = 0.0
     try:
-        tried = _built(module, engine, rewrite, limit_s, told)
+        tried = _built(module, engine, rewrite, limit_s, fresh)
     except NodeError as error:
         return Failure(error.reason, (error.node.name,))
     except OutOfTime as error:
@@ -111,19 +111,19 @@ def try_piece(
             return Failure(f"{engine.name} answers wrongly: {wrong}", program=tried.program, case=case)
         if not engine.is_exact:
             error_of = max(error_of, relative_error(answers, case.expected))
-    notes += [note for note in told if note not in notes]
+    notes += [note for note in fresh if note not in notes]
     return replace(tried, error=error_of)
 
 
 def _built(
-    module: fx.GraphModule, engine: Engine, rewrite: Rewrite | None, limit_s: float | None, told: list[str]
+    module: fx.GraphModule, engine: Engine, rewrite: Rewrite | None, limit_s: float | None, notes: list[str]
 ) -> Tried:
     if isinstance(engine, GraphEngine):
         return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(module)), None)
     assert isinstance(engine, NetworkEngine)
-    net = convert(module, name=engine.name, notes=told, engine=engine)
+    net = convert(module, name=engine.name, notes=notes, engine=engine)
     if rewrite is not None:
-        told += rewrite(net, engine)
+        notes += rewrite(net, engine)
     return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
 
 
@@ -145,8 +145,8 @@ class Cases:
 
     def __init__(self, module: fx.GraphModule, whole: Sequence[Case | None] = ()) -> None:
         returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
-        given = returned if isinstance(returned, list | tuple) else (returned,)
-        self._returned = tuple(getattr(node, "name", None) for node in given)
+        results = returned if isinstance(returned, list | tuple) else (returned,)
+        self._returned = tuple(getattr(node, "name", None) for node in results)
         self._count = len(compute_nodes(module.graph))
         self._whole = whole
         self._known: dict[tuple[int, tuple[str, ...]], Case] = {}

@@ -112,6 +112,6 @@ def _values(workshop: Workshop) -> str:
     return digest(*(tensor_digest(x) if isinstance(x, torch.Tensor) else repr(x) for x in (*state, *tensors)))
 
 
-def _with_findings(module: Compiled, found: Findings) -> Compiled:
-    module.plan = measured_plan(module.plan, found)
+def _with_findings(module: Compiled, findings: Findings) -> Compiled:
+    module.plan = measured_plan(module.plan, findings)
     return module

@@ -173,32 +173,32 @@ class Findings:
         return [n for numbers in (own, tables, *of_trials, *of_blocks) for n in numbers]
 
 
-def engine_seconds(found: Findings, engines: Sequence[str]) -> dict[str, float]:
+def engine_seconds(findings: Findings, engines: Sequence[str]) -> dict[str, float]:
     """What the chosen plan spends on each engine in a call, where it was measured.
 
     >>> blocks = (BlockCost(0, 1, "", "", {"a": 2.0}), BlockCost(1, 1, "", "", {"b": 1.0}))
     >>> mix = Trial("mix", 2, (3.1,), 0.0, blocks=("a", "b"))
-    >>> found = Findings("latency", (mix,), "mix", blocks)
-    >>> engine_seconds(found, ("a", "b")), segment_seconds(found, ("a", "b"), 2)
+    >>> findings = Findings("latency", (mix,), "mix", blocks)
+    >>> engine_seconds(findings, ("a", "b")), segment_seconds(findings, ("a", "b"), 2)
     ({'a': 2.0, 'b': 1.0}, [2.0, 1.0])
     """
-    chosen = found.trial(found.chosen)
+    chosen = findings.trial(findings.chosen)
     if len(engines) == 1:
         return {engines[0]: chosen.median}
     seconds: dict[str, float] = {}
-    for engine, block in zip(chosen.blocks, found.blocks, strict=False):
+    for engine, block in zip(chosen.blocks, findings.blocks, strict=False):
         seconds[engine] = seconds.get(engine, 0.0) + block.seconds.get(engine, 0.0)
     return seconds
 
 
-def segment_seconds(found: Findings, engines: Sequence[str], count: int) -> list[float | None]:
+def segment_seconds(findings: Findings, engines: Sequence[str], count: int) -> list[float | None]:
     """What each of `count` segments takes: the blocks of a mix that follow each other on one engine."""
-    chosen = found.trial(found.chosen)
+    chosen = findings.trial(findings.chosen)
     if count == 1:
         return [chosen.median]
     parts: list[float | None] = []
     before = None
-    for engine, block in zip(chosen.blocks, found.blocks, strict=False):
+    for engine, block in zip(chosen.blocks, findings.blocks, strict=False):
         if engine != before:
             parts.append(0.0)
         parts[-1] = (parts[-1] or 0.0) + block.seconds.get(engine, 0.0)
@@ -209,34 +209,35 @@ def segment_seconds(found: Findings, engines: Sequence[str], count: int) -> list
 _BUSY = 1.5  # a median so many times the quickest round says more of the machine than of the plan
 
 
-def findings_text(found: Findings) -> str:
+def findings_text(findings: Findings) -> str:
     """The findings in lines, the quickest plan first, times in milliseconds."""
-    lines = [*_trials(found)] if found.trials else ["nothing was measured"]
-    if found.blocks:
-        lines += _blocks(found)
-    if found.entering:
-        prices = ", ".join(f"{engine} {seconds * 1e3:.3f}" for engine, seconds in found.entering.items())
+    lines = [*_trials(findings)] if findings.trials else ["nothing was measured"]
+    if findings.blocks:
+        lines += _blocks(findings)
+    if findings.entering:
+        prices = ", ".join(f"{engine} {seconds * 1e3:.3f}" for engine, seconds in findings.entering.items())
         lines.append(f"price of a crossing into an engine, ms: {prices}")
-    if found.tolerance is not None and found.trials:
-        whole = found.trial(found.chosen).error
-        lines.append(f"error end to end {whole:.2g} of the largest value; tolerance={found.tolerance:g}")
+    if findings.tolerance is not None and findings.trials:
+        whole = findings.trial(findings.chosen).error
+        lines.append(f"error end to end {whole:.2g} of the largest value; tolerance={findings.tolerance:g}")
         lines.append("  measured on the examples, in each row of a batch; other inputs may be off by more")
-        lines += [f"  error of the segment from {node}: {error:.2g}" for node, error in found.errors.items()]
-    lines += [f"left out: {reason}" for reason in found.left_out]
+        errors = findings.errors.items()
+        lines += [f"  error of the segment from {node}: {error:.2g}" for node, error in errors]
+    lines += [f"left out: {reason}" for reason in findings.left_out]
     return "\n".join(lines)
 
 
-def _trials(found: Findings) -> Iterator[str]:
-    what = "ms a call" if found.objective == "latency" else "ms a call's share, several callers"
-    how = "remembered" if found.remembered else f"in {found.spent_s:.1f} s"
+def _trials(findings: Findings) -> Iterator[str]:
+    what = "ms a call" if findings.objective == "latency" else "ms a call's share, several callers"
+    how = "remembered" if findings.remembered else f"in {findings.spent_s:.1f} s"
     yield f"measured end to end ({what}; median and spread of interleaved rounds; {how}):"
-    rows = [(trial.name, trial) for trial in sorted(found.trials, key=_rank)]
+    rows = [(trial.name, trial) for trial in sorted(findings.trials, key=_rank)]
     width = max((len(name) for name, _ in rows), default=0)
-    best = found.trial(found.chosen).median
+    best = findings.trial(findings.chosen).median
     for name, trial in rows:
-        mark = "*" if name == found.chosen else " "
+        mark = "*" if name == findings.chosen else " "
         count = f"{trial.segments} segment{'s' * (trial.segments != 1)}"
-        ratio = f"{trial.median / best:.2f}x" if name != found.chosen else "chosen"
+        ratio = f"{trial.median / best:.2f}x" if name != findings.chosen else "chosen"
         dropped = "" if trial.final else ", not in the last race"
         if trial.quickest and trial.median > _BUSY * trial.quickest:
             dropped += f"; the machine was busy: its quickest round took {trial.quickest * 1e3:.3f}"
@@ -252,12 +253,12 @@ def _ms(trial: Trial) -> str:
     return f"{trial.median * 1e3:9.3f}{spread}"
 
 
-def _blocks(found: Findings) -> Iterator[str]:
-    engines = list(dict.fromkeys(engine for block in found.blocks for engine in block.seconds))
-    runs = found.trial(found.chosen).blocks if found.trials else ()
+def _blocks(findings: Findings) -> Iterator[str]:
+    engines = list(dict.fromkeys(engine for block in findings.blocks for engine in block.seconds))
+    runs = findings.trial(findings.chosen).blocks if findings.trials else ()
     yield "blocks, ms (equal blocks are measured once):"
     yield f"  {'block':<9}{'nodes':>5}  " + "  ".join(f"{engine:>11}" for engine in engines) + "  begins at"
-    for first, last, block in _runs(found.blocks, runs):
+    for first, last, block in _runs(findings.blocks, runs):
         name = f"{first}" if first == last else f"{first}-{last}"
         cells = []
         for engine in engines:

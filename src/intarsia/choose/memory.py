@@ -141,9 +141,9 @@ class Memory:
         except (AttributeError, KeyError, TypeError, ValueError):  # written by another version, or damaged
             return None
 
-    def keep_findings(self, key: str, found: Findings) -> None:
+    def keep_findings(self, key: str, findings: Findings) -> None:
         """Remember a search."""
-        self._searches.update({key: found.as_dict()}, keep=_KEPT)
+        self._searches.update({key: findings.as_dict()}, keep=_KEPT)
 
     def cost(self, key: str) -> float | None:
         """Seconds that something took, if it was measured."""

@@ -355,9 +355,9 @@ class Search:
         limit = min(ranked[0].seconds) * times
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
-    def _drop(self, kept: Sequence[str]) -> None:
+    def _drop(self, names: Sequence[str]) -> None:
         """Let go of the programs of plans that cannot win: each may hold a copy of the weights."""
-        self.built = {name: built for name, built in self.built.items() if name in kept}
+        self.built = {name: built for name, built in self.built.items() if name in names}
 
     def _decide(self) -> str:
         decided = [trial for trial in self.trials.values() if trial.final]

@@ -90,12 +90,12 @@ class WithFallback:
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.failure is not None:
             return self.otherwise(*inputs)
-        made: tuple[Any, ...] = ()
+        results: tuple[Any, ...] = ()
         try:
-            made = self.program(*inputs)
-            reason = self._unlike(made)
+            results = self.program(*inputs)
+            reason = self._unlike(results)
             if reason is None:
-                return made
+                return results
         except Exception as error:
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if self.strict:
@@ -104,7 +104,7 @@ class WithFallback:
         # Where PyTorch fails too, the call is at fault, and its error is told.
         answer = self.otherwise(*inputs)
         # Export takes `x[:1]` to have a row, also of sizes that may be 0: then the graph is at fault.
-        if self.failure is None and makes_of(made) != makes_of(answer):
+        if self.failure is None and makes_of(results) != makes_of(answer):
             self.failure = reason
             warnings.warn(
                 f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on",
@@ -112,10 +112,10 @@ class WithFallback:
             )
         return answer
 
-    def _unlike(self, made: Sequence[Any]) -> str | None:
-        if len(made) != len(self.makes):
-            return f"it gives {len(made)} results where PyTorch gives {len(self.makes)}"
-        for number, (result, expected) in enumerate(zip(made, self.makes)):  # noqa: B905
+    def _unlike(self, results: Sequence[Any]) -> str | None:
+        if len(results) != len(self.makes):
+            return f"it gives {len(results)} results where PyTorch gives {len(self.makes)}"
+        for number, (result, expected) in enumerate(zip(results, self.makes)):  # noqa: B905
             if expected is None:
                 continue
             if not isinstance(result, torch.Tensor):

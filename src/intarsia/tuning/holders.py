@@ -24,14 +24,14 @@ def held_modules(target: Any) -> dict[str, nn.Module]:
     >>> list(held_modules(Service()))
     ["models['small']", "models['small'].0"]
     """
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, module in _roots(target, "", _DEPTH, set()):
         for inner, part in module.named_modules():
             if id(part) not in seen:
                 seen.add(id(part))
-                found[".".join(filter(None, (path, inner))) or type(part).__name__] = part
-    return found
+                modules[".".join(filter(None, (path, inner))) or type(part).__name__] = part
+    return modules
 
 
 def _roots(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
