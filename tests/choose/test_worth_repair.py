@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,11 @@ from intarsia.choose.measured import Measured
 from intarsia.choose.plan import MeasuredPlan
 from intarsia.engines import OnnxRuntime, Program
 from intarsia.network import Network
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
 
 
 class Net(nn.Module):
