@@ -70,8 +70,7 @@ _FIRST_GUESS = {
 
 def _seconds_each(latest: Mapping[str, float] | None = None) -> dict[str, float]:
     """The seconds that each stage took for a unit of size, at the last compile on this machine."""
-    from intarsia.cache.directory import cache_directory
-    from intarsia.cache.store import JsonStore
+    from intarsia.cache.store import JsonStore, cache_directory
 
     store = JsonStore(cache_directory() / "stages.json")
     if latest is not None:

@@ -112,7 +112,7 @@ def serve(
     """Serve a compiled file over HTTP: POST /predict, GET /, /health and /metrics."""
     options = {name: value for name, value in locals().items() if name not in ("file", "imports")}
     try:
-        from intarsia.serve.options import Options
+        from intarsia.serve.app import Options
         from intarsia.serve.server import serve as serve_file
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("intarsia"):
