@@ -51,7 +51,7 @@ def _run(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_pipe_that_is_closed_early_is_no_error() -> None:
-    done = _run("intarsia pipeline draw --ranks 64 --microbatches 512 | head -c 10")
+    done = _run("intarsia pipeline draw | true")
     assert (done.returncode, done.stderr) == (141, "")
 
 
