@@ -152,7 +152,7 @@ def tune(
     if json:
         print_json({"compiled": count, "modules": list(map(str, tuner.watched.values()))}, error=True)
     else:
-        console.print(f"{count} modules were compiled")
+        console.print(f"compiled modules: {count}")
         for item in tuner.watched.values():
             console.print(f"  {item}", markup=False)
     sys.stdout.flush()
