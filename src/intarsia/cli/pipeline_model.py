@@ -1,4 +1,4 @@
-"""What `intarsia pipeline run` trains: a model, its data and its loss, by a name; without one, a small GPT."""
+"""What `intarsia pipeline run` trains: a model, its data and its loss, by name; without one, a small GPT."""
 
 from __future__ import annotations
 
