@@ -26,6 +26,7 @@ def test_tokens_are_eagers(family: str) -> None:
         for _ in range(2):
             assert torch.equal(model.generate(ids * mask, **asked), expected)
         assert made.forward.runs["own"] == 0
+        assert made.forward.by_rows[2].token.plan.engines == ("inductor",)
         assert not any("CUDA graph" in note for note in made.forward.by_rows[2].token.notes)
 
 
