@@ -58,6 +58,7 @@ class Generation:
                 (f"{rows} rows, prompt", programs.prompt),
                 (f"{rows} rows, {masked}", programs.masked_prompt),
                 (f"{rows} rows, token", programs.token),
+                (f"{rows} rows, tokens after a cache", programs.continued),
             ]
         lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
         if self.tolerance is not None:
