@@ -41,22 +41,6 @@ class ValueGuard:
 
 
 @dataclass(frozen=True)
-class Largest:
-    """No element of a tensor exceeds a bound; `signed`, in magnitude. NaN is looked for by others."""
-
-    tensor: str
-    high: float
-    signed: bool
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor,)
-
-    def __str__(self) -> str:
-        return f"{self.tensor} must be at most {self.high:.10g}{' in magnitude' if self.signed else ''}"
-
-
-@dataclass(frozen=True)
 class NonZero:
     """No element of a tensor is zero."""
 
@@ -117,7 +101,7 @@ class Quotient:
         return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
 
 
-AnyGuard = ValueGuard | Largest | NonZero | Product | Index | Quotient
+AnyGuard = ValueGuard | NonZero | Product | Index | Quotient
 
 
 @dataclass
@@ -137,7 +121,7 @@ class Guards:
 # Guards as a program looks at them: those of inputs, and those the engine computes a number for.
 
 
-_KINDS = {kind.__name__: kind for kind in (ValueGuard, Largest, NonZero, Product, Index, Quotient)}
+_KINDS = {kind.__name__: kind for kind in (ValueGuard, NonZero, Product, Index, Quotient)}
 
 
 def _none() -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -196,8 +180,6 @@ def _from_json(found: Mapping[str, Any]) -> AnyGuard:
     if kind is ValueGuard:
         low, high = float(given["low"]), float(given["high"])
         return ValueGuard(str(given["tensor"]), low, high, bool(given["total"]))
-    if kind is Largest:
-        return Largest(str(given["tensor"]), float(given["high"]), bool(given["signed"]))
     if kind is Product:
         return Product(str(given["one"]), str(given["other"]), float(given["high"]))
     if kind is NonZero:

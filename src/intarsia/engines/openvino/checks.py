@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.guards.half_layers import LARGEST_HALF
+from intarsia.engines.guards.float16 import LARGEST_HALF
 from intarsia.engines.guards.kinds import (
     AnyGuard,
     Checks,
     Guards,
     Index,
-    Largest,
     NonZero,
     Product,
     Quotient,
@@ -76,15 +75,12 @@ def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, flo
 def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
     """The same in float16, where a limit that is larger than all numbers would hold for infinity, too."""
     x = tensors[guard.tensors[0]]
-    if not isinstance(guard, ValueGuard | Largest) or x.get_element_type().is_integral_number():
+    if not isinstance(guard, ValueGuard) or x.get_element_type().is_integral_number():
         raise EngineError(f"{guard}, and float16 does not hold such numbers exactly")
-    x = _float(ov, x)
-    if isinstance(guard, Largest):
-        return _reduced(ov, ov.reduce_max, ov.abs(x) if guard.signed else x), guard.high
     if guard.total:
         # Whether rounding leaves small numbers is all the same: infinities and NaN stay.
-        scaled = ov.multiply(x, _scalar(ov, _HALF_SCALE))
-        return _reduced(ov, ov.reduce_l1, scaled), min(guard.high * _HALF_SCALE, LARGEST_HALF)
+        scaled = ov.multiply(_float(ov, x), _scalar(ov, _HALF_SCALE))
+        return _magnitudes(ov, scaled), min(guard.high * _HALF_SCALE, LARGEST_HALF)
     low, high = (
         bound if math.isinf(bound) else min(max(bound, -LARGEST_HALF), LARGEST_HALF)
         for bound in (guard.low, guard.high)
@@ -92,20 +88,18 @@ def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tup
     return _count(ov, _holds(ov, ValueGuard(guard.tensor, low, high), tensors)), 0.5
 
 
-def _reduced(ov: Any, reduce: Any, x: Any) -> Any:
-    """Reduce to one number; images within each channel first, as they lie in memory."""
-    rank = len((x.output(0) if hasattr(x, "output") else x).get_partial_shape())
-    if rank == 4:
-        within = reduce(x, ov.constant(np.array([2, 3])), True)
-        return reduce(within, ov.constant(np.array([0, 1])), True)
-    return reduce(ov.reshape(x, ov.constant(np.array([1, -1])), False), ov.constant(np.array([1])), True)
+def _magnitudes(ov: Any, x: Any) -> Any:
+    """Their sum; of images within each channel first, as they lie in memory."""
+    if len(x.get_output_partial_shape(0)) == 4:
+        within = ov.reduce_l1(x, ov.constant(np.array([2, 3])), True)
+        return ov.reduce_l1(within, ov.constant(np.array([0, 1])), True)
+    return ov.reduce_l1(
+        ov.reshape(x, ov.constant(np.array([1, -1])), False), ov.constant(np.array([1])), True
+    )
 
 
 def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
     """Where a guard holds, element by element; of NaN no comparison holds."""
-    if isinstance(guard, Largest):
-        x = _float(ov, tensors[guard.tensor])
-        return ov.less_equal(ov.abs(x) if guard.signed else x, _scalar(ov, guard.high))
     if isinstance(guard, Product):
         product = ov.multiply(_float(ov, tensors[guard.one]), _float(ov, tensors[guard.other]))
         return ov.less_equal(ov.abs(product), _scalar(ov, guard.high))

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from intarsia.engines.guards.float16 import in_float16
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.guards.overflow import in_float16
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.arm import add_up_in_parts, mend
 from intarsia.engines.openvino.checks import add_checks
