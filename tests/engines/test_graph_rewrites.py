@@ -13,6 +13,7 @@ from torch import nn
 from intarsia.engines.graph_rewrites import (
     REWRITES,
     apply_rewrites,
+    fused_products,
     measured,
     products,
 )
