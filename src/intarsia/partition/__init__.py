@@ -11,10 +11,8 @@ from intarsia.errors import PartitionError
 from intarsia.graph.piece import Piece, extract
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment
-from intarsia.partition.dependency import dependency
-from intarsia.partition.greedy import greedy
-from intarsia.partition.hierarchical import hierarchical
 from intarsia.partition.options import PartitionOptions
+from intarsia.partition.strategies import dependency, greedy, hierarchical
 from intarsia.partition.table import PYTORCH, SupportTable
 
 Strategy: TypeAlias = Callable[[fx.GraphModule, SupportTable, PartitionOptions], Plan]

@@ -11,8 +11,7 @@ import onnx_ir as ir
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network.edit.redirect import replace_value
-from intarsia.rewrite.bindings import Bindings
-from intarsia.rewrite.match import Matcher
+from intarsia.rewrite.match import Bindings, Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 from intarsia.rewrite.term import OpTerm, build, depth, feeders, kinds, parts
 

@@ -4,22 +4,69 @@ Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anyth
 an engine says which. Where the intervals of a network do not rule that out, a guard watches a tensor.
 
 Guards watch instead of computing twice: an exact layer for every kernel that deviates would cost every model
-its fusions, for values that do not come. A network of a hundred layers needs a handful of guards.
-"""
+its fusions, for values that do not come. A network of a hundred layers needs a handful of guards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import onnx_ir as ir
 
 from intarsia.engines.guards.constants import divides_by_floats, may_be_denormal, merged_out_of_range
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
-from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
-from intarsia.engines.guards.limits import Limits
+from intarsia.engines.guards.kinds import LONGEST_INPUT, AnyGuard, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network.ops import KEEPS_VALUES
+
+# What an engine says of its kernels: the values they treat as PyTorch does.
+
+
+FINITE = Interval(-(2.0**100), 2.0**100)
+
+
+def of_rounded_product(layer: Layer, index: int) -> Interval | None:
+    """What can be rounded to integers: by `QuantizeLinear`, or by a kernel whose weight is constant.
+
+    A row is scaled by its largest magnitude: of NaN and infinities nothing sensible is left.
+    """
+    if layer.kind == "QuantizeLinear" and index == 0:
+        return FINITE  # which integer NaN becomes differs
+    if layer.kind not in ("MatMul", "Gemm") or index != 0:
+        return None
+    weight = layer.get_inputs(1)[0]
+    return FINITE if weight is not None and weight.value.const_value is not None else None
+
+
+class Limits(Protocol):
+    """An engine's own; what it does not speak of, it computes rightly."""
+
+    engine: str
+    by_reciprocals: bool  # divides by multiplying, so that a denormal divisor overflows
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        """Which floats a layer can be given at an input; None for any."""
+
+    def integers(self, layer: Layer) -> Interval | None:
+        """Which integers a layer computes rightly; None for all of them."""
+
+    def index_axes(self, layer: Layer) -> Sequence[int] | None:
+        """The axes that a layer's indices point into, where its kernel does not check them."""
+
+    def others(self, layer: Layer) -> Sequence[AnyGuard]:
+        """What else must hold for a layer of floats."""
+
+
+# What must hold while a network runs so that an engine answers as PyTorch does, and where to look.
+#
+# Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anything for an index out of
+# range: an engine says which. Where the intervals of a network do not rule that out, a guard watches a
+# tensor.
+#
+# Guards watch instead of computing twice: an exact layer for every kernel that deviates would cost every
+# model its fusions, for values that do not come. A network of a hundred layers needs a handful of guards.
+
 
 # Inputs of these are looked at before the engine runs.
 LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})

@@ -1,4 +1,4 @@
-"""The one place that names TorchInductor's own module; it is imported when a piece is built, not before."""
+"""What TorchInductor makes of a graph; its own module is imported when a piece is built, not before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,60 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.engines.inductor.described import empty_like, has_fixed_sizes
+from intarsia.graph.devices import uses_gpu
+
+# Inputs as a graph describes them: sizes and strides without contents.
+
+
+LEAST = 2  # of a size that is a symbol of Inductor's: 0 and 1 are numbers there
+
+
+def has_fixed_sizes(described: torch.Tensor) -> bool:
+    """Whether a tensor's sizes and strides are numbers."""
+    return all(isinstance(size, int) for size in (*described.shape, *described.stride()))
+
+
+def unfit_size(node: fx.Node) -> str | None:
+    """Why Inductor's code cannot be for every size of what a node makes, in a clause; None if it may be.
+
+    A size that is computed from others, such as one less than another, is known by those. On a GPU sizes
+    below 2 may be: there the graph itself, in a CUDA graph, answers such calls.
+    """
+    made = node.meta.get("val")
+    values = made if isinstance(made, list | tuple) else [made]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    for size in (*sizes, *values):
+        if not isinstance(size, torch.SymInt):
+            continue
+        if not size.node.has_hint():
+            return f"size {size} depends on values"
+        if size.node.expr.is_Symbol and (reason := too_small(size)) is not None:
+            return None if uses_gpu(node.graph) else reason
+    return None
+
+
+def too_small(size: torch.SymInt) -> str | None:
+    """Why a size of an input cannot be a symbol of Inductor's, which are never 0 or 1."""
+    least, _ = bounds(size)
+    if least >= LEAST:
+        return None
+    return f"size {size} may be {least}, and sizes below {LEAST} ask for code of their own"
+
+
+def bounds(size: torch.SymInt) -> tuple[Any, Any]:
+    """The least and the largest that a size may be; the latter may be without bound."""
+    found = size.node.shape_env.bound_sympy(size.node.expr)
+    return found.lower, found.upper
+
+
+def empty_like(described: torch.Tensor) -> torch.Tensor:
+    """A tensor of these sizes and strides, which are numbers."""
+    sizes, strides = described.shape, described.stride()
+    return torch.empty_strided(sizes, strides, dtype=described.dtype, device=described.device)
+
+
+# The one place that names TorchInductor's own module; it is imported when a piece is built, not before.
+
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -68,3 +121,47 @@ def unknown_option(options: Mapping[str, Any]) -> str | None:
             hint = f"; near are {', '.join(near)}" if near else ""
             return f"Inductor of torch {torch.__version__} has no option {name!r}{hint}"
     return None
+
+
+# Calls of what Inductor compiled: its code presumes the strides that it was compiled for.
+
+
+class InductorProgram:
+    """A compiled graph; an input laid out otherwise is copied into the layout that it was compiled for.
+
+    That is contiguous where sizes vary. Of sizes below 2 its code knows nothing: calls of them run the graph
+    itself, operator by operator.
+    """
+
+    def __init__(
+        self, compiled: Compiled, described: Sequence[torch.Tensor], graph: fx.GraphModule | None = None
+    ) -> None:
+        self._compiled = compiled
+        self._strides = [tensor.stride() if has_fixed_sizes(tensor) else None for tensor in described]
+        varying = [
+            (place, axis)
+            for place, tensor in enumerate(described)
+            for axis, size in enumerate(tensor.shape)
+            if isinstance(size, torch.SymInt) and too_small(size) is not None
+        ]
+        self._small = (graph, varying) if graph is not None and varying else None
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        if self._small is not None:
+            graph, varying = self._small
+            if any(inputs[place].shape[axis] < LEAST for place, axis in varying):
+                with torch.no_grad():
+                    return tuple(graph(*inputs))
+        laid_out = [
+            tensor if tensor.stride() == strides else _restride(tensor, strides)
+            for tensor, strides in zip(inputs, self._strides, strict=True)
+        ]
+        with torch.no_grad():
+            return tuple(self._compiled(*laid_out))
+
+
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    if strides is None:
+        return tensor.contiguous()
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

@@ -25,9 +25,16 @@ from intarsia.engines.graph_rewrites import (
     has_only_one_row_products,
     own_copy,
 )
-from intarsia.engines.inductor.compiler import compile_graph, package_graph, read_package, unknown_option
-from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
-from intarsia.engines.inductor.program import InductorProgram
+from intarsia.engines.inductor.compiler import (
+    InductorProgram,
+    compile_graph,
+    empty_like,
+    has_fixed_sizes,
+    package_graph,
+    read_package,
+    unfit_size,
+    unknown_option,
+)
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
 

@@ -18,7 +18,7 @@ from torch import nn
 from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
 from intarsia.engines.mnn.program import MnnProgram
 from intarsia.engines.ports import Ports
-from intarsia.engines.threads import thread_count
+from intarsia.engines.processor import thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ class MNN(NetworkEngine):
         reason = self.probe(net)
         if reason is not None:
             raise EngineError(reason)
-        from intarsia.engines.mnn.converter import converted
+        from intarsia.engines.mnn.layers import converted
 
         return self._program(converted(net), Ports.of(net))
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """MNN's own file, weights and all: it lays them out anew, so they cannot stay where they are."""
-        from intarsia.engines.mnn.converter import converted
+        from intarsia.engines.mnn.layers import converted
 
         return Packed(converted(net), {"ports": Ports.of(net).as_json()})
 

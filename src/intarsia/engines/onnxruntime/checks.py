@@ -11,8 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, ValueGuard
-from intarsia.engines.guards.limits import FINITE, of_rounded_product
-from intarsia.engines.guards.planner import LOOKED_AT
+from intarsia.engines.guards.planner import FINITE, LOOKED_AT, of_rounded_product
 from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network

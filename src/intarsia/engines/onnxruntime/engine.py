@@ -24,7 +24,7 @@ from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, pro
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
-from intarsia.engines.threads import thread_count
+from intarsia.engines.processor import thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class OnnxRuntime(NetworkEngine):
         return {}
 
     def open(self, path: Path) -> RuntimeFile:
-        from intarsia.engines.onnxruntime.file import OnnxFile
+        from intarsia.engines.onnxruntime.session import OnnxFile
 
         return OnnxFile(path)
 

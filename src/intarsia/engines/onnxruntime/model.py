@@ -16,11 +16,11 @@ from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.onnxruntime.checks import OnnxRuntimeLimits, RoundedProductLimits, add_checks
 from intarsia.engines.onnxruntime.corrections import (
     cast_through_int64,
+    compute_in_float32,
     divide_for_reciprocals,
     keep_casts_apart,
     keep_signed_zeros,
 )
-from intarsia.engines.onnxruntime.halves import compute_in_float32
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network
 from intarsia.network.ops import MULTIPLIES_WEIGHTS, RECURRENT

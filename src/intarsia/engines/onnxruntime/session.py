@@ -1,22 +1,26 @@
-"""Calls of an ONNX Runtime session from torch tensors, without copies.
-
-Results stay in ONNX Runtime's arena and torch wraps them. Binding outputs to fresh torch tensors looked like
-the way without a copy, but fresh pages are faulted in at every call.
-"""
+"""Sessions of ONNX Runtime as programs, and over files whoever wrote them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.dlpack
 
-from intarsia.engines.base import GuardedProgram, Program
+from intarsia.engines.base import Arrays, GuardedProgram, Program
 from intarsia.engines.guards.inputs import input_check, is_known_to_hold, told_of
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
+from intarsia.errors import EngineError
+
+# Calls of an ONNX Runtime session from torch tensors, without copies.
+#
+# Results stay in ONNX Runtime's arena and torch wraps them. Binding outputs to fresh torch tensors looked
+# like the way without a copy, but fresh pages are faulted in at every call.
+
 
 OUTPUT = "intarsia_guards"  # the last output, which has a number for each guard
 # numpy has no types for these; ONNX Runtime takes ONNX's own numbers.
@@ -241,3 +245,40 @@ def _names_a_value(error: Exception) -> bool:
 def _element_type(dtype: torch.dtype) -> Any:
     number = _ONNX_TYPES.get(dtype)
     return torch.empty(0, dtype=dtype).numpy().dtype.type if number is None else number
+
+
+# An ONNX file, whoever wrote it, as ONNX Runtime runs it on the CPU.
+
+
+_CPU = ["CPUExecutionProvider"]
+
+
+class OnnxFile:
+    """A session, with its inputs in the order of the file."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime as ort
+
+        self._path = path
+        try:
+            self._session = ort.InferenceSession(path, providers=_CPU)
+        except Exception as error:  # ONNX Runtime raises classes of its own
+            said = next(iter(str(error).splitlines()), "")
+            raise EngineError(f"ONNX Runtime cannot load {path}: {said}") from error
+        self.inputs = [item.name for item in self._session.get_inputs()]
+
+    def run(self, values: Mapping[str, Any]) -> list[Any]:
+        """The outputs, in the order of the file."""
+        return list(self._session.run(None, dict(values)))
+
+    def run_inside(self, values: Mapping[str, Any]) -> Arrays:
+        """Every value of the main graph. ONNX Runtime fuses less where all values are asked for."""
+        import onnx
+        import onnxruntime as ort
+
+        model = onnx.load(self._path)
+        names = [name for node in model.graph.node for name in node.output if name]
+        del model.graph.output[:]
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        session = ort.InferenceSession(model.SerializeToString(), providers=_CPU)
+        return dict(zip(names, session.run(names, dict(values)), strict=True))

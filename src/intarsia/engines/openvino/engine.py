@@ -18,11 +18,10 @@ from intarsia.engines.base import (
     Workload,
 )
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.openvino.core import core, last_line
+from intarsia.engines.openvino.core import core, last_line, settings
 from intarsia.engines.openvino.program import CompiledModel, export, imported
-from intarsia.engines.openvino.snippets import settings
 from intarsia.engines.ports import Ports
-from intarsia.engines.threads import thread_count
+from intarsia.engines.processor import thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class OpenVINO(NetworkEngine):
         return {"INFERENCE_PRECISION_HINT": self.precision}
 
     def open(self, path: Path) -> RuntimeFile:
-        from intarsia.engines.openvino.file import OpenvinoFile
+        from intarsia.engines.openvino.core import OpenvinoFile
 
         return OpenvinoFile(path)
 

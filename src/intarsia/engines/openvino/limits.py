@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
-from intarsia.engines.guards.limits import FINITE, of_rounded_product
+from intarsia.engines.guards.planner import FINITE, of_rounded_product
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes

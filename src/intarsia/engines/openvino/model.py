@@ -13,12 +13,11 @@ from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.arm import add_up_in_parts, mend
 from intarsia.engines.openvino.checks import add_checks
-from intarsia.engines.openvino.core import core, last_line
+from intarsia.engines.openvino.core import core, last_line, settings
 from intarsia.engines.openvino.corrections import correct, fold, fold_tables, has_short_weights, separate
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_norms, show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
-from intarsia.engines.openvino.snippets import settings
 from intarsia.engines.processor import is_arm
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
