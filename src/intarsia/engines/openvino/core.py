@@ -93,7 +93,7 @@ def settings(model: Any) -> dict[str, str]:
     return dict(_OFF) if _joins_attention(model) or (is_arm() and _activates_convolutions(model)) else {}
 
 
-def compiled(model: Any, config: Mapping[str, Any]) -> Any:
+def compile_model(model: Any, config: Mapping[str, Any]) -> Any:
     """The compiled model, without snippets where one of them asks for more registers than there are."""
     try:
         return core().compile_model(model, "CPU", dict(config))

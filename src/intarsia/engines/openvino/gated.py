@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.openvino import snippets
-from intarsia.engines.openvino.core import capabilities, core
+from intarsia.engines.openvino.core import capabilities, compile_model, core
 from intarsia.engines.openvino.halves import is_short, is_widened
 from intarsia.errors import EngineError
 
@@ -46,7 +45,7 @@ def compiled(model: Any, config: Mapping[str, Any]) -> Any:
             return made
     if hint != "f32" and is_gated(model) and (threads := _threads(config)) % 2:
         raise EngineError(f"its kernel for gated layers takes pairs of threads, and there are {threads}")
-    return snippets.compiled(model, config)
+    return compile_model(model, config)
 
 
 def is_gated(model: Any) -> bool:

@@ -18,8 +18,7 @@ import torch
 from intarsia.engines.base import GrowingFile, GuardedProgram
 from intarsia.engines.guards.inputs import input_check, is_known_to_hold, told_of
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Checks
-from intarsia.engines.openvino import snippets
-from intarsia.engines.openvino.core import core
+from intarsia.engines.openvino.core import compile_model, core
 from intarsia.engines.ports import Ports
 
 # A model in OpenVINO's compiled form, whose weights stay in a file of ours.
@@ -69,7 +68,7 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
             data.set("offset", str(places[str(layer.get("name"))]))
         tree.write(described)
         read = core().read_model(described, file.path)
-        compiled = snippets.compiled(read, {**config, **_WITHOUT_WEIGHTS})
+        compiled = compile_model(read, {**config, **_WITHOUT_WEIGHTS})
         blob = bytes(compiled.export_model().getvalue())
         try:
             again, _kept = imported(memoryview(bytearray(blob)), config, file.path)
