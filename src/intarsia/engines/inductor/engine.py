@@ -28,13 +28,11 @@ from intarsia.engines.graph_rewrites import (
 from intarsia.engines.inductor.compiler import (
     InductorProgram,
     compile_graph,
-    empty_like,
-    has_fixed_sizes,
     package_graph,
     read_package,
-    unfit_size,
     unknown_option,
 )
+from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
 

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from intarsia.engines.inductor.compiler import LEAST, bounds, has_fixed_sizes
+from intarsia.engines.inductor.described import LEAST, bounds, has_fixed_sizes
 from intarsia.errors import EngineError
 
 
