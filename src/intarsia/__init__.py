@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from intarsia.archive import load as load
     from intarsia.archive import save as save
-    from intarsia.archive.plain import export as export
+    from intarsia.archive.export import export as export
     from intarsia.capture.annotate import run_on as run_on
     from intarsia.capture.input import Input as Input
     from intarsia.choose import Measured as Measured
@@ -49,7 +49,7 @@ _HOMES = {
     "compile_generation": "intarsia.generation.compile",
     "register_decomposition": "intarsia.lower.decompositions",
     "explain": "intarsia.report",
-    "export": "intarsia.archive.plain",
+    "export": "intarsia.archive.export",
     "check": "intarsia.report.check",
     "Compiled": "intarsia.runtime",
     "PartlyCompiled": "intarsia.runtime",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import load, search
+from intarsia.choose import race, search
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor, OnnxRuntime, PyTorch
 from intarsia.errors import PartitionError
@@ -311,7 +311,7 @@ def test_throughput_is_measured_at_the_largest_batch_by_several_threads(
         engines=["onnxruntime"],
         dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=128)},),
     )
-    assert len(threads) >= load.callers()
+    assert len(threads) >= race.callers()
     assert sizes == {128}
     for batch in (1, 5, 128):
         x = torch.randn(batch, 16)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import search, when_to_measure
+from intarsia.choose import measured, search
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor
 from intarsia.engines.inductor import engine as inductor_engine
@@ -198,7 +198,7 @@ def test_the_budget_is_kept_when_calls_are_slow(monkeypatch: pytest.MonkeyPatch)
 
 def _token(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, torch.Tensor]:
     """A model in bfloat16 that reads its weights for one row, and is worth measuring."""
-    monkeypatch.setattr(when_to_measure, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(measured, "LEAST_WORK", 0.0)
     return Net(128).bfloat16().eval(), torch.randn(1, 128).bfloat16()
 
 
@@ -275,7 +275,7 @@ def test_measuring_leaves_no_trace_in_the_model() -> None:
 @pytest.mark.openvino
 def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
-    monkeypatch.setattr("intarsia.choose.free_memory.free_bytes", lambda: 2**20)
+    monkeypatch.setattr("intarsia.choose.progress.free_bytes", lambda: 2**20)
     found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),)).plan.findings
     assert "onnxruntime: it may take 0.0 GiB of memory, and 0.0 GiB are free" in found.left_out
     assert {trial.name for trial in found.trials} == {"openvino", "pytorch", "eager"}

@@ -38,8 +38,8 @@ def env(json: AsJson = False) -> None:
     import torch
 
     import intarsia
-    from intarsia.cache.directory import cache_directory
     from intarsia.cache.machine import package_version, processor_name
+    from intarsia.cache.store import cache_directory
     from intarsia.engines import known_engines
 
     packages = ("numpy", "onnx", "onnx_ir", "onnxruntime", "openvino", "safetensors", "transformers")
@@ -69,7 +69,7 @@ def env(json: AsJson = False) -> None:
 @cache.command()
 def where(json: AsJson = False) -> None:
     """Print the folder; INTARSIA_CACHE sets another."""
-    from intarsia.cache.directory import cache_directory
+    from intarsia.cache.store import cache_directory
 
     print_json(str(cache_directory())) if json else typer.echo(str(cache_directory()))
 
@@ -89,7 +89,7 @@ def ls(json: AsJson = False) -> None:
 @cache.command()
 def clear(json: AsJson = False) -> None:
     """Delete everything that is stored; it is measured and built again when it is needed."""
-    from intarsia.cache.directory import cache_directory
+    from intarsia.cache.store import cache_directory
 
     files = _files()
     for name, _, _ in files:
@@ -106,7 +106,7 @@ def _files() -> list[tuple[str, int, float]]:
 
     INTARSIA_CACHE may name a folder with other things in it, so only tables with a lock beside them count.
     """
-    from intarsia.cache.directory import cache_directory
+    from intarsia.cache.store import cache_directory
 
     root = cache_directory()
     locks = list(root.glob("*.json.lock"))

@@ -88,7 +88,7 @@ def serve(
 ) -> None:
     """Serve a saved module: POST /predict, GET /, /health and /metrics."""
     try:
-        from intarsia.serve.options import Options
+        from intarsia.serve.app import Options
         from intarsia.serve.server import serve as serve_file
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("intarsia"):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 if TYPE_CHECKING:
     from torch import nn
 
-    from intarsia.choose.measured import Measured
-    from intarsia.choose.precision import Precision
+    from intarsia.choose.measured import Measured, Precision
     from intarsia.engines import Engine
     from intarsia.partition import PartitionOptions, Strategy
     from intarsia.partition.options import PartitionChoices

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from intarsia.build.cases import case_of
+from intarsia.build.trial import case_of
 from intarsia.capture.example import copied_call
 from intarsia.compare import disagreement, relative_error
 from intarsia.errors import InputError

@@ -45,11 +45,11 @@ def compiled_for(
     for kind in calls.kinds[:_MOST_KINDS]:
         if kind.seconds < _LEAST_SHARE * calls.seconds:
             continue
-        made = _program(module, kind, options, only_if_faster)
-        if isinstance(made, str):
-            reasons.append(made)
+        outcome = _program(module, kind, options, only_if_faster)
+        if isinstance(outcome, str):
+            reasons.append(outcome)
         else:
-            programs.append(made)
+            programs.append(outcome)
             examples.append((kind.example.args, kind.example.kwargs))
     return PlacedForward(path, module, programs, examples) if programs else reasons[0]
 
@@ -87,7 +87,7 @@ def _program(
     for shapes in dict.fromkeys((kind.dynamic_shapes is not None, False)):
         try:
             with torch.inference_mode(False), torch.no_grad():
-                made = compile_whole(
+                compiled = compile_whole(
                     options,
                     module,
                     example.args,
@@ -101,42 +101,43 @@ def _program(
             continue
         device = device_kind(module, example.args, example.kwargs)
         engines, _ = resolve_engines(options.engines, device)
-        reason = _fault(module, made, kind, engines, only_if_faster) or ""
+        reason = _fault(module, compiled, kind, engines, only_if_faster) or ""
         if not reason:
-            return made
+            return compiled
     return reason
 
 
 def _fault(
-    module: nn.Module, made: Compiled, kind: CallsOfKind, engines: Sequence[Engine], only_if_faster: bool
+    module: nn.Module, compiled: Compiled, kind: CallsOfKind, engines: Sequence[Engine], only_if_faster: bool
 ) -> str | None:
     """Why the program must not, or need not, take the module's place."""
-    if set(made.plan.engines) <= {PYTORCH}:
+    if set(compiled.plan.engines) <= {PYTORCH}:
         return "all of it would run in PyTorch"
-    changed = next((note for note in made.notes if note.startswith("frozen by capture")), None)
+    changed = next((note for note in compiled.notes if note.startswith("frozen by capture")), None)
     if changed is not None:
         return changed
     judge, coarsest = Judge(module), max(engine.coarsest for engine in engines)
     for recorded in kind.calls:
         call = (recorded.args, recorded.kwargs)
         try:
-            judge.answer(call, made)
+            judge.answer(call, compiled)
         except InputError:
             continue  # the module's own forward answers such calls
-        example = judged_example(judge, made.lowered, Example(call, example_inputs(made.lowered, *call)))
-        wrong = whole_fault(judge, made.lowered, made, [example], coarsest)
+        lowered = compiled.lowered
+        example = judged_example(judge, lowered, Example(call, example_inputs(lowered, *call)))
+        wrong = whole_fault(judge, lowered, compiled, [example], coarsest)
         if wrong is not None:
             return f"compiled, it {wrong}"
-    return _slower(module, made, kind.example) if only_if_faster else None
+    return _slower(module, compiled, kind.example) if only_if_faster else None
 
 
-def _slower(module: nn.Module, made: Compiled, call: RecordedCall) -> str | None:
+def _slower(module: nn.Module, compiled: Compiled, call: RecordedCall) -> str | None:
     """That the program is not faster, in a clause."""
     with torch.no_grad():
         times = race(
             {
                 "own": lambda: module(*call.args, **call.kwargs),
-                "compiled": lambda: made(*call.args, **call.kwargs),
+                "compiled": lambda: compiled(*call.args, **call.kwargs),
             },
             rounds=15,
             budget_s=3,

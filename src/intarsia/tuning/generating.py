@@ -78,20 +78,21 @@ def _is_padded(kwargs: Mapping[str, Any]) -> bool:
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
 
 
-def _slower(made: Generation, prompt: torch.Tensor) -> str | None:
+def _slower(generation: Generation, prompt: torch.Tensor) -> str | None:
     """That generating by programs is not faster, in a clause."""
 
     def timed(on: bool) -> Any:
         def run() -> Any:
-            made.enable(on)
-            return made.generate(prompt, max_new_tokens=_TOKENS, min_new_tokens=_TOKENS, do_sample=False)
+            generation.enable(on)
+            count = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS}
+            return generation.generate(prompt, **count, do_sample=False)
 
         return run
 
     times = race(
         {"own": timed(False), "compiled": timed(True)}, rounds=5, warmup=1, budget_s=5, pause_s=PAUSE_S
     )
-    made.enable()
+    generation.enable()
     own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
     if ours < own:
         return None

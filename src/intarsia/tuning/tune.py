@@ -11,9 +11,8 @@ from intarsia.errors import InputError
 from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import PAUSE_S, race
-from intarsia.tuning.call_tree import CallTree, call_tree
 from intarsia.tuning.candidate import compiled_for
-from intarsia.tuning.holders import held_modules
+from intarsia.tuning.holders import CallTree, call_tree, held_modules
 from intarsia.tuning.recorded import Recorded
 from intarsia.tuning.recording import new_recorded, watch
 from intarsia.tuning.tuned import Tuned

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from intarsia.cache.directory import cache_directory
 from intarsia.cache.machine import package_version
-from intarsia.cache.store import JsonStore
+from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.engines.graph_rewrites.apply import apply_rewrites, own_copy
 from intarsia.engines.graph_rewrites.replayed import ratio, recorded
 
