@@ -1,16 +1,20 @@
-"""Strategies by name: from a graph and a support table to a plan."""
+"""Strategies by name: each turns a graph and a support table into a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from torch import fx
 
+from intarsia.errors import PartitionError
 from intarsia.graph.plan import Plan
 from intarsia.partition.assemble import assemble
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.schedule import fewest, in_order
 from intarsia.partition.table import SupportTable
 
-# Greedy segmentation: walk the graph in order and cut wherever the engine changes.
+Strategy: TypeAlias = Callable[[fx.GraphModule, SupportTable, PartitionOptions], Plan]
 
 
 def greedy(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | None = None) -> Plan:
@@ -29,9 +33,6 @@ def greedy(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | 
     return assemble(gm, table, options or PartitionOptions(), in_order, "greedy")
 
 
-# Dependency-aware segmentation: the fewest segments the dependencies allow.
-
-
 def dependency(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | None = None) -> Plan:
     """Each node to its first engine, reordered as far as dependencies allow so that segments are few.
 
@@ -47,9 +48,6 @@ def dependency(gm: fx.GraphModule, table: SupportTable, options: PartitionOption
         ('mine', 'pytorch')
     """
     return assemble(gm, table, options or PartitionOptions(), fewest, "dependency")
-
-
-# Hierarchical segmentation: engines in priority order, each with the ops it is given.
 
 
 def hierarchical(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions | None = None) -> Plan:
@@ -70,3 +68,24 @@ def hierarchical(gm: fx.GraphModule, table: SupportTable, options: PartitionOpti
         ('a', 'b')
     """
     return assemble(gm, table, options or PartitionOptions(), fewest, "hierarchical")
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "greedy": greedy,
+    "dependency": dependency,
+    "hierarchical": hierarchical,
+}
+
+
+def find_strategy(partition: str | Strategy) -> Strategy:
+    """The strategy of that name, or the function itself."""
+    if not isinstance(partition, str):
+        if not callable(partition) or isinstance(partition, type):
+            raise PartitionError(
+                f"partition={partition!r} is not a strategy that makes a plan without measuring"
+            )
+        return partition
+    if partition not in STRATEGIES:
+        known = ", ".join(STRATEGIES)
+        raise PartitionError(f"there is no partition strategy {partition!r}; known are {known}")
+    return STRATEGIES[partition]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,15 +173,15 @@ def _to_json(guard: AnyGuard) -> dict[str, Any]:
     return {"kind": type(guard).__name__, **fields}  # infinity has no number in JSON
 
 
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "str": str,
+    "float": float,
+    "bool": bool,
+    "tuple[int, ...]": lambda axes: tuple(map(int, axes)),
+}
+
+
 def _from_json(found: Mapping[str, Any]) -> AnyGuard:
-    kind, given = _KINDS[found["kind"]], {name: value for name, value in found.items() if name != "kind"}
-    if kind is Index:
-        return Index(str(given["tensor"]), str(given["data"]), tuple(int(axis) for axis in given["axes"]))
-    if kind is ValueGuard:
-        low, high = float(given["low"]), float(given["high"])
-        return ValueGuard(str(given["tensor"]), low, high, bool(given["total"]))
-    if kind is Product:
-        return Product(str(given["one"]), str(given["other"]), float(given["high"]))
-    if kind is NonZero:
-        return NonZero(str(given["tensor"]))
-    return Quotient(str(given["tensor"]), str(given["divisor"]))
+    kind = _KINDS[found["kind"]]
+    guard: AnyGuard = kind(**{f.name: _READERS[str(f.type)](found[f.name]) for f in fields(kind)})
+    return guard
