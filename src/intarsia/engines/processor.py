@@ -7,8 +7,6 @@ import platform
 
 import torch
 
-# The processor that engines pick their kernels by.
-
 
 @functools.cache
 def is_arm() -> bool:
@@ -16,9 +14,6 @@ def is_arm() -> bool:
     return platform.machine().lower() in ("aarch64", "arm64")
 
 
-# How many threads an engine gets: as many as torch, so that engines that take turns share the cores.
-
-
 def thread_count(asked: int | None) -> int:
-    """The user's number, or torch's."""
+    """The user's number, or torch's, so that engines that take turns share the cores."""
     return torch.get_num_threads() if asked is None else asked

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-# The kinds of guard: each says which tensors it watches, and in words what must hold of them.
-
-
 # The longest dimension an input may have where sizes vary; checked at the call.
 LONGEST_INPUT = 2**22
 
@@ -124,46 +121,42 @@ class Guards:
 _KINDS = {kind.__name__: kind for kind in (ValueGuard, NonZero, Product, Index, Quotient)}
 
 
-def _none() -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.zeros(0, np.float32)
-
-
 @dataclass(frozen=True)
 class Checks:
     """Guards of inputs by name, and those of the last output with the most its numbers may be.
 
     >>> one = Checks({"x": [ValueGuard("x", 0.0, 5.0)]}, [NonZero("y")], np.array([0.5], np.float32))
     >>> again = Checks.from_json(one.as_json())
-    >>> again.given == one.given, again.made == one.made, again.most
+    >>> again.inputs == one.inputs, again.computed == one.computed, again.limits
     (True, True, array([0.5], dtype=float32))
     """
 
-    given: dict[str, list[ValueGuard]] = field(default_factory=dict)
-    made: list[AnyGuard] = field(default_factory=list)
-    most: np.ndarray[Any, np.dtype[np.float32]] = field(default_factory=_none)
+    inputs: dict[str, list[ValueGuard]] = field(default_factory=dict)
+    computed: list[AnyGuard] = field(default_factory=list)
+    limits: np.ndarray[Any, np.dtype[np.float32]] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
         return {
-            "given": {name: [_to_json(guard) for guard in guards] for name, guards in self.given.items()},
-            "made": [_to_json(guard) for guard in self.made],
-            "most": [repr(float(most)) for most in self.most],
+            "given": {name: [_to_json(guard) for guard in guards] for name, guards in self.inputs.items()},
+            "made": [_to_json(guard) for guard in self.computed],
+            "most": [repr(float(limit)) for limit in self.limits],
         }
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Checks:
+    def from_json(values: Mapping[str, Any]) -> Checks:
         """What `as_json` wrote; LookupError, TypeError or ValueError for anything else."""
-        given: dict[str, list[ValueGuard]] = {}
-        for name, guards in found["given"].items():
-            made = [_from_json(guard) for guard in guards]
-            if not all(isinstance(guard, ValueGuard) for guard in made):
+        inputs: dict[str, list[ValueGuard]] = {}
+        for name, items in values["given"].items():
+            guards = [_from_json(item) for item in items]
+            inputs[name] = [guard for guard in guards if isinstance(guard, ValueGuard)]
+            if len(inputs[name]) < len(guards):
                 raise ValueError(f"{name} has a guard that is none of an input")
-            given[name] = [guard for guard in made if isinstance(guard, ValueGuard)]
-        most = np.array([float(item) for item in found["most"]], dtype=np.float32)
-        checks = Checks(given, [_from_json(guard) for guard in found["made"]], most)
-        if len(checks.made) != len(most):
-            raise ValueError(f"{len(checks.made)} guards have {len(most)} limits")
-        return checks
+        computed = [_from_json(item) for item in values["made"]]
+        limits = np.array([float(item) for item in values["most"]], dtype=np.float32)
+        if len(computed) != len(limits):
+            raise ValueError(f"{len(computed)} guards have {len(limits)} limits")
+        return Checks(inputs, computed, limits)
 
 
 def _to_json(guard: AnyGuard) -> dict[str, Any]:
@@ -181,7 +174,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _from_json(found: Mapping[str, Any]) -> AnyGuard:
-    kind = _KINDS[found["kind"]]
-    guard: AnyGuard = kind(**{f.name: _READERS[str(f.type)](found[f.name]) for f in fields(kind)})
+def _from_json(item: Mapping[str, Any]) -> AnyGuard:
+    kind = _KINDS[item["kind"]]
+    guard: AnyGuard = kind(**{f.name: _READERS[str(f.type)](item[f.name]) for f in fields(kind)})
     return guard

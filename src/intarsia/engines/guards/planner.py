@@ -4,7 +4,8 @@ Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anyth
 an engine says which. Where the intervals of a network do not rule that out, a guard watches a tensor.
 
 Guards watch instead of computing twice: an exact layer for every kernel that deviates would cost every model
-its fusions, for values that do not come. A network of a hundred layers needs a handful of guards."""
+its fusions, for values that do not come. A network of a hundred layers needs a handful of guards.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +57,6 @@ class Limits(Protocol):
 
     def others(self, layer: Layer) -> Sequence[AnyGuard]:
         """What else must hold for a layer of floats."""
-
-
-# What must hold while a network runs so that an engine answers as PyTorch does, and where to look.
-#
-# Kernels lose NaN, compute integers in float32 or cut them to 32 bits, read anything for an index out of
-# range: an engine says which. Where the intervals of a network do not rule that out, a guard watches a
-# tensor.
-#
-# Guards watch instead of computing twice: an exact layer for every kernel that deviates would cost every
-# model its fusions, for values that do not come. A network of a hundred layers needs a handful of guards.
 
 
 # Inputs of these are looked at before the engine runs.

@@ -14,9 +14,6 @@ from torch import fx
 
 from intarsia.engines.inductor.described import LEAST, empty_like, has_fixed_sizes, too_small
 
-# The one place that names TorchInductor's own module; it is imported when a piece is built, not before.
-
-
 Compiled = Callable[..., Sequence[Any]]
 
 

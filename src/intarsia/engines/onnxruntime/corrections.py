@@ -14,9 +14,6 @@ from intarsia.engines.processor import is_arm
 from intarsia.network import Network, dtypes
 from intarsia.network.ops import KEEPS_VALUES, MOVES_DATA
 
-# Layers in the place of those that ONNX Runtime gets wrong: casts, signed zeros, reciprocals.
-
-
 # What a graph of ONNX's own format holds: bodies of its nodes, and the names that are read.
 
 
@@ -232,9 +229,6 @@ def _opposite(name: str, given: str, graph: Any) -> NodeProto:
 # There ONNX Runtime has kernels that add up in float16: a product of 1024 terms is off by 1 % of its largest
 # element, GELU by 6 %, and grouped convolutions are wrong altogether. Elsewhere it has none of them: it casts
 # by itself, and rounds where float16 is asked for, not between two layers that compute. So it is done here.
-#
-# ONNX Runtime's float16 kernels for ARM add up in float16: a product of 1,024 terms is off by 1 % of the
-# largest value. Elsewhere it has none and casts by itself.
 
 
 _PREFIX = "intarsia_float"

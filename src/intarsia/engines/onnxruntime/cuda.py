@@ -69,7 +69,7 @@ class CudaSession(BoundSession):
             self._session.run_with_iobinding(binding, self._options)
         finally:
             callers.wait_stream(self._stream)
-        if self._made:
+        if self._computed:
             self._stream.synchronize()
 
 

@@ -191,7 +191,7 @@ class OnnxRuntime(NetworkEngine):
             session = self._session(model, values, given, static=True, folder=folder, float64=float64)
         except Exception as error:
             raise EngineError(f"ONNX Runtime refuses the packed model: {_first_line(error)}") from error
-        if len(session.get_outputs()) != len(ports.outputs) + bool(checks.made):
+        if len(session.get_outputs()) != len(ports.outputs) + bool(checks.computed):
             raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
         return self._program(ports, session, values, checks)
 

@@ -11,7 +11,7 @@ import torch
 import torch.utils.dlpack
 
 from intarsia.engines.base import Arrays, GuardedProgram, Program
-from intarsia.engines.guards.inputs import input_check, is_known_to_hold, told_of
+from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
 from intarsia.errors import EngineError
@@ -49,31 +49,31 @@ class Session(GuardedProgram):
         self._names = [port.name for port in ports.inputs]
         self._dtypes = [port.dtype for port in ports.inputs]
         self._refusal = refusal()
-        self._made, self._most = checks.made, checks.most
+        self._computed, self._limits = checks.computed, checks.limits
         self._given = [
-            (place, [(guard, input_check(guard)) for guard in checks.given[name]])
+            (place, [(guard, input_check(guard)) for guard in checks.inputs[name]])
             for place, name in enumerate(self._names)
-            if name in checks.given
+            if name in checks.inputs
         ]
 
     @property
     def guards(self) -> list[str]:
         """What must hold for the engine to answer, in words."""
-        return [str(g) for _, checks in self._given for g, _ in checks] + [str(g) for g in self._made]
+        return [str(g) for _, checks in self._given for g, _ in checks] + [str(g) for g in self._computed]
 
     def _broken_input(self, array_at: Callable[[int], Any], tensors: Sequence[Any]) -> str | None:
         for place, checks in self._given:
             for guard, holds in checks:
                 if not is_known_to_hold(guard, tensors[place]) and not holds(array_at(place)):
-                    return told_of([guard], self._names, tensors)
+                    return sentence_about([guard], self._names, tensors)
         return None
 
     def _broken(self, numbers: Any, tensors: Sequence[Any]) -> str | None:
-        held = numbers <= self._most
+        held = numbers <= self._limits
         if held.all():
             return None
-        broken = [guard for guard, fine in zip(self._made, held, strict=True) if not fine]
-        return told_of(broken, self._names, tensors)
+        broken = [guard for guard, fine in zip(self._computed, held, strict=True) if not fine]
+        return sentence_about(broken, self._names, tensors)
 
 
 class ArraySession(Session):
@@ -87,7 +87,7 @@ class ArraySession(Session):
         super().__init__(ports, session, weights, checks)
         # The session's own `run` checks names that cannot be wrong here, at a price a small model feels.
         self._run = _bare_run(session)
-        self._outputs = [port.name for port in ports.outputs] + [OUTPUT] * bool(checks.made)
+        self._outputs = [port.name for port in ports.outputs] + [OUTPUT] * bool(checks.computed)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         try:
@@ -102,7 +102,7 @@ class ArraySession(Session):
             made = self._run(self._outputs, feed, None)
         except self._refusal as error:  # an index out of range, which torch may refuse in its own words
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
-        if self._made:
+        if self._computed:
             broken = self._broken(made.pop(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)
@@ -206,7 +206,7 @@ class BoundSession(Session):
             else:  # an empty tensor has no address, and ONNX Runtime wants one
                 binding.bind_output(name, self.device, self.index)
             results.append(out)
-        if self._made:
+        if self._computed:
             binding.bind_output(OUTPUT, "cpu")
         try:
             self._run_bound(binding)
@@ -214,8 +214,8 @@ class BoundSession(Session):
             if not isinstance(error, self._refusal) and not _names_a_value(error):
                 raise
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
-        made = binding.get_outputs() if self._some_unknown or self._made else []
-        if self._made:
+        made = binding.get_outputs() if self._some_unknown or self._computed else []
+        if self._computed:
             broken = self._broken(made[-1].numpy(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)

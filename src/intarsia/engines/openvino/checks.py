@@ -42,13 +42,15 @@ def add_checks(net: Network, model: Any, guards: Guards, *, float16: bool = Fals
     inputs = {t.name for t in net.get_inputs() if t.dtype in LOOKED_AT}
     # Sizes that the reader knows it has computed itself, with 64 bits.
     folded = guards.sizes - set(tensors)
-    given: dict[str, list[ValueGuard]] = {}
-    made: list[AnyGuard] = []
+    on_inputs: dict[str, list[ValueGuard]] = {}
+    computed: list[AnyGuard] = []
     for guard in guards.all():
         if isinstance(guard, ValueGuard) and guard.tensor in inputs:
-            given.setdefault(guard.tensor, []).append(guard)  # cheaper than a layer, and int64 is seen whole
+            on_inputs.setdefault(guard.tensor, []).append(
+                guard
+            )  # cheaper than a layer, and int64 is seen whole
         elif not folded.intersection(guard.tensors):
-            made.append(guard)
+            computed.append(guard)
     for name, index in guards.held.items():
         if name in tensors:
             _hold(ov, tensors[name], index, tensors)
@@ -56,12 +58,12 @@ def add_checks(net: Network, model: Any, guards: Guards, *, float16: bool = Fals
         if name in tensors:
             _enlarge(ov, tensors[name].get_node())
     number_of = _number_in_float16 if float16 else _number
-    numbers = [number_of(ov, guard, tensors) for guard in made]
+    numbers = [number_of(ov, guard, tensors) for guard in computed]
     if numbers:
         flat = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in numbers]
         model.add_results([ov.result(ov.concat(flat, 0) if len(flat) > 1 else flat[0])])
         model.validate_nodes_and_infer_types()
-    return Checks(given, made, np.array([most for _, most in numbers], dtype=np.float32))
+    return Checks(on_inputs, computed, np.array([most for _, most in numbers], dtype=np.float32))
 
 
 def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:

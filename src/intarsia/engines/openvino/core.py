@@ -11,8 +11,6 @@ from intarsia.engines.base import Arrays
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 
-# The OpenVINO runtime of this process.
-
 
 @functools.cache
 def core() -> Any:

@@ -125,8 +125,8 @@ class OpenVINO(NetworkEngine):
             blob = export(model, {**self._config(), **settings(model)}, file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error
-        told = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}
-        return None if blob is None else Packed(blob, told)
+        metadata = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}
+        return None if blob is None else Packed(blob, metadata)
 
     def unpack(
         self,
@@ -141,7 +141,7 @@ class OpenVINO(NetworkEngine):
             made, kept = imported(blob, self._config(), file.path)
         except Exception as error:
             raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
-        if len(made.outputs) != len(ports.outputs) + bool(checks and checks.made):
+        if len(made.outputs) != len(ports.outputs) + bool(checks and checks.computed):
             raise EngineError(f"the packed model has {len(made.outputs)} outputs")
         return CompiledModel(ports, made, kept, checks)
 

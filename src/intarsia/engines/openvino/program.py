@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from intarsia.engines.base import GrowingFile, GuardedProgram
-from intarsia.engines.guards.inputs import input_check, is_known_to_hold, told_of
+from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Checks
 from intarsia.engines.openvino.core import compile_model, core
 from intarsia.engines.ports import Ports
@@ -155,8 +155,8 @@ class CompiledModel(GuardedProgram):
     def __init__(self, ports: Ports, compiled: Any, weights: object, checks: Checks | None) -> None:
         import openvino
 
-        self._guards = [] if checks is None else checks.made
-        self._most = None if checks is None else checks.most
+        self._guards = [] if checks is None else checks.computed
+        self._limits = None if checks is None else checks.limits
         self._names = [port.name for port in ports.inputs]
         self._vary = [i for i, port in enumerate(ports.inputs) if checks and port.shape is None]
         self._compiled = compiled
@@ -164,9 +164,13 @@ class CompiledModel(GuardedProgram):
         self._tensor = openvino.Tensor
         # An input that no layer reads is not an input of the model any more.
         places = {name: place for place, found in enumerate(compiled.inputs) for name in found.names}
-        given = {} if checks is None else checks.given
+        input_guards = {} if checks is None else checks.inputs
         self._inputs = [
-            (places.get(port.name), port.dtype, [(g, input_check(g)) for g in given.get(port.name, [])])
+            (
+                places.get(port.name),
+                port.dtype,
+                [(g, input_check(g)) for g in input_guards.get(port.name, [])],
+            )
             for port in ports.inputs
         ]
         self._outputs = [(port.dtype, port.shape) for port in ports.outputs]
@@ -203,7 +207,7 @@ class CompiledModel(GuardedProgram):
             read.append(tensor := tensor.contiguous())
             for guard, holds in checks:
                 if not is_known_to_hold(guard, tensor) and not holds(tensor.numpy()):
-                    return self._left(tensors, told_of([guard], self._names, tensors))
+                    return self._left(tensors, sentence_about([guard], self._names, tensors))
             memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
             if memory != bound[place]:  # a cache of keys and values stands where it stood at the last call
                 request.set_input_tensor(port, self._share(tensor))
@@ -219,9 +223,9 @@ class CompiledModel(GuardedProgram):
                 request.set_output_tensor(index, self._share(out))
             results.append(out)
         request.infer()
-        if self._guards and not (held := own["numbers"] <= self._most).all():
+        if self._guards and not (held := own["numbers"] <= self._limits).all():
             broken = [guard for guard, fine in zip(self._guards, held, strict=True) if not fine]
-            return self._left(tensors, told_of(broken, self._names, tensors))
+            return self._left(tensors, sentence_about(broken, self._names, tensors))
         for index, (dtype, shape) in enumerate(self._outputs):
             if index in small:
                 results[index] = small[index].clone()
