@@ -152,8 +152,8 @@ Root = OpTerm | Output | Either  # alternatives of a root are calls
 def build(pattern: Callable[..., Any]) -> tuple[tuple[Root, ...], list[str]]:
     """The roots of a pattern written as a function, and the names of its variables."""
     names = list(inspect.signature(pattern).parameters)[1:]
-    made = pattern(OpBuilder(), *(Var(name) for name in names))
-    roots = made if isinstance(made, tuple) else (made,)
+    result = pattern(OpBuilder(), *(Var(name) for name in names))
+    roots = result if isinstance(result, tuple) else (result,)
     for root in roots:
         alternatives = root.terms if isinstance(root, Either) else (root,)
         if not all(isinstance(term, OpTerm | Output) for term in alternatives):

@@ -20,15 +20,15 @@ aten = torch.ops.aten
 
 def fold_batch_norms(module: fx.GraphModule) -> int:
     """Fold every batch norm whose input is a convolution that nobody else reads; how many there were."""
-    found = 0
+    count = 0
     for node in list(module.graph.nodes):
         convolution = node.args[0] if _is_norm(node) else None
         if not isinstance(convolution, fx.Node) or convolution.target is not aten.conv2d.default:
             continue
         if len(convolution.users) > 1:
             continue
-        found += _fold(module, convolution, node)
-    return found
+        count += _fold(module, convolution, node)
+    return count
 
 
 def _is_norm(node: fx.Node) -> bool:
@@ -42,13 +42,13 @@ def _is_norm(node: fx.Node) -> bool:
 
 
 def _fold(module: fx.GraphModule, convolution: fx.Node, norm: fx.Node) -> bool:
-    given, held = arguments(convolution), arguments(norm)
-    weight, bias = constant(module, given["weight"]), constant(module, given["bias"])
+    source, held = arguments(convolution), arguments(norm)
+    weight, bias = constant(module, source["weight"]), constant(module, source["bias"])
     mean, variance = (constant(module, held[name]) for name in ("running_mean", "running_var"))
     scale, shift = (constant(module, held[name]) for name in ("weight", "bias"))
     unknown = [
         name
-        for values, known in ((given, {"bias": bias}), (held, {"weight": scale, "bias": shift}))
+        for values, known in ((source, {"bias": bias}), (held, {"weight": scale, "bias": shift}))
         for name, value in known.items()
         if values[name] is not None and value is None
     ]
@@ -68,7 +68,7 @@ def _fold(module: fx.GraphModule, convolution: fx.Node, norm: fx.Node) -> bool:
             attach(module, f"_folded_{convolution.name}_weight", folded),
             attach(module, f"_folded_{convolution.name}_bias", moved),
         ]
-    convolution.args = (given["input"], *operands, *[given[name] for name in _REST])
+    convolution.args = (source["input"], *operands, *[source[name] for name in _REST])
     convolution.kwargs = {}
     results = [norm] if norm.target is aten.batch_norm.default else list(norm.users)
     for result in results:
@@ -130,19 +130,19 @@ def image_convolutions(module: fx.GraphModule) -> list[fx.Node]:
     It does where numbers are drawn in the order of memory, memory is read as another dtype, an image comes
     laid out otherwise, or a result is a view of another layout.
     """
-    found = [node for node in module.graph.nodes if _is_of_images(module, node)]
-    reached = _reached(module.graph, found)
+    matches = [node for node in module.graph.nodes if _is_of_images(module, node)]
+    reached = _reached(module.graph, matches)
     results = [node for node in module.graph.output_node().all_input_nodes if node in reached]
-    images = [node.args[0] for node in found if _is_placeholder(node.args[0])]
+    images = [node.args[0] for node in matches if _is_placeholder(node.args[0])]
     shows = any(is_ordered(node) or node.target in _BY_MEMORY for node in reached)
-    return found if not shows and all(map(_is_contiguous, (*images, *results))) else []
+    return matches if not shows and all(map(_is_contiguous, (*images, *results))) else []
 
 
 def _is_of_images(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_function" or node.target not in _KERNELS:
         return False
-    given = arguments(node)
-    weight, image = constant(module, given["weight"]), _value(node.args[0])
+    operands = arguments(node)
+    weight, image = constant(module, operands["weight"]), _value(node.args[0])
     return weight is not None and weight.dim() == 4 and image is not None and image.dim() == 4
 
 
@@ -153,9 +153,9 @@ def _lay_out_results(graph: fx.Graph, kernels: Sequence[fx.Node]) -> None:
     def laid_out(node: fx.Node) -> fx.Node:
         if node not in reached or _value(node) is None:
             return node
-        found = graph.call_function(aten.contiguous.default, (node,))
-        found.meta = dict(node.meta)
-        return found
+        match = graph.call_function(aten.contiguous.default, (node,))
+        match.meta = dict(node.meta)
+        return match
 
     with graph.inserting_before(output):
         output.args = fx.node.map_arg(output.args, laid_out)
@@ -175,8 +175,8 @@ def _is_placeholder(image: Any) -> bool:
 
 
 def _value(node: Any) -> torch.Tensor | None:
-    made = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return made if isinstance(made, torch.Tensor) else None
+    described = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return described if isinstance(described, torch.Tensor) else None
 
 
 def _is_contiguous(node: Any) -> bool:
@@ -194,39 +194,39 @@ def _is_contiguous(node: Any) -> bool:
 
 def patch_convolutions_as_products(module: fx.GraphModule) -> int:
     """Replace every such convolution; how many there were."""
-    found = 0
+    count = 0
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target is not aten.conv2d.default or not _is_patchwise(node):
             continue
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(_product(module.graph, node))
         module.graph.erase_node(node)
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def _is_patchwise(node: fx.Node) -> bool:
-    given = arguments(node)
-    image, weight = shape_of(given["input"]), shape_of(given["weight"])
-    if image is None or weight is None or len(image) != 4 or given["groups"] != 1:
+    operands = arguments(node)
+    image, weight = shape_of(operands["input"]), shape_of(operands["weight"])
+    if image is None or weight is None or len(image) != 4 or operands["groups"] != 1:
         return False
     kernel = weight[2:]
     fits = all(size % length == 0 for size, length in zip(image[2:], kernel, strict=True))
-    plain = not any(given["padding"]) and pair(given["dilation"]) == [1, 1]
+    plain = not any(operands["padding"]) and pair(operands["dilation"]) == [1, 1]
     # A kernel of one element is a product already, and every library knows it.
-    return fits and plain and tuple(pair(given["stride"])) == kernel and kernel != (1, 1)
+    return fits and plain and tuple(pair(operands["stride"])) == kernel and kernel != (1, 1)
 
 
 def _product(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    given = arguments(node)
-    (n, c, h, w), (out, _, kh, kw) = shape_of(given["input"]), shape_of(given["weight"])  # type: ignore[misc]
+    operands = arguments(node)
+    (n, c, h, w), (out, _, kh, kw) = shape_of(operands["input"]), shape_of(operands["weight"])  # type: ignore[misc]
     call = graph.call_function
-    split = call(aten.reshape.default, (given["input"], [n, c, h // kh, kh, w // kw, kw]))
+    split = call(aten.reshape.default, (operands["input"], [n, c, h // kh, kh, w // kw, kw]))
     moved = call(aten.permute.default, (split, [0, 2, 4, 1, 3, 5]))
     patches = call(aten.reshape.default, (moved, [n, (h // kh) * (w // kw), c * kh * kw]))
-    flat = call(aten.reshape.default, (given["weight"], [out, c * kh * kw]))
-    made = call(aten.linear.default, (patches, flat, given["bias"]))
-    pixels = call(aten.reshape.default, (made, [n, h // kh, w // kw, out]))
+    flat = call(aten.reshape.default, (operands["weight"], [out, c * kh * kw]))
+    output = call(aten.linear.default, (patches, flat, operands["bias"]))
+    pixels = call(aten.reshape.default, (output, [n, h // kh, w // kw, out]))
     result = call(aten.permute.default, (pixels, [0, 3, 1, 2]))
     result.meta = dict(node.meta)
     return result
@@ -240,20 +240,20 @@ _RELU = (aten.relu.default, aten.relu_.default)
 
 def fuse_convolutions(module: fx.GraphModule) -> int:
     """Fuse `relu(conv)` and `relu(conv + other)`, then lay images and weights out in channels_last."""
-    found = 0
+    count = 0
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target is aten.conv2d.default and _fits(module, node):
-            found += _fuse(module, node)
-    if found:
+            count += _fuse(module, node)
+    if count:
         channels_last(module)
-    return found
+    return count
 
 
 def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
-    given = arguments(node)
-    weight = constant(module, given["weight"])
-    image = shape_of(given["input"])
-    known = given["bias"] is None or constant(module, given["bias"]) is not None
+    operands = arguments(node)
+    weight = constant(module, operands["weight"])
+    image = shape_of(operands["input"])
+    known = operands["bias"] is None or constant(module, operands["bias"]) is not None
     return weight is not None and weight.dim() == 4 and image is not None and len(image) == 4 and known
 
 
@@ -261,10 +261,10 @@ def _fuse(module: fx.GraphModule, node: fx.Node) -> bool:
     user = only_user(node)
     if user is None:
         return False
-    given = arguments(node)
-    weight = constant(module, given["weight"])
+    operands = arguments(node)
+    weight = constant(module, operands["weight"])
     assert weight is not None
-    geometry = [pair(given[name]) for name in ("stride", "padding", "dilation")]
+    geometry = [pair(operands[name]) for name in ("stride", "padding", "dilation")]
     other: Any = None
     last = user
     if user.target is aten.add.Tensor and arguments(user)["alpha"] == 1:
@@ -277,18 +277,18 @@ def _fuse(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     graph = module.graph
     with graph.inserting_before(last):  # the other summand may be made later than this convolution
-        bias = given["bias"]
+        bias = operands["bias"]
         if bias is None:  # the kernel would fill one with zeros at every call
             zeros = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
             bias = attach(module, f"_zeros_{node.name}", zeros)
         if other is None:
-            args = (given["input"], given["weight"], bias, *geometry, given["groups"])
-            made = graph.call_function(aten.cudnn_convolution_relu.default, args)
+            args = (operands["input"], operands["weight"], bias, *geometry, operands["groups"])
+            result = graph.call_function(aten.cudnn_convolution_relu.default, args)
         else:
-            more = (given["input"], given["weight"], other, 1.0, bias, *geometry, given["groups"])
-            made = graph.call_function(aten.cudnn_convolution_add_relu.default, more)
-    made.meta = dict(last.meta)
-    last.replace_all_uses_with(made)
+            more = (operands["input"], operands["weight"], other, 1.0, bias, *geometry, operands["groups"])
+            result = graph.call_function(aten.cudnn_convolution_add_relu.default, more)
+    result.meta = dict(last.meta)
+    last.replace_all_uses_with(result)
     for gone in dict.fromkeys((last, user, node)):
         graph.erase_node(gone)
     return True

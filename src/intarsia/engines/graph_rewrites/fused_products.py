@@ -39,7 +39,7 @@ def _(bias: torch.Tensor, one: torch.Tensor, other: torch.Tensor, use_gelu: bool
 
 def activation_epilogues(module: fx.GraphModule) -> int:
     """Move activations into the products that they follow; how many there were."""
-    found = 0
+    count = 0
     for node in list(module.graph.nodes):
         if node.op != "call_function" or not _on_gpu(node) or shape_of(node) is None:
             continue
@@ -49,14 +49,14 @@ def activation_epilogues(module: fx.GraphModule) -> int:
         if last is None:
             continue
         with module.graph.inserting_before(last):
-            made = _fused(module.graph, node, use_gelu)
-            shaped = module.graph.call_function(aten.reshape.default, (made, list(shape_of(last) or ())))
+            result = _fused(module.graph, node, use_gelu)
+            shaped = module.graph.call_function(aten.reshape.default, (result, list(shape_of(last) or ())))
         shaped.meta = dict(last.meta)
         last.replace_all_uses_with(shaped)
-        found += 1
-    if found:
+        count += 1
+    if count:
         module.graph.eliminate_dead_code()
-    return found
+    return count
 
 
 def _on_gpu(node: fx.Node) -> bool:
@@ -70,9 +70,9 @@ def _is_product(module: fx.GraphModule, node: fx.Node) -> bool:
         return constant(module, arguments(node)["bias"]) is not None
     if node.target is not aten.addmm.default:
         return False
-    given = arguments(node)
-    bias = constant(module, given["self"])
-    return bias is not None and bias.dim() == 1 and given["beta"] == given["alpha"] == 1
+    operands = arguments(node)
+    bias = constant(module, operands["self"])
+    return bias is not None and bias.dim() == 1 and operands["beta"] == operands["alpha"] == 1
 
 
 def _viewed(node: fx.Node) -> fx.Node:
@@ -82,13 +82,17 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _fused(graph: fx.Graph, node: fx.Node, use_gelu: bool) -> fx.Node:
-    given = arguments(node)
+    arguments_of = arguments(node)
     if node.target is aten.addmm.default:
-        operands = (given["self"], given["mat1"], given["mat2"])
+        operands = (arguments_of["self"], arguments_of["mat1"], arguments_of["mat2"])
     else:
-        features = (shape_of(given["input"]) or (0,))[-1]
-        flat = graph.call_function(aten.reshape.default, (given["input"], [-1, features]))
-        operands = (given["bias"], flat, graph.call_function(aten.t.default, (given["weight"],)))
+        features = (shape_of(arguments_of["input"]) or (0,))[-1]
+        flat = graph.call_function(aten.reshape.default, (arguments_of["input"], [-1, features]))
+        operands = (
+            arguments_of["bias"],
+            flat,
+            graph.call_function(aten.t.default, (arguments_of["weight"],)),
+        )
     return graph.call_function(torch.ops.intarsia.addmm_activation.default, (*operands, use_gelu))
 
 
@@ -157,35 +161,38 @@ def row_products(module: fx.GraphModule) -> int:
     for nodes in groups_of(module):
         if all(_is_row(module, node) for node in nodes) and not _gate_of(nodes):
             merge(module, nodes)
-    found = 0
+    count = 0
     for node in list(module.graph.nodes):
         # What another one gates is part of that one, and read by nobody.
         if node.op == "call_function" and node.users and _is_row(module, node):
             _replace(module, node)
-            found += 1
+            count += 1
     module.graph.eliminate_dead_code()
-    return found
+    return count
 
 
 def _is_row(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.target is not aten.linear.default:
         return False
-    given, shape = arguments(node), shape_of(node)
-    weight = constant(module, given["weight"])
+    operands, shape = arguments(node), shape_of(node)
+    weight = constant(module, operands["weight"])
     if shape is None or weight is None or not weight.is_cuda or weight.ndim != 2:
         return False
     is_half = weight.dtype in (torch.float16, torch.bfloat16)
     is_short = weight.shape[1] <= _LONGEST and math.prod(shape[:-1]) == 1
     return (
-        is_half and is_short and weight.is_contiguous() and given["input"].meta["val"].dtype == weight.dtype
+        is_half
+        and is_short
+        and weight.is_contiguous()
+        and operands["input"].meta["val"].dtype == weight.dtype
     )
 
 
 def _replace(module: fx.GraphModule, node: fx.Node) -> None:
     """One product, or two where one gates the other, with the norm before and the residual behind."""
-    given: dict[str, Any] = arguments(node)
+    operands: dict[str, Any] = arguments(node)
     pair = _gate_of([node, *_beside(node)])
-    x, norm, eps = _normed(module, given["input"]) or (given["input"], None, 0.0)
+    x, norm, eps = _normed(module, operands["input"]) or (operands["input"], None, 0.0)
     last, residual = node, None
     if pair is not None:
         first, second, last = pair
@@ -201,16 +208,16 @@ def _replace(module: fx.GraphModule, node: fx.Node) -> None:
                 for name in ("weight", "bias")
             )
     else:
-        weight, bias = given["weight"], given["bias"]
+        weight, bias = operands["weight"], operands["bias"]
         user = only_user(node)
         if user is not None and _is_sum(user) and shape_of(user) == shape_of(node):
             last, residual = user, next(arg for arg in user.args if arg is not node)
     with module.graph.inserting_before(last):
-        made = module.graph.call_function(
+        result = module.graph.call_function(
             row_product._opoverload, (x, weight, bias, norm, residual, eps, pair is not None)
         )
-    made.meta = dict(last.meta)
-    last.replace_all_uses_with(made)
+    result.meta = dict(last.meta)
+    last.replace_all_uses_with(result)
     module.graph.erase_node(last)
 
 

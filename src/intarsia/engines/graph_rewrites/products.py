@@ -36,8 +36,8 @@ def weight_products(module: fx.GraphModule) -> list[fx.Node]:
 
 def has_only_bfloat16_products(module: fx.GraphModule) -> bool:
     """Whether all of them are in bfloat16, and there are some."""
-    found = [weight for node in weight_products(module) for weight in _large_weights(module, node)]
-    return bool(found) and all(weight.dtype == torch.bfloat16 for weight in found)
+    results = [weight for node in weight_products(module) for weight in _large_weights(module, node)]
+    return bool(results) and all(weight.dtype == torch.bfloat16 for weight in results)
 
 
 def _large_weights(module: fx.GraphModule, node: fx.Node) -> list[torch.Tensor]:
@@ -66,11 +66,11 @@ def groups_of(module: fx.GraphModule) -> list[list[fx.Node]]:
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is not aten.linear.default:
             continue
-        given = arguments(node)
-        weight, bias = constant(module, given["weight"]), constant(module, given["bias"])
-        if weight is None or weight.dim() != 2 or (bias is None) != (given["bias"] is None):
+        operands = arguments(node)
+        weight, bias = constant(module, operands["weight"]), constant(module, operands["bias"])
+        if weight is None or weight.dim() != 2 or (bias is None) != (operands["bias"] is None):
             continue
-        groups.setdefault((given["input"], bias is None, weight.dtype, weight.device), []).append(node)
+        groups.setdefault((operands["input"], bias is None, weight.dtype, weight.device), []).append(node)
     return [nodes for nodes in groups.values() if len(nodes) > 1]
 
 
@@ -83,11 +83,11 @@ def merge(module: fx.GraphModule, nodes: list[fx.Node]) -> None:
         operands["bias"] = [getattr(module, arguments(node)["bias"].target) for node in nodes]
     with graph.inserting_before(first):
         read = [attach(module, f"_merged_{first.name}_{name}", torch.cat(x)) for name, x in operands.items()]
-        made = graph.call_function(aten.linear.default, (arguments(first)["input"], *read))
+        product = graph.call_function(aten.linear.default, (arguments(first)["input"], *read))
         described = first.meta["val"]
-        made.meta["val"] = described.new_empty((*described.shape[:-1], sum(len(w) for w in weights)))
+        product.meta["val"] = described.new_empty((*described.shape[:-1], sum(len(w) for w in weights)))
         sizes = [weight.shape[0] for weight in weights]
-        parts = graph.call_function(aten.split_with_sizes.default, (made, sizes, -1))
+        parts = graph.call_function(aten.split_with_sizes.default, (product, sizes, -1))
         picked = [graph.call_function(operator.getitem, (parts, place)) for place in range(len(nodes))]
     for node, part in zip(nodes, picked, strict=True):
         part.meta = dict(node.meta)
@@ -108,15 +108,15 @@ def vector_products(module: fx.GraphModule) -> int:
     """Make vectors of the rows; how many products there were."""
     graph, nodes = module.graph, one_row_products(module)
     for node in nodes:
-        given, made = arguments(node), node.meta["val"].shape
-        weight, bias = given["weight"], given["bias"]
+        operands, shape = arguments(node), node.meta["val"].shape
+        weight, bias = operands["weight"], operands["bias"]
         with graph.inserting_before(node):
-            row = graph.call_function(aten.reshape.default, (given["input"], [-1]))
+            row = graph.call_function(aten.reshape.default, (operands["input"], [-1]))
             if bias is None:
                 product = graph.call_function(aten.mv.default, (weight, row))
             else:  # which `linear` adds before it rounds, too
                 product = graph.call_function(aten.addmv.default, (bias, weight, row))
-            result = graph.call_function(aten.reshape.default, (product, list(made)))
+            result = graph.call_function(aten.reshape.default, (product, list(shape)))
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
@@ -139,13 +139,13 @@ def has_only_one_row_products(module: fx.GraphModule) -> bool:
 
 
 def _has_one_row(module: fx.GraphModule, node: fx.Node) -> bool:
-    given, made = arguments(node), shape_of(node)
-    weight = constant(module, given["weight"])
-    bias = None if given["bias"] is None else given["bias"].meta["val"]
-    if made is None or weight is None or (bias is not None and bias.dim() > 1):
+    operands, shape = arguments(node), shape_of(node)
+    weight = constant(module, operands["weight"])
+    bias = None if operands["bias"] is None else operands["bias"].meta["val"]
+    if shape is None or weight is None or (bias is not None and bias.dim() > 1):
         return False
     is_plain = weight.ndim == 2 and weight.is_contiguous() and weight.device.type == "cpu"
-    return is_plain and weight.dtype == torch.bfloat16 and math.prod(made[:-1]) == 1
+    return is_plain and weight.dtype == torch.bfloat16 and math.prod(shape[:-1]) == 1
 
 
 # Products of few rows and columns by slices of their inner axis, summed in the kernel that reads the result.
@@ -178,7 +178,7 @@ def split_products(module: fx.GraphModule) -> int:
 
 def split_by(module: fx.GraphModule, slices: Slices) -> int:
     """Slice products into as many parts as a function says for (rows, columns, inner, dtype, device)."""
-    found = 0
+    total = 0
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target not in (aten.linear.default, aten.addmm.default):
             continue
@@ -189,20 +189,20 @@ def split_by(module: fx.GraphModule, slices: Slices) -> int:
         count = slices(rows, weight.shape[1], weight.shape[0], weight.dtype, weight.device)
         if count > 1:
             _split(module, node, rows, weight, count)
-            found += 1
-    return found
+            total += 1
+    return total
 
 
 def _operands(module: fx.GraphModule, node: fx.Node) -> tuple[int, torch.Tensor] | None:
     """How many rows are multiplied, and the constant that they are multiplied by, inner axis first."""
-    given, shape = arguments(node), shape_of(node)
+    source, shape = arguments(node), shape_of(node)
     if shape is None or math.prod(shape) == 0:
         return None
     if node.target is aten.linear.default:
-        weight = constant(module, given["weight"])
+        weight = constant(module, source["weight"])
         return None if weight is None or weight.dim() != 2 else (math.prod(shape[:-1]), weight.t())
-    weight, bias = constant(module, given["mat2"]), constant(module, given["self"])
-    if weight is None or bias is None or bias.dim() != 1 or not given["beta"] == given["alpha"] == 1:
+    weight, bias = constant(module, source["mat2"]), constant(module, source["self"])
+    if weight is None or bias is None or bias.dim() != 1 or not source["beta"] == source["alpha"] == 1:
         return None
     return shape[0], weight
 
@@ -216,9 +216,9 @@ def _read_pointwise(node: fx.Node) -> bool:
 
 
 def _split(module: fx.GraphModule, node: fx.Node, rows: int, weight: torch.Tensor, count: int) -> None:
-    given, graph = arguments(node), module.graph
+    operand, graph = arguments(node), module.graph
     linear = node.target is aten.linear.default
-    source, bias = (given["input"], given["bias"]) if linear else (given["mat1"], given["self"])
+    source, bias = (operand["input"], operand["bias"]) if linear else (operand["mat1"], operand["self"])
     inner, columns = weight.shape
     with graph.inserting_before(node):
         # A view: the weight is not copied.
@@ -231,10 +231,10 @@ def _split(module: fx.GraphModule, node: fx.Node, rows: int, weight: torch.Tenso
             total = graph.call_function(aten.add.Tensor, (total, bias))  # in float32, as cuBLAS adds it
         total = graph.call_function(aten._to_copy.default, (total,), {"dtype": weight.dtype})
         shape = list(node.meta["val"].shape)
-        made = graph.call_function(aten.reshape.default, (total, shape))
+        result = graph.call_function(aten.reshape.default, (total, shape))
     assert math.prod(shape) == rows * columns
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
+    result.meta = dict(node.meta)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 

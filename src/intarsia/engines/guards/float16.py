@@ -214,7 +214,7 @@ def _sums_of_weights(layer: Layer) -> tuple[float, float] | None:
 
 def _read_by_softmax_alone(layers: list[Layer], net: Network) -> set[ir.Value]:
     """The values of which a softmax alone sees anything: minus infinity is what masks are made of."""
-    found: set[ir.Value] = set()
+    scores: set[ir.Value] = set()
     outputs = {tensor.value for tensor in net.get_outputs()}
     uses: dict[ir.Value, list[tuple[Layer, int]]] = {}
     for layer in layers:
@@ -226,11 +226,11 @@ def _read_by_softmax_alone(layers: list[Layer], net: Network) -> set[ir.Value]:
         if layer.kind == "Softmax" or (layer.kind == "Attention" and index == 3):
             return True
         passes = layer.kind in MOVES_DATA or layer.kind in ("Add", "Equal")
-        return passes and all(tensor.value in found for tensor in layer.get_outputs())
+        return passes and all(tensor.value in scores for tensor in layer.get_outputs())
 
     values = [tensor.value for layer in reversed(layers) for tensor in layer.get_outputs()]
     for value in [*values, *(tensor.value for tensor in net.get_inputs())]:
         readers = uses.get(value, [])
         if readers and value not in outputs and all(is_masked(*use) for use in readers):
-            found.add(value)
-    return found
+            scores.add(value)
+    return scores

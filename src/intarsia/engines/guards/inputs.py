@@ -192,9 +192,9 @@ def sentence_about(broken: Sequence[AnyGuard], names: Sequence[str], tensors: Se
     return ", and ".join(clauses)
 
 
-def _values(given: Any) -> str:
-    if not isinstance(given, torch.Tensor) or not given.numel():
-        return f"; it is {given}"
-    low, high = torch.aminmax(given)
-    said = f"{low:g} to {high:g}" if given.is_floating_point() else f"{int(low)} to {int(high)}"
+def _values(source: Any) -> str:
+    if not isinstance(source, torch.Tensor) or not source.numel():
+        return f"; it is {source}"
+    low, high = torch.aminmax(source)
+    said = f"{low:g} to {high:g}" if source.is_floating_point() else f"{int(low)} to {int(high)}"
     return f"; it holds {said}"

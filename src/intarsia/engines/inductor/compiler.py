@@ -23,18 +23,18 @@ def compile_graph(
     """What Inductor makes of a graph that it may change, for tensors as described."""
     import torch._inductor
 
-    made: Compiled
+    result: Compiled
     if all(map(has_fixed_sizes, described)):
         with torch.no_grad():
-            made = torch._inductor.compile(module, list(map(empty_like, described)), options=dict(options))
-        return made
+            result = torch._inductor.compile(module, list(map(empty_like, described)), options=dict(options))
+        return result
     from intarsia.engines.inductor.varying import VaryingInputs
 
     inputs = VaryingInputs(described)
     with torch.no_grad(), inputs.tracing():
-        made = torch._inductor.compile(module, inputs.tensors, options=dict(options))
+        result = torch._inductor.compile(module, inputs.tensors, options=dict(options))
     inputs.check()
-    return made
+    return result
 
 
 def package_graph(module: fx.GraphModule, example: Sequence[Any], options: Mapping[str, Any]) -> bytes:
@@ -110,5 +110,5 @@ class InductorProgram:
 def _restride(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
     if strides is None:
         return tensor.contiguous()
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    result = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)

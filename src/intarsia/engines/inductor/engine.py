@@ -123,8 +123,8 @@ class Inductor(GraphEngine):
         for read in (*node.all_input_nodes, node):
             if (reason := unfit_size(read)) is not None:
                 return reason
-        made = node.meta.get("val")
-        for value in made if isinstance(made, list | tuple) else [made]:
+        described = node.meta.get("val")
+        for value in described if isinstance(described, list | tuple) else [described]:
             if isinstance(value, torch.SymInt):
                 continue  # a size, which others of its piece read
             if not isinstance(value, torch.Tensor):

@@ -132,12 +132,12 @@ def _silent_stdout() -> Iterator[None]:
     flush = ctypes.CDLL(None).fflush
     with _stdout_lock:
         flush(None)
-        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        remaining, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, 1)
             yield
         finally:
             flush(None)
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(remaining, 1)
+            os.close(remaining)
             os.close(nowhere)

@@ -145,10 +145,10 @@ def _weights_on_gpu(weights: Weights) -> Values:
     """Views of the weights that are on a GPU, for ONNX Runtime to read where they lie."""
     import onnxruntime as ort
 
-    found: Values = {}
+    results: Values = {}
     for name, array in weights.items():
         raw = getattr(array, "raw", None)
         if isinstance(raw, torch.Tensor) and raw.is_cuda:
             tensor = raw.detach()
-            found[name] = (ort.OrtValue.from_dlpack(tensor), tensor)
-    return found
+            results[name] = (ort.OrtValue.from_dlpack(tensor), tensor)
+    return results

@@ -99,14 +99,14 @@ class ArraySession(Session):
             if broken is not None:
                 return self._left(tensors, broken)
         try:
-            made = self._run(self._outputs, feed, None)
+            result = self._run(self._outputs, feed, None)
         except self._refusal as error:  # an index out of range, which torch may refuse in its own words
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
         if self._computed:
-            broken = self._broken(made.pop(), tensors)
+            broken = self._broken(result.pop(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)
-        return (torch.from_numpy(made[0]),) if len(made) == 1 else tuple(map(torch.from_numpy, made))
+        return (torch.from_numpy(result[0]),) if len(result) == 1 else tuple(map(torch.from_numpy, result))
 
     def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
         """The call of one result, for plain tensors of just these shapes; it raises at any others.
@@ -182,16 +182,16 @@ class BoundSession(Session):
         if binding is None:
             binding = self._bindings.binding = self._session.io_binding()
         where = torch.device(self.device, self.index)
-        kept = []  # copies made here must outlive the run
+        remaining = []  # copies made here must outlive the run
         for (name, element, dtype), tensor in zip(self._inputs, tensors, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 tensor = torch.tensor(tensor, dtype=dtype, device=where)
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
-            kept.append(tensor.detach())
+            remaining.append(tensor.detach())
             binding.bind_input(name, self.device, self.index, element, tensor.shape, tensor.data_ptr())
         if self._given:
-            broken = self._broken_input(lambda place: kept[place].numpy(), tensors)
+            broken = self._broken_input(lambda place: remaining[place].numpy(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)
         results: list[torch.Tensor | None] = []
@@ -214,13 +214,13 @@ class BoundSession(Session):
             if not isinstance(error, self._refusal) and not _names_a_value(error):
                 raise
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
-        made = binding.get_outputs() if self._some_unknown or self._computed else []
+        result = binding.get_outputs() if self._some_unknown or self._computed else []
         if self._computed:
-            broken = self._broken(made[-1].numpy(), tensors)
+            broken = self._broken(result[-1].numpy(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)
         if self._some_unknown:
-            results = [self._as_torch(made[i]) if out is None else out for i, out in enumerate(results)]
+            results = [self._as_torch(result[i]) if out is None else out for i, out in enumerate(results)]
         return tuple(results)  # type: ignore[arg-type]
 
     def _as_torch(self, value: Any) -> torch.Tensor:
@@ -234,11 +234,11 @@ class BoundSession(Session):
 
 def _names_a_value(error: Exception) -> bool:
     """Whether a layer refused what it was given; a bound run has no type of error for it."""
-    told = str(error)
+    text = str(error)
     return (
         isinstance(error, RuntimeError)
-        and "Non-zero status code returned while running" in told
-        and "allocate" not in told
+        and "Non-zero status code returned while running" in text
+        and "allocate" not in text
     )
 
 

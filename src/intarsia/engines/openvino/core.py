@@ -50,8 +50,8 @@ class OpenvinoFile:
 
     def run(self, values: Mapping[str, Any]) -> list[Any]:
         """The outputs, in the order of the file."""
-        made = self._compiled(dict(values))
-        return [made[port].copy() for port in self._compiled.outputs]
+        result = self._compiled(dict(values))
+        return [result[port].copy() for port in self._compiled.outputs]
 
     def run_inside(self, values: Mapping[str, Any]) -> Arrays:
         """The first result of every operation."""
@@ -62,9 +62,9 @@ class OpenvinoFile:
         operations = [op for op in model.get_ordered_ops() if op.get_type_name() not in known]
         whole = openvino.Model([op.output(0) for op in operations], model.get_parameters())
         compiled = core().compile_model(whole, "CPU", _IN_FLOAT32)
-        made = compiled(dict(values))
+        result = compiled(dict(values))
         names = [op.get_friendly_name() for op in operations]
-        return dict(zip(names, [made[port].copy() for port in compiled.outputs], strict=True))
+        return dict(zip(names, [result[port].copy() for port in compiled.outputs], strict=True))
 
 
 # Where OpenVINO may not put elementwise layers together (its "snippets"), and where it cannot.

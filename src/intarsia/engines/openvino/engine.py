@@ -95,8 +95,8 @@ class OpenVINO(NetworkEngine):
 
         try:
             model, weights, checks = self._guarded(net)
-            made = compiled(model, {**self._config(), **settings(model)})
-            return CompiledModel(Ports.of(net), made, weights, checks)
+            result = compiled(model, {**self._config(), **settings(model)})
+            return CompiledModel(Ports.of(net), result, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
 
@@ -138,12 +138,12 @@ class OpenVINO(NetworkEngine):
         ports = Ports.from_json(about["ports"])
         checks = None if about["checks"] is None else Checks.from_json(about["checks"])
         try:
-            made, kept = imported(blob, self._config(), file.path)
+            result, remaining = imported(blob, self._config(), file.path)
         except Exception as error:
             raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
-        if len(made.outputs) != len(ports.outputs) + bool(checks and checks.computed):
-            raise EngineError(f"the packed model has {len(made.outputs)} outputs")
-        return CompiledModel(ports, made, kept, checks)
+        if len(result.outputs) != len(ports.outputs) + bool(checks and checks.computed):
+            raise EngineError(f"the packed model has {len(result.outputs)} outputs")
+        return CompiledModel(ports, result, remaining, checks)
 
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.model import guarded

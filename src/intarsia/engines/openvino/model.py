@@ -68,10 +68,10 @@ def read(net: Network) -> tuple[Any, object]:
     weights_as_inputs(proto, weights)
     model = core().read_model(proto.SerializeToString(), b"")
     parameters = {name: p for p in model.get_parameters() for name in p.output(0).get_names()}
-    kept = []
+    remaining = []
     for name, array in weights.items():
         data = np.ascontiguousarray(array.numpy())
-        kept.append(data)
+        remaining.append(data)
         constant = openvino.op.Constant(_shared(openvino, data, array.dtype))
         constant.set_friendly_name(name)
         parameter = parameters[name]
@@ -81,7 +81,7 @@ def read(net: Network) -> tuple[Any, object]:
         model.remove_parameter(parameter)
     correct(model)
     model.validate_nodes_and_infer_types()
-    return model, kept
+    return model, remaining
 
 
 def _shared(openvino: Any, data: np.ndarray[Any, Any], dtype: ir.DataType) -> Any:

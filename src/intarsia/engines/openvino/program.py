@@ -55,13 +55,13 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
         described = Path(folder, "model.xml")
         openvino.serialize(model, described, os.devnull)
         tree = ElementTree.parse(described)
-        found = [layer for layer in tree.iter("layer") if layer.get("type") == "Const"]
-        names = Counter(str(layer.get("name")) for layer in found)
+        results = [layer for layer in tree.iter("layer") if layer.get("type") == "Const"]
+        names = Counter(str(layer.get("name")) for layer in results)
         if next(tree.iter("body"), None) is not None or names != Counter(list(constants)):
             return None
         inside = {name: op for name, op in constants.items() if name not in file.places}
         places = {**file.places, **_appended(inside, file)}
-        for layer in found:
+        for layer in results:
             data = layer.find("data")
             if data is None or int(data.get("size", -1)) != constants[str(layer.get("name"))].get_byte_size():
                 return None
@@ -163,7 +163,7 @@ class CompiledModel(GuardedProgram):
         self._weights = weights  # the model reads them where they lie
         self._tensor = openvino.Tensor
         # An input that no layer reads is not an input of the model any more.
-        places = {name: place for place, found in enumerate(compiled.inputs) for name in found.names}
+        places = {name: place for place, match in enumerate(compiled.inputs) for name in match.names}
         input_guards = {} if checks is None else checks.inputs
         self._inputs = [
             (
@@ -235,13 +235,13 @@ class CompiledModel(GuardedProgram):
 
     def _small_outputs(self, request: Any) -> dict[int, torch.Tensor]:
         """Memory that a request writes small results to, by their place; it is bound for good."""
-        made = {}
+        results = {}
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None or not 0 < math.prod(shape) * dtype.itemsize <= _COPIED:
                 continue
-            made[index] = torch.empty(shape, dtype=dtype)
-            request.set_output_tensor(index, self._share(made[index]))
-        return made
+            results[index] = torch.empty(shape, dtype=dtype)
+            request.set_output_tensor(index, self._share(results[index]))
+        return results
 
     @property
     def guards(self) -> list[str]:
