@@ -177,6 +177,9 @@ class _Noting:
     def __init__(self, core: Any, seen: list[dict[str, str]]) -> None:
         self._core, self._seen = core, seen
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
     def compile_model(self, model: Any, device: str, config: dict[str, str]) -> Any:
         self._seen.append(config)
         return self._core.compile_model(model, device, config)

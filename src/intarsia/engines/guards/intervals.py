@@ -232,8 +232,8 @@ def _greatest(*operands: Interval) -> Interval:
 
 
 def _activated(x: Interval, slope: float = 1.1) -> Interval:
-    """No further from zero than the operand, but for a slope and a summand."""
-    return _around(slope * x.reach + 2 * slope, not x.is_finite)
+    """No further from zero than the operand, but for a slope and a summand; products inside may overflow."""
+    return _around(slope * x.reach + 2 * slope, x.nan) if x.reach < 1e37 else _ANYTHING
 
 
 _BY_OPERANDS: dict[str, Callable[..., Interval]] = {
@@ -501,8 +501,10 @@ def _mean(layer: Layer, operands: Operands) -> Interval:
     """No mean is beyond the elements, unless their sum is infinite."""
     is_pool, x = layer.kind != "ReduceMean", _first(operands)
     count = _count(_data(layer), range(2, _data(layer).ndim)) if is_pool else _reduced_count(layer)
-    mean = x | _ZERO if is_pool else x
-    return mean if _sum(count, x).reach < 3e38 else _ANYTHING
+    mean, total = x | _ZERO if is_pool else x, _sum(count, x)
+    return Interval(
+        mean.low if total.low > -3e38 else -INF, mean.high if total.high < 3e38 else INF, total.nan
+    )
 
 
 def _weight_sum(weight: Tensor, over: Sequence[int]) -> float | None:
