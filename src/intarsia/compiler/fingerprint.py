@@ -41,13 +41,13 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
         yield repr((node.op, node.name, str(node.target), _argument(node.args), _argument(node.kwargs)))
         yield repr((value, where))
         if node.op == "get_attr":
-            found: Any = functools.reduce(getattr, str(node.target).split("."), module)
-            if isinstance(found, torch.Tensor):
-                held.append((str(node.target), found))
-            elif isinstance(found, fx.GraphModule):
-                yield from _graph(found)
+            attribute: Any = functools.reduce(getattr, str(node.target).split("."), module)
+            if isinstance(attribute, torch.Tensor):
+                held.append((str(node.target), attribute))
+            elif isinstance(attribute, fx.GraphModule):
+                yield from _graph(attribute)
             else:
-                raise Unknowable(f"{node.target} is a {type(found).__name__}")
+                raise Unknowable(f"{node.target} is a {type(attribute).__name__}")
     yield from _tensors(held)
 
 
@@ -121,5 +121,5 @@ def of_process() -> Iterator[str]:
 def _sources() -> str:
     """What this package's own files are: a version may be edited where it stands."""
     root = Path(__file__).parents[1]
-    told = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*.py")]
-    return digest(repr(sorted(told)))
+    files = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*.py")]
+    return digest(repr(sorted(files)))
