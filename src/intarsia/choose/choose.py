@@ -56,9 +56,8 @@ def choose(
         module = _again(known, measured, workshop, engines)
         if module is not None:
             return _with_findings(module, replace(known, remembered=True))
-    with Progress() as progress:
-        search = Search(measured, workshop, engines, sample, memory, progress, context, tolerance)
-        built, findings = search.run()
+    search = Search(measured, workshop, engines, sample, memory, Progress(), context, tolerance)
+    built, findings = search.run()
     if not search.interrupted:
         memory.keep_findings(key, findings)
     return _with_findings(built.module, findings)

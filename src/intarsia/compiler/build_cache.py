@@ -36,7 +36,7 @@ from intarsia.runtime.inlay import Assembly
 
 _FORMAT, _VERSION = "intarsia-build", 1
 LEAST_S = 1.0  # a compile that took less is not stored: reading it back would take about as long
-REUSED = "no engine was built: an earlier compile of the same model was kept on disk"
+REUSED = "no engine was built: the build cache has an earlier compile of this model"
 
 
 def cache_entry(
