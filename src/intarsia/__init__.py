@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from intarsia.runtime import Compiled as Compiled
     from intarsia.runtime import PartlyCompiled as PartlyCompiled
     from intarsia.tracing import profile as profile
-    from intarsia.tuning.recording import recording as recording
+    from intarsia.tuning.recorded import recording as recording
     from intarsia.tuning.tune import tune as tune
 
 # A process that only loads and runs a saved module needs neither converters nor patterns: each name is
@@ -56,7 +56,7 @@ _HOMES = {
     "load": "intarsia.archive",
     "save": "intarsia.archive",
     "profile": "intarsia.tracing",
-    "recording": "intarsia.tuning.recording",
+    "recording": "intarsia.tuning.recorded",
     "tune": "intarsia.tuning.tune",
 }
 

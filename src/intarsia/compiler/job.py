@@ -116,7 +116,7 @@ def compile_with(
     if training is not None:
         warn(training, DifferenceWarning)
     for difference in compiled.differences:
-        warn(f"compiled, the model can answer otherwise: {difference}", DifferenceWarning)
+        warn(f"compiled, the model can answer differently: {difference}", DifferenceWarning)
     return compiled
 
 
@@ -232,6 +232,11 @@ class CompileJob:
     options: CompileOptions
     placement: Placement
     part_graphs: list[fx.GraphModule] | None = None  # where the model is a part: the graphs of all parts
+
+    @property
+    def size(self) -> int:
+        """The modules of the model: the time of each stage grows with them."""
+        return sum(1 for _ in self._module.modules()) if self._module is not None else 1
 
     def run(self) -> Compiled:
         """The compiled module."""
@@ -363,7 +368,7 @@ class CompileJob:
         builder = self._builder(graph, support.engines, support.notes)
         return self._inlaid(graph, *builder.build(builder.plan(support.table)), builder)
 
-    @stage("choosing by measurement", shown=False)  # which shows what it measures
+    @stage("choosing by measurement")
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
         """Build several plans, measure them on this machine, and take the best.
 

@@ -23,7 +23,7 @@ from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
 from intarsia.tuning.holders import held_modules
-from intarsia.tuning.tuned import Tuned
+from intarsia.tuning.tune import Tuned
 
 if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
