@@ -62,7 +62,7 @@ class LoweredModel:
     examples: list[Example]
     notes: tuple[str, ...] = ()
     fault: str | None = None
-    differences: tuple[str, ...] = ()  # when the graph can answer otherwise, though not on the examples
+    differences: tuple[str, ...] = ()  # when the graph can answer differently, though not on the examples
 
 
 def faithful_lowering(

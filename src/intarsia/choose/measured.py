@@ -86,8 +86,8 @@ def too_small_to_measure(module: fx.GraphModule) -> str | None:
     if total >= LEAST_WORK:
         return None
     return (
-        f"engines were taken in their order: the model has {total:.0f} units of work, and measuring pays from"
-        f" {LEAST_WORK:g}; partition=Measured() measures all the same"
+        f"plans were not measured: the model has {total:.0f} units of work, and measuring starts at"
+        f" {LEAST_WORK:g}; partition=Measured() measures it"
     )
 
 

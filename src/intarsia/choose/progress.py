@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
-from rich.console import Console
-from rich.status import Status
 from torch import fx
+
+from intarsia.logs import tell
 
 
 class Progress:
-    """One line on stderr that changes: what is measured, the best so far, the time left."""
+    """The time that a search has spent, and what its line on a terminal says."""
 
-    def __init__(self, budget_s: float = math.inf, console: Console | None = None) -> None:
-        console = console or Console(stderr=True)
-        self._status: Status | None = console.status("measuring") if console.is_terminal else None
+    def __init__(self, budget_s: float = math.inf) -> None:
         self._began = time.perf_counter()
         self.budget_s = budget_s
         self._best = ""
@@ -39,28 +35,12 @@ class Progress:
 
     def tell(self, what: str) -> None:
         """Say what happens now."""
-        if self._status is not None:
-            best = f"; best so far {self._best}" if self._best else ""
-            left = "" if math.isinf(self.budget_s) else f"; {max(self.left_s, 0):.0f} s left"
-            self._status.update(f"{what}{best}{left} (Ctrl-C takes the best)")
+        best = f"; best so far {self._best}" if self._best else ""
+        tell(f"{what}{best} (Ctrl-C takes the best)", None if math.isinf(self.budget_s) else self.left_s)
 
     def best(self, name: str, seconds: float) -> None:
         """Say which plan leads."""
         self._best = f"{name}, {seconds * 1e3:.2f} ms"
-
-    def __enter__(self) -> Self:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
 
 
 _COPIES = 2.0  # a packed copy, and what building takes besides

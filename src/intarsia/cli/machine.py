@@ -12,12 +12,12 @@ import typer
 from intarsia.cli.arguments import AsJson, print_json
 
 cache = typer.Typer(
-    help="Measurements and built modules that are stored on this machine.", no_args_is_help=True
+    help="List or delete the measurements and builds that are stored on this machine.", no_args_is_help=True
 )
 
 
 def engines(json: AsJson = False) -> None:
-    """Say which engines this machine has, and what to install for the others."""
+    """List the engines, and what to install for those that this machine lacks."""
     from intarsia.engines import known_engines
 
     reasons = {name: kind().unavailable() for name, kind in known_engines().items()}
@@ -26,15 +26,16 @@ def engines(json: AsJson = False) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("engine", "usable")
     for name, why in reasons.items():
-        table.add_row(name, why or "yes")
+        table.add_row(name, Text(why or "yes"))  # `[mnn]` is no markup
     Console().print(table)
 
 
 def env(json: AsJson = False) -> None:
-    """Print what a bug report needs: versions, processor, engines, settings."""
+    """Print versions, processor, engines and settings for a bug report."""
     import torch
 
     import intarsia
@@ -68,7 +69,7 @@ def env(json: AsJson = False) -> None:
 
 @cache.command()
 def where(json: AsJson = False) -> None:
-    """Print the folder; INTARSIA_CACHE sets another."""
+    """Print the folder. The variable INTARSIA_CACHE changes it."""
     from intarsia.cache.store import cache_directory
 
     print_json(str(cache_directory())) if json else typer.echo(str(cache_directory()))
@@ -76,7 +77,7 @@ def where(json: AsJson = False) -> None:
 
 @cache.command()
 def ls(json: AsJson = False) -> None:
-    """List what is stored, the most recently used first."""
+    """List the files, the most recently used first."""
     files = sorted(_files(), key=lambda item: -item[2])
     if json:
         print_json([{"file": name, "bytes": size, "used": used} for name, size, used in files])
@@ -88,7 +89,7 @@ def ls(json: AsJson = False) -> None:
 
 @cache.command()
 def clear(json: AsJson = False) -> None:
-    """Delete everything that is stored; it is measured and built again when it is needed."""
+    """Delete all files. Later compiles measure and build again."""
     from intarsia.cache.store import cache_directory
 
     files = _files()

@@ -84,7 +84,7 @@ from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import between
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Piece, Plan, SupportTable
-from intarsia.partition.atomic import unmatched_chains
+from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import refused_table, support_table
 from intarsia.runtime.compiled import Compiled, Source
@@ -118,7 +118,7 @@ def compile_with(
     if training is not None:
         warn(training, DifferenceWarning)
     for difference in compiled.differences:
-        warn(f"compiled, the model can answer otherwise: {difference}", DifferenceWarning)
+        warn(f"compiled, the model can answer differently: {difference}", DifferenceWarning)
     return compiled
 
 
@@ -234,6 +234,11 @@ class CompileJob:
     options: CompileOptions
     placement: Placement
     part_graphs: list[fx.GraphModule] | None = None  # where the model is a part: the graphs of all parts
+
+    @property
+    def size(self) -> int:
+        """The modules of the model: the time of each stage grows with them."""
+        return sum(1 for _ in self._module.modules()) if self._module is not None else 1
 
     def run(self) -> Compiled:
         """The compiled module."""
@@ -365,7 +370,7 @@ class CompileJob:
         builder = self._builder(graph, support.engines, support.notes)
         return self._inlaid(graph, *builder.build(builder.plan(support.table)), builder)
 
-    @stage("choosing by measurement", shown=False)  # which shows what it measures
+    @stage("choosing by measurement")
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
         """Build several plans, measure them on this machine, and take the best.
 

@@ -29,7 +29,7 @@ from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.partition.advice import advise
-from intarsia.partition.atomic import unmatched_chains
+from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport
@@ -67,7 +67,7 @@ def explain(
     usable, notes = resolve_engines(checked.engines, device)
     notes += initialized(model, (args, kwargs))
     if checked.placement.measured is not None:
-        notes.append("nothing is measured here: the plan is the one that engines in their order give")
+        notes.append("explain measures nothing: this plan takes the engines in their default order")
     try:
         return _explain_module(model, (args, kwargs), dynamic_shapes, usable, checked, notes)
     except (CaptureError, LoweringError) as error:
