@@ -14,6 +14,7 @@ from torch import nn
 
 import intarsia
 from intarsia.errors import ArchiveError, StaleWeightsError
+from intarsia.runtime.weights import tensor_digest
 
 
 @pytest.fixture
@@ -44,6 +45,11 @@ def test_parts_are_put_into_a_model_of_the_same_weights(saved: tuple[Gated, Path
     assert fast.model.body[0].weight is other.body[0].weight, "weights are shared"
     with pytest.warns(UserWarning, match=r"body runs in PyTorch for this call: .*shape"):
         torch.testing.assert_close(fast(X[:1]), model(X[:1]), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_conjugated_lazily_have_a_digest() -> None:
+    one = torch.tensor([1 + 2j, 3 - 1j])
+    assert tensor_digest(one.conj()) == tensor_digest(one.conj().resolve_conj()) != tensor_digest(one)
 
 
 def test_what_was_loaded_is_saved_and_loaded_again(saved: tuple[Gated, Path]) -> None:

@@ -16,10 +16,10 @@ from torch import fx
 
 from intarsia.build.builder import Builder, Timed
 from intarsia.build.faithful import Example
+from intarsia.cache.machine import digest
 from intarsia.capture.call import Call
 from intarsia.choose.findings import Trial
 from intarsia.choose.measured import Measured
-from intarsia.choose.memory import digest
 from intarsia.choose.plan import MOVED
 from intarsia.engines import Engine, Program, Workload
 from intarsia.graph.devices import uses_gpu

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from intarsia.cache.machine import digest
 from intarsia.choose.blocks import blocks_at
 from intarsia.choose.candidate import (
     Candidate,
@@ -18,7 +19,7 @@ from intarsia.choose.candidate import (
 )
 from intarsia.choose.findings import Findings, winner
 from intarsia.choose.measured import Measured
-from intarsia.choose.memory import Memory, contents, digest, key_of
+from intarsia.choose.memory import Memory, contents, key_of
 from intarsia.choose.mixes import mix
 from intarsia.choose.plan import measured_plan
 from intarsia.choose.progress import Progress

@@ -7,7 +7,6 @@ those of numbers.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.cache.machine import machine_key, package_version
+from intarsia.cache.machine import digest, machine_key, package_version
 from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.choose.findings import Findings
 from intarsia.engines import Engine
@@ -37,15 +36,6 @@ def contents(module: fx.GraphModule) -> str:
     True
     """
     return digest(*_lines(module))
-
-
-def digest(*parts: str) -> str:
-    """One short name for some text."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode())
-        digest.update(b"\0")
-    return digest.hexdigest()[:32]
 
 
 def _lines(module: fx.GraphModule) -> list[str]:

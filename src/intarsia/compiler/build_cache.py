@@ -20,10 +20,11 @@ from torch import nn
 from intarsia.archive.reader import open_bundle
 from intarsia.archive.writer import MODEL, BundleWriter
 from intarsia.build.faithful import Example
+from intarsia.cache.machine import digest
 from intarsia.cache.store import Shelf, cache_directory
 from intarsia.choose.findings import Findings
 from intarsia.choose.plan import MeasuredPlan, measured_plan
-from intarsia.compiler.fingerprint import Unknowable, digest_of, of_lowered, of_process, of_values
+from intarsia.compiler.fingerprint import Unknowable, of_lowered, of_process, of_values
 from intarsia.convert import registry
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError, IntarsiaError
@@ -61,7 +62,7 @@ def cache_entry(
         ]
     except (Unknowable, RuntimeError):  # the latter of a tensor without plain memory
         return CacheEntry(None)
-    return CacheEntry(digest_of(lines))
+    return CacheEntry(digest(*lines))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Generation:
                 (f"batch {rows}, prompt", programs.prompt),
                 (f"batch {rows}, {masked}", programs.masked_prompt),
                 (f"batch {rows}, token", programs.token),
+                (f"batch {rows}, tokens after a cache", programs.continued),
             ]
         lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
         if self.tolerance is not None:
