@@ -116,6 +116,15 @@ def test_a_line_counts_and_says_how_long_it_may_take(monkeypatch: pytest.MonkeyP
     assert "intarsia (0 s, about 10 s left): building onnxruntime; best so far openvino, 12.30 ms" in written
 
 
+def test_what_is_printed_to_a_pipe_meanwhile_reaches_it() -> None:
+    script = "from intarsia.logs import working\nwith working('computing', 1.0):\n    print('a result')\n"
+    ours, theirs = pty.openpty()
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=theirs, check=False)
+    os.close(theirs)
+    os.close(ours)
+    assert done.stdout == b"a result\n"
+
+
 def test_a_first_compile_has_an_estimate_and_the_next_one_that_of_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

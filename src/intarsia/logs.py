@@ -153,7 +153,10 @@ def _line(name: str, seconds: float | None) -> Progress:
             line = f"intarsia ({times}): {task.description}{task.fields['count']}"
             return Text(line, no_wrap=True, overflow="ellipsis")
 
-    line = Progress(SpinnerColumn(), Line(), console=Console(stderr=True), transient=True)
+    # What the model prints meanwhile stands above the line; from a pipe it must not be taken.
+    shares = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(stderr=True)
+    line = Progress(SpinnerColumn(), Line(), console=console, transient=True, redirect_stdout=shares)
     line.add_task(name, total=None, expected=seconds, count="")
     return line
 
