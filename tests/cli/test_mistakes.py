@@ -38,6 +38,8 @@ MISTAKES = {
     "an option without a value": (["explain", MAKE, "-O", "tolerance"], "NAME=VALUE"),
     "a range without a form": (["compile", MAKE, "-o", "x", "--range", "input=3"], "INPUT.DIM=MIN:MAX"),
     "a range of no input": (["check", MAKE, "--range", "x.0=1:3"], "no tensor of the call; they are input"),
+    "a range that ends early": (["check", MAKE, "--range", "input.0=5:2"], "2 must be more than 5"),
+    "a range without the example": (["explain", MAKE, "--range", "input.0=5:9"], "has input.0 = 2"),
     "a range of no dimension": (["check", MAKE, "--range", "input.2=1:3"], "input has 2 dimensions"),
     "a strategy nobody knows": (["explain", MAKE, "-O", "partition=fastest"], "fastest"),
     "compiling what is compiled": (["compile", "saved.intarsia", "-o", "x"], "is compiled already"),

@@ -171,8 +171,10 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
     for number, text in enumerate(ranges):
         if (parsed := _RANGE.fullmatch(text)) is None:
             raise InputError(f"--range {text} is not of the form INPUT.DIM=MIN:MAX, such as x.0=1:32")
-        most = int(parsed["most"]) if parsed["most"] else None
-        size = torch.export.Dim(f"size{number}", min=int(parsed["least"]), max=most)
+        least, most = int(parsed["least"]), int(parsed["most"]) if parsed["most"] else None
+        if most is not None and most <= least:
+            raise InputError(f"--range {text}: {most} must be more than {least}")
+        size = torch.export.Dim(f"size{number}", min=least, max=most)
         for dim in parsed["dims"].split(","):
             name, _, axis = dim.rpartition(".")
             value = bound.get(name, specimen.kwargs.get(name))
@@ -184,6 +186,9 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
                 raise InputError(f"--range {text}: {name!r} is no tensor of the call{hint}")
             if int(axis) >= value.dim():
                 raise InputError(f"--range {text}: {name} has {value.dim()} dimensions")
+            given = value.shape[int(axis)]
+            if given < least or (most is not None and given > most):
+                raise InputError(f"--range {text}: the example has {dim} = {given}, which is outside")
             shapes[name] = {**(shapes[name] or {}), int(axis): size}
     return shapes
 
