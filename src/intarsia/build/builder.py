@@ -79,6 +79,7 @@ class Builder:
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
     body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
     errors: dict[str, float] = field(default_factory=dict)  # of segments in shorter arithmetic, by first node
+    faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)  # what bisection found, by engine
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
     _lost: dict[str, Failure] = field(default_factory=dict)  # engines that did not come back, by name
 
@@ -257,6 +258,8 @@ class Builder:
             return outcome.reason if isinstance(outcome, Failure) else None
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
+        for node, reason in blamed.items():
+            self.faults.setdefault(by_name[node.name], {})[engine] = reason
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
 
 
