@@ -75,7 +75,7 @@ def test_forged_and_damaged_files_raise_nothing_but_archive_errors(tmp_path: Pat
     tuned.restore()
     data, expected, random_state = (tmp_path / "a.tuned").read_bytes(), service.answer(), random.Random(4)
     refused = 0
-    for number in range(40):
+    for number in range(24):
         forged = sealed(data, lambda manifest, _: edited(manifest, random_state)) if number % 2 else None
         at = random_state.randrange(len(data))
         (tmp_path / "b").write_bytes(forged or data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
@@ -86,7 +86,7 @@ def test_forged_and_damaged_files_raise_nothing_but_archive_errors(tmp_path: Pat
                     agree(service.answer(), expected)
             except ArchiveError as error:
                 refused += "\n" not in str(error)
-    assert refused > 10
+    assert refused > 6
     agree(service.answer(), expected)
 
 
