@@ -257,10 +257,23 @@ class Builder:
             del self.notes[count:]  # of a part that is only tried
             return outcome.reason if isinstance(outcome, Failure) else None
 
-        blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
+        kinds = {node: _kind(node) for node in suspects}
+
+        def alike(node: fx.Node) -> list[fx.Node]:
+            return [other for other in suspects if kinds[other] == kinds[node]]
+
+        blamed = bisect_failure(suspects, fails, alike=alike) or dict.fromkeys(suspects, failure.reason)
         for node, reason in blamed.items():
             self.faults.setdefault(by_name[node.name], {})[engine] = reason
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
+
+
+def _kind(node: fx.Node) -> str:
+    """Equal for nodes that differ in their inputs' values alone."""
+    values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+    shapes = [(value.dtype, tuple(value.shape)) for value in values if isinstance(value, torch.Tensor)]
+    constants = [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
+    return f"{node.target} {constants} {shapes}"
 
 
 def part_of(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:
