@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import fx
 
 from intarsia.errors import LoweringError
 
@@ -165,6 +166,22 @@ def decomposition_table(
     return found if keep is None else {op: rule for op, rule in found.items() if not keep(op)}
 
 
+def composites_of(graph: fx.Graph, has_converter: Callable[[Any], bool]) -> dict[Any, Decomposition]:
+    """Rules for the composite operators of a graph that have no converter.
+
+    Those that make views are not in torch's table: it takes them apart whenever it traces.
+    """
+    keep = _kept_whole.get()
+    whole = {*_CHECKING, *torch_disabled_decompositions}
+    targets = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    rules = {
+        target: composite_rule(target)
+        for target in targets - whole
+        if not target._schema.is_mutable and not has_converter(target) and not (keep and keep(target))
+    }
+    return {target: rule for target, rule in rules.items() if rule is not None}
+
+
 def _torch_defaults() -> dict[Any, Decomposition]:
     """torch's default decompositions, of operators outside torch too; the dictionary is the caller's.
 
@@ -213,9 +230,12 @@ def _of_torch(operator: torch._ops.OpOverload) -> Decomposition | None:
     """torch's own decomposition of an operator, from its registry or from its composite kernel."""
     from torch._decomp import get_decompositions
 
-    found = get_decompositions([operator]).get(operator)
-    if found is not None:
-        return found
+    rule = get_decompositions([operator]).get(operator)
+    return composite_rule(operator) if rule is None else rule
+
+
+def composite_rule(operator: torch._ops.OpOverload) -> Decomposition | None:
+    """The kernel that computes an operator by calling others; None of one that has none."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     name: str = operator.name()  # type: ignore[no-untyped-call]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, composite):

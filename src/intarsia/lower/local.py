@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -162,8 +163,11 @@ def _traced(node: fx.Node, fakes: list[Any], table: dict[Any, Any]) -> fx.GraphM
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: tensors[places[argument]])
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    modes = [getattr(x, "fake_mode", None) for x in pytree.tree_leaves(node.meta.get("val"))]
     try:
-        made = make_fx(call, decomposition_table=table)(*fakes)
+        # What an operator without operands makes must be as fake as the rest of the program.
+        with modes[0] or nullcontext():
+            made = make_fx(call, decomposition_table=table)(*fakes)
     except Exception:  # the long way says what is wrong with it
         return None
     for inner in made.graph.nodes:

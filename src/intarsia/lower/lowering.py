@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from intarsia.lower import complex_moves, fourier  # noqa: F401  (their rules are found in the table)
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
-from intarsia.lower.decompositions import decomposition_table, registered_decompositions
+from intarsia.lower.decompositions import composites_of, decomposition_table, registered_decompositions
 from intarsia.lower.grad_modes import inline_grad_modes
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered
@@ -40,7 +40,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (program.graph_module, *_bodies(program.graph_module)):
         refuse_overlapping_writes(module.graph)
     views, layouts = output_views(program), output_layouts(program)
-    table = decomposition_table(has_converter)
+    table = composites_of(program.graph, has_converter) | decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
         table.update({**COMPLEX_DECOMPOSITIONS, **registered_decompositions()})
