@@ -60,7 +60,6 @@ SAME_AT_THE_EDGES = [
     "aminmax",
     "count_nonzero",
     "diag_embed",
-    "index_fill",
     "isclose",
     "lerp",
     "linalg.cross",

@@ -69,8 +69,10 @@ class GeneratingForward(ReplacedForward):
         encoder: EncoderForward | None = None,
     ) -> None:
         super().__init__(type(model).__name__, model)
-        self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
-        self.room = anatomy.room(max_length)
+        self.anatomy: Anatomy = anatomy
+        self.by_rows: dict[int, Programs] = dict(programs)
+        self.max_length: int = max_length
+        self.room: int = anatomy.room(max_length)
         self.encoder = encoder
         self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
         self.tolerance: float | None = None  # that its programs were compiled with

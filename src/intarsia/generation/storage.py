@@ -119,7 +119,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
             self.is_initialized = True
             return joined[0], joined[1]
         if self._views()[0] is None and key_states.shape[0] != self.key_store.shape[0]:
-            self.is_initialized = True  # after `reset`, for another number of rows
+            self.is_initialized: bool = True  # after `reset`, for another number of rows
             self.show(0)
             self.move(_longer(key_states[:, :, :0], self.room), _longer(value_states[:, :, :0], self.room))
         self.settle()
@@ -129,7 +129,9 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take other memory."""
-        self.key_store, self.value_store, self.stack = keys, values, (None, 0)
+        self.key_store: torch.Tensor = keys
+        self.value_store: torch.Tensor = values
+        self.stack = (None, 0)
         self._handed = False
         self.show(self._length)
 

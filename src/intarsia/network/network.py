@@ -111,7 +111,7 @@ class Layer:
     __slots__ = ("node",)
 
     def __init__(self, node: ir.Node) -> None:
-        self.node = node
+        self.node: ir.Node = node
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layer) and self.node is other.node
@@ -304,7 +304,7 @@ class _ThreadState(threading.local):
     net: Network | None = None
 
 
-under_guard = _ThreadState()  # the network that functionals of this thread add their layers to
+under_guard: _ThreadState = _ThreadState()  # the network that functionals of this thread add their layers to
 
 
 @contextlib.contextmanager

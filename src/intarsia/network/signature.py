@@ -55,7 +55,8 @@ class FLayerInfo:
         made: list[ir.Node],
     ) -> None:
         self._log, self._time = log, log.clock
-        self.layer_kind, self.signature = form
+        self.layer_kind: str = form.kind
+        self.signature: inspect.Signature = form.signature
         self._arguments, self._outputs, self._made = arguments, outputs, made
 
     # Tensors that were replaced since the call are looked up when asked for: most never are.

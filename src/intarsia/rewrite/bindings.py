@@ -18,7 +18,7 @@ class Bindings:
         self.variables: dict[str, ir.Value | None] = {}
         self.nodes: dict[OpTerm, ir.Node] = {}
         self.layers: dict[ir.Node, bool] = {}  # whether others may read it
-        self.roots = list(roots)
+        self.roots: list[Any] = list(roots)
 
     def copy(self) -> Bindings:
         other = Bindings()

@@ -14,7 +14,7 @@ from intarsia.network.edit.redirect import replace_value
 from intarsia.rewrite.bindings import Bindings
 from intarsia.rewrite.match import Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.term import OpTerm, build, depth, feeders, kinds, parts
+from intarsia.rewrite.term import OpTerm, Root, build, depth, feeders, kinds, parts
 
 Function = Callable[..., Any]
 _AS_IT_IS = Refusal("what it gives stands there already")
@@ -26,7 +26,8 @@ class Rule(PatternRewriter):
     refuses_from_afar = True  # the function may look at anything
 
     def __init__(self, pattern: Function, function: Function, *, name: str, keep_types: bool = True) -> None:
-        self.roots, variables = build(pattern)
+        roots, variables = build(pattern)
+        self.roots: tuple[Root, ...] = roots
         super().__init__(name, kinds(self.roots[0]), keep_types=keep_types)
         self.function = function
         self.variables = variables

@@ -51,7 +51,10 @@ class Queue:
     """Jobs in the order they came, run one batch at a time in a thread of its own."""
 
     def __init__(self, interface: Interface, batching: Batching, wait_s: float, metrics: Metrics) -> None:
-        self._interface, self.batching, self._wait_s, self._metrics = interface, batching, wait_s, metrics
+        self._interface = interface
+        self.batching: Batching = batching
+        self._wait_s = wait_s
+        self._metrics = metrics
         self._waiting: deque[Job] = deque()
         self._came = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "intarsia-model")

@@ -97,8 +97,8 @@ class Recorded(Sequence[RecordedCall]):
     def __init__(self, signature: inspect.Signature | None = None) -> None:
         self._signature = signature
         self._kinds: dict[Kind, CallsOfKind] = {}
-        self.total = 0
-        self.seconds = 0.0
+        self.total: int = 0
+        self.seconds: float = 0.0
         self.tokens = 0  # the most that a call had, those in its cache included
 
     @property
@@ -130,7 +130,7 @@ class Recorded(Sequence[RecordedCall]):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallsOfKind:
         """Keep a call, if none of its sizes was kept yet."""
         self.total += 1
-        self.tokens = max(self.tokens, _tokens(kwargs))
+        self.tokens: int = max(self.tokens, _tokens(kwargs))
         kind = self._kinds.setdefault(kind_of(args, kwargs), CallsOfKind(self._signature))
         sizes = sizes_of(args, kwargs)
         if sizes not in kind.seen and len(kind.calls) < _KEPT:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.indexing import cropped
+from intarsia.convert.aten.indexing import cropped, wrapped
 from intarsia.convert.aten.kernels import from_the_front, left_where, used, zero_unless
 from intarsia.convert.aten.sizes import END, Size, arange, int64, reshape, result_shape, size, sizes, wrap
 from intarsia.convert.aten.view import expanded
@@ -164,6 +164,17 @@ def index_reduce(
             f"reduce={reduce!r} in {self.dtype.name}, which torch rounds at each step, is not handled"
         )
     return _rows(self, dim, index, source, reduce, include_self)
+
+
+@converter(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    x = self if self.ndim else F.reshape(self, [1])
+    axis, line = wrap(dim, x.ndim), F.reshape(index, [-1])
+    known = tuple(line.shape[0] if i == axis else d for i, d in enumerate(x.shape))
+    wanted: list[Size] = [size(line, 0) if i == axis else size(x, i) for i in range(x.ndim)]
+    fill = expanded(ctx.tensor(value, x.dtype), wanted, known)
+    result = _rows(x, axis, wrapped(line, size(x, axis)), fill, None)  # negative numbers count from the end
+    return result if self.ndim else F.reshape(result, [])
 
 
 def _rows(

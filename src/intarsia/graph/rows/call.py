@@ -72,11 +72,13 @@ class Call:
         placed: Mapping[fx.Node, Any],
         trains: bool = False,
     ) -> None:
-        self.node, self.size, self.result = node, size, result
+        self.node: fx.Node = node
+        self.size: int = size
+        self.result: Any = result
         self.trains = trains  # random numbers and batch norm's own statistics are a training step's business
         self._values, self._placed = values, placed
         schema = getattr(node.target, "_schema", None)
-        self.name = str(node.target) if schema is None else str(schema.name)
+        self.name: str = str(node.target) if schema is None else str(schema.name)
         self.tags: Sequence[torch.Tag] = getattr(node.target, "tags", ())
         self._order, self._given = _bound(node)
 

@@ -35,8 +35,8 @@ class EditableGraph:
     def __init__(self, graph: ir.Graph) -> None:
         self.graph = graph
         self.journal: list[Edit] | None = None
-        self.order = Order(graph)
-        self.replacements = Replacements()
+        self.order: Order = Order(graph)
+        self.replacements: Replacements = Replacements()
         self.constants: dict[ConstantKey, ir.Value] = {}  # small ones, by content
         self.anchor: ir.Node | None = None  # new layers are put before it; at the end if there is none
         self.scope = ""  # how new layers are called

@@ -20,7 +20,7 @@ class Replacements:
     """The replacements of one graph. `clock` counts them, so that a record sees those made after it."""
 
     def __init__(self) -> None:
-        self.clock = 0
+        self.clock: int = 0
         self._values: dict[ir.Value, list[tuple[int, ir.Value]]] = {}
         self._inputs: dict[ir.Node, list[InputChange]] = {}
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -39,9 +40,10 @@ class Heartbeat:
     """Counts for this rank, and finds the rank that does not."""
 
     def __init__(self, ranks: Sequence[int], me: int) -> None:
-        self.ranks, self.me = list(ranks), me
+        self.ranks: list[int] = list(ranks)
+        self.me: int = me
         store = _default_store()
-        self.store = None if store is None else PrefixStore("intarsia pipeline", store)
+        self.store: dist.Store | None = None if store is None else PrefixStore("intarsia pipeline", store)
         if self.store is not None and len(self.ranks) > 1:
             _beat(store, self.store, me)
 

@@ -92,7 +92,9 @@ class FlatStage(nn.Module):
 
     def __init__(self, stage: nn.Module, takes: BorderForm, gives: BorderForm) -> None:
         super().__init__()
-        self.stage, self.takes, self.gives = stage, takes, gives
+        self.stage: nn.Module = stage
+        self.takes: BorderForm = takes
+        self.gives: BorderForm = gives
         self.training = stage.training
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:

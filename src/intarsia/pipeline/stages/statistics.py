@@ -21,7 +21,7 @@ class DeferredNode(nn.Module):
 
     def __init__(self, momentum: float, eps: float) -> None:
         super().__init__()
-        self.norm = DeferredBatchNorm(1, eps, momentum, affine=False)
+        self.norm: DeferredBatchNorm = DeferredBatchNorm(1, eps, momentum, affine=False)
 
     def begin(self, chunks: int) -> None:
         """Start a batch of so many micro-batches."""
@@ -48,7 +48,7 @@ class DeferredCount(nn.Module):
     def forward(self, batches: Tensor) -> Tensor:
         """Count the batch, once."""
         if not self.counted and not is_recomputing():
-            self.counted = True
+            self.counted: bool = True
             batches.add_(1)
         return batches
 
