@@ -20,7 +20,7 @@ from intarsia.graph.nodes import (
     op_name,
     producer,
 )
-from intarsia.graph.recompute import find_recomputed
+from intarsia.graph.segment import find_recomputed
 from intarsia.graph.sizes import total_bytes
 
 

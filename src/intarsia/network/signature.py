@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.edit.graph import Replacements
 from intarsia.network.edit.journal import RecordChanged
-from intarsia.network.edit.replaced import Replacements
 from intarsia.network.network import Layer, Network, Tensor, default_net, under_guard
 
 P = ParamSpec("P")

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.shapes import Shape, known_dims
 from intarsia.network.text import type_text
-from intarsia.network.types import Shape, known_dims
 
 
 class TypedValue:

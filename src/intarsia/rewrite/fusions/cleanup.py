@@ -14,7 +14,7 @@ from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
 from intarsia.network.ops import MAY_BE_IDENTITY
-from intarsia.network.types import OPSET, ir_version
+from intarsia.network.shapes import OPSET, ir_version
 from intarsia.rewrite.equality import is_transparent
 from intarsia.rewrite.fusions.fusion import Fusion, given
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
