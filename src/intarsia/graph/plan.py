@@ -166,10 +166,10 @@ class Plan:
             }
             for segment in self.segments
         ]
-        told: dict[str, Any] = {"strategy": self.strategy, "segments": segments}
+        content: dict[str, Any] = {"strategy": self.strategy, "segments": segments}
         if self.bodies:
-            told["bodies"] = {name: json.loads(plan.to_json()) for name, plan in self.bodies.items()}
-        return json.dumps(told, indent=1)
+            content["bodies"] = {name: json.loads(plan.to_json()) for name, plan in self.bodies.items()}
+        return json.dumps(content, indent=1)
 
     def drawing(self, profile: Profile | None = None) -> Drawing:
         """What pictures of the plan show, as plain data; with the times of a profile, if one is given."""

@@ -162,8 +162,8 @@ def decomposition_table(
         if rule is not None:
             table[operator] = rule
     whole = {operator for operator in table if has_converter(operator)} - {*torch_enabled_decompositions}
-    found = {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
-    return found if keep is None else {op: rule for op, rule in found.items() if not keep(op)}
+    rules = {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
+    return rules if keep is None else {op: rule for op, rule in rules.items() if not keep(op)}
 
 
 def composites_of(graph: fx.Graph, has_converter: Callable[[Any], bool]) -> dict[Any, Decomposition]:
@@ -192,9 +192,9 @@ def _torch_defaults() -> dict[Any, Decomposition]:
     if names is None:
         return {**torch.export.default_decompositions()}
     if names not in _defaults_of:
-        found: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
+        defaults: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
         _defaults_of.clear()
-        _defaults_of[names] = found
+        _defaults_of[names] = defaults
     return dict(_defaults_of[names])
 
 
@@ -216,8 +216,8 @@ def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
         return [operator]
     if isinstance(operator, torch._ops.OpOverloadPacket):
         names: list[str] = operator.overloads()  # type: ignore[no-untyped-call]
-        found = [getattr(operator, name) for name in names]
-        return [o for o in found if not o._schema.is_mutable and _takes_tensors(o)]
+        overloads = [getattr(operator, name) for name in names]
+        return [o for o in overloads if not o._schema.is_mutable and _takes_tensors(o)]
     raise LoweringError(f"{operator!r} is not an operator such as torch.ops.aten.gelu.default")
 
 

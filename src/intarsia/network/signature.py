@@ -52,12 +52,12 @@ class FLayerInfo:
         form: Form,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         outputs: Any,
-        made: list[ir.Node],
+        nodes: list[ir.Node],
     ) -> None:
         self._log, self._time = log, log.clock
         self.layer_kind: str = form.kind
         self.signature: inspect.Signature = form.signature
-        self._arguments, self._outputs, self._made = arguments, outputs, made
+        self._arguments, self._outputs, self._made = arguments, outputs, nodes
 
     # Tensors that were replaced since the call are looked up when asked for: most never are.
     @property

@@ -46,12 +46,12 @@ class Indices:
         return self.indices[0].ndim
 
 
-def read(x: Tensor, given: Sequence[Tensor | None]) -> Indices:
+def read(x: Tensor, items: Sequence[Tensor | None]) -> Indices:
     """What an index list asks of `x`."""
     axes: list[int] = []
     indices: list[Tensor] = []
     axis = 0
-    for item in given:
+    for item in items:
         if item is None:
             axis += 1
         elif item.dtype not in _MASKS:
@@ -134,11 +134,11 @@ def restored(asked: Indices, flat: Tensor) -> Tensor:
     return ordered(flat, [order.index(axis) for axis in range(len(order))])
 
 
-def to_result(asked: Indices, made: Tensor) -> Tensor:
+def to_result(asked: Indices, output: Tensor) -> Tensor:
     """What the indices made, from the front to where torch puts it."""
     front = list(range(asked.rank))
-    rest = list(range(asked.rank, made.ndim))
-    return ordered(made, [*rest[: asked.at], *front, *rest[asked.at :]])
+    rest = list(range(asked.rank, output.ndim))
+    return ordered(output, [*rest[: asked.at], *front, *rest[asked.at :]])
 
 
 def to_front(asked: Indices, values: Tensor) -> Tensor:

@@ -73,12 +73,12 @@ def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor |
     return F.cast(result, ctx.dtype)
 
 
-def _restore(made: Tensor, x: Tensor, columns: Any) -> Tensor:
+def _restore(output: Tensor, x: Tensor, columns: Any) -> Tensor:
     sizes: list[Any] = list(x.shape[:-1])
     unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(unknown) <= 1:
-        return F.reshape(made, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
-    return F.reshape(made, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
+        return F.reshape(output, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
+    return F.reshape(output, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
 
 
 @converter(aten.mm.default, aten.bmm.default)

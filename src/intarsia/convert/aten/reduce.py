@@ -51,9 +51,9 @@ def reduced(
     return F.cast(result, value.dtype)
 
 
-def _sum(ctx: ConversionContext, given: Tensor) -> Layer:
+def _sum(ctx: ConversionContext, operand: Tensor) -> Layer:
     """How elements are added up; what is given as small integers or truth stays small enough."""
-    return sum_of_integers if ctx.dtype in LONG and given.dtype in LONG else F.reduce_sum
+    return sum_of_integers if ctx.dtype in LONG and operand.dtype in LONG else F.reduce_sum
 
 
 def _product(ctx: ConversionContext) -> Layer:

@@ -124,11 +124,11 @@ def _mean(total: Tensor, index: Tensor, axis: int, include_self: bool) -> Tensor
     return F.sub(quotient, F.cast(low, total.dtype))
 
 
-def _with_nan(made: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: int) -> Tensor:
+def _with_nan(output: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: int) -> Tensor:
     # torch's largest and smallest of anything with a NaN is NaN; engines skip some of them.
     before, after = (F.cast(F.isnan(t), D.FLOAT) for t in (base, added))
     tainted = F.greater(F.scatter_elements(before, index, after, axis, reduction="add"), 0.0)
-    return F.where(tainted, F.constant(np.nan, made.dtype), made)
+    return F.where(tainted, F.constant(np.nan, output.dtype), output)
 
 
 # Slices written or reduced at the numbers of a vector: index_add, index_copy, index_fill.
