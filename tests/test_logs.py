@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 import intarsia
 from intarsia.errors import CaptureError
-from intarsia.logs import LOG
+from intarsia.logs import LOG, _seconds_each, counted, tell, working
 
 
 class _Kept(logging.Handler):
@@ -71,6 +73,15 @@ def test_nothing_is_written_to_a_pipe() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_onnx_runtime_sends_no_telemetry() -> None:
+    """Its telemetry wants a file in the home directory, and warns where it cannot write one."""
+    environment = {**os.environ, "HOME": "/proc/none", "INTARSIA_CACHE_GB": "0"}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "telemetry" not in done.stderr, done.stderr
+
+
 def test_a_terminal_shows_the_stage() -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
@@ -87,4 +98,29 @@ def test_a_terminal_shows_the_stage() -> None:
             shown += read
     os.close(ours)
     assert process.returncode == 0
-    assert b"exporting and lowering" in shown and b"0:00:0" in shown
+    assert b"exporting and lowering" in shown and b"intarsia (0 s, about " in shown
+
+
+def test_a_line_counts_and_says_how_long_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    file.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with working("timing 3 peers", 20.5):
+        assert list(counted("ab", 2, "comparing")) == ["a", "b"]
+        tell("building onnxruntime; best so far openvino, 12.30 ms", 9.9)
+    written = file.getvalue()
+    assert "intarsia (0 s, about 20 s left): timing 3 peers" in written
+    assert "intarsia (0 s): comparing" in written
+    assert "intarsia (0 s, about 10 s left): building onnxruntime; best so far openvino, 12.30 ms" in written
+
+
+def test_a_first_compile_has_an_estimate_and_the_next_one_that_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
+    first = _seconds_each()
+    assert first["exporting and lowering"] > 0
+    _seconds_each({"exporting and lowering": 0.5})
+    assert _seconds_each() == first | {"exporting and lowering": 0.5}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -70,10 +72,42 @@ def test_torch_tells_whether_a_profiler_runs() -> None:
 
 def test_stages_of_a_pipeline_are_tracks(tmp_path: Path) -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    pipe = GPipe(layers, balance=[2, 1], devices=["cpu", "cpu"], chunks=2)
+    pipe = GPipe(layers, balance=[2, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
+    places = [f"stage {j}, micro-batch {i}" for j in range(2) for i in range(2)]
     with intarsia.profile(pipe) as p:
         pipe(torch.randn(4, 8))
-    assert sorted(p.segments) == [f"stage {j}, micro-batch {i}" for j in range(2) for i in range(2)]
+    assert sorted(p.segments) == places
+    with intarsia.profile() as p:
+        pipe(torch.randn(4, 8)).sum().backward()
+    names = [f"{place}{kind}" for place in places for kind in ("", ", backward", ", recomputation")]
+    assert sorted(p.segments) == names
     p.to_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sorted(e["args"]["name"] for e in events if e["ph"] == "M") == ["stage 0", "stage 1"]
+
+
+RANK = """
+import os
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import torch
+from torch import nn
+import intarsia
+from intarsia.pipeline import split
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 8)
+pipe = split(model, (x[:2],), stages=1).distributed("GPipe", 2, loss_fn=lambda y, t: (y - t).square().mean())
+with intarsia.profile() as p:
+    pipe.step(x, target=torch.zeros(4, 4))
+print(*sorted(p.segments), sep="\\n")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_rank_of_a_distributed_pipeline_has_a_track_for_each_stage() -> None:
+    done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kinds = ("", ", backward")
+    assert done.stdout.split("\n")[:-1] == [
+        f"stage 0, micro-batch {i}{kind}" for i in range(2) for kind in kinds
+    ]

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from intarsia.archive import load as load
     from intarsia.archive import save as save
-    from intarsia.archive.plain import export as export
+    from intarsia.archive.export import export as export
     from intarsia.capture.annotate import run_on as run_on
     from intarsia.capture.input import Input as Input
     from intarsia.choose import Measured as Measured
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from intarsia.runtime import Compiled as Compiled
     from intarsia.runtime import PartlyCompiled as PartlyCompiled
     from intarsia.tracing import profile as profile
-    from intarsia.tuning.recording import recording as recording
+    from intarsia.tuning.recorded import recording as recording
     from intarsia.tuning.tune import tune as tune
 
 # A process that only loads and runs a saved module needs neither converters nor patterns: each name is
@@ -49,14 +49,14 @@ _HOMES = {
     "compile_generation": "intarsia.generation.compile",
     "register_decomposition": "intarsia.lower.decompositions",
     "explain": "intarsia.report",
-    "export": "intarsia.archive.plain",
+    "export": "intarsia.archive.export",
     "check": "intarsia.report.check",
     "Compiled": "intarsia.runtime",
     "PartlyCompiled": "intarsia.runtime",
     "load": "intarsia.archive",
     "save": "intarsia.archive",
     "profile": "intarsia.tracing",
-    "recording": "intarsia.tuning.recording",
+    "recording": "intarsia.tuning.recorded",
     "tune": "intarsia.tuning.tune",
 }
 

@@ -26,7 +26,7 @@ class InternalError(IntarsiaError):
 
 
 class DifferenceWarning(UserWarning):
-    """A compiled module can answer otherwise than the model; the message says when, and how to avoid it."""
+    """A compiled module can answer differently from the model; the message says when, and how to avoid it."""
 
 
 class CaptureError(IntarsiaError):

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 # INFO has each stage of a compile with its time, DEBUG each refusal of a node.
 LOG = logging.getLogger("intarsia")
@@ -33,19 +34,22 @@ def log_refusals(refusals: Mapping[fx.Node, Mapping[str, str]]) -> None:
                 LOG.debug("%s does not take %s (%s): %s", engine, node.name, node.target, reason)
 
 
-_shown: list[Progress] = []  # the line on the terminal, while there is one
+def stage(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Log a method's time under a name, and show on a terminal what happens and how long it may take.
 
+    The time is taken to grow with `size` of the method's object.
+    """
 
-def stage(name: str, *, shown: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Log a function's time under a name, and show the name on a terminal meanwhile."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
-            began = time.perf_counter()
-            with _on_terminal(name, shown):
-                result = function(*args, **kwargs)
-            LOG.info("%s: %.2f s", name, time.perf_counter() - began)
+            began, size = time.perf_counter(), args[0].size  # type: ignore[attr-defined]
+            with working(name, _seconds_each().get(name, 0.0) * size if _is_watched() else None):
+                result = method(*args, **kwargs)
+            seconds = time.perf_counter() - began
+            LOG.info("%s: %.2f s", name, seconds)
+            if _is_watched():
+                _seconds_each({name: seconds / size})
             return result
 
         return timed
@@ -53,36 +57,104 @@ def stage(name: str, *, shown: bool = True) -> Callable[[Callable[P, R]], Callab
     return decorate
 
 
+# Seconds for a module of BERT-base on 2 cores; the first compile on a machine replaces them.
+_FIRST_GUESS = {
+    "running the model": 0.01,
+    "exporting and lowering": 0.02,
+    "comparing the graph with the model": 0.01,
+    "asking the engines about every node": 0.003,
+    "building the segments": 0.015,
+    "comparing the whole with the model": 0.005,
+}
+
+
+def _seconds_each(latest: Mapping[str, float] | None = None) -> dict[str, float]:
+    """The seconds that each stage took for a unit of size, at the last compile on this machine."""
+    from intarsia.cache.store import JsonStore, cache_directory
+
+    store = JsonStore(cache_directory() / "stages.json")
+    if latest is not None:
+        store.update(latest)
+        return {}
+    known = {name: value for name, value in store.read().items() if isinstance(value, float)}
+    return _FIRST_GUESS | known
+
+
+_lines: list[Progress] = []  # the innermost last; only that one is on the terminal
+
+
+def _is_watched() -> bool:
+    return threading.current_thread() is threading.main_thread() and sys.stderr.isatty()
+
+
 @contextmanager
-def _on_terminal(name: str, shown: bool) -> Iterator[None]:
-    """One line on stderr with the time so far. Work inside work takes the line over, or takes it away."""
-    if threading.current_thread() is not threading.main_thread() or not sys.stderr.isatty():
+def working(name: str, seconds: float | None = None) -> Iterator[None]:
+    """Show on a terminal what happens, for how long, and how long it may still take.
+
+    Work inside work takes the line over. Elsewhere than on a terminal nothing is written.
+    """
+    if not _is_watched():
         yield
         return
-    outer = _shown[-1] if _shown else None
-    if outer is not None:
-        outer.stop()
-    line = _line(name) if shown else None
-    if line is not None:
-        _shown.append(line)
-        line.start()
+    line = _line(name, seconds)
+    if _lines:
+        _lines[-1].stop()
+    _lines.append(line)
+    line.start()
     try:
         yield
     finally:
-        if line is not None:
-            line.stop()
-            _shown.remove(line)
-        if outer is not None:
-            outer.start()
+        line.stop()
+        _lines.remove(line)
+        if _lines:
+            _lines[-1].start()
 
 
-def _line(name: str) -> Progress:
+def tell(text: str, left_s: float | None = None) -> None:
+    """Say on the line, where there is one, what happens now and how long it may still take."""
+    if _lines and _is_watched():
+        (task,) = _lines[-1].tasks
+        expected = None if left_s is None else (task.elapsed or 0.0) + left_s
+        _lines[-1].update(task.id, description=text, expected=expected)
+
+
+def tell_share(done: int, total: int) -> None:
+    """Say on the line, where there is one, how much is done; the time left follows."""
+    if _lines and _is_watched() and done:
+        (task,) = _lines[-1].tasks
+        expected = (task.elapsed or 0.0) * total / done
+        _lines[-1].update(task.id, count=f" {done}/{total}", expected=expected)
+
+
+def counted(items: Iterable[T], total: int, name: str) -> Iterator[T]:
+    """The items, counted on a terminal.
+
+    >>> list(counted(iter("ab"), 2, "spelling"))
+    ['a', 'b']
+    """
+    with working(name):
+        for number, item in enumerate(items):
+            yield item
+            tell_share(number + 1, total)
+
+
+def _line(name: str, seconds: float | None) -> Progress:
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task
+    from rich.text import Text
 
-    columns = (SpinnerColumn(), TextColumn("intarsia: {task.description}"), TimeElapsedColumn())
-    line = Progress(*columns, console=Console(stderr=True), transient=True)
-    line.add_task(name, total=None)
+    class Line(ProgressColumn):
+        """The times first: what a narrow terminal cuts off is the end."""
+
+        def render(self, task: Task) -> Text:
+            elapsed, expected = task.elapsed or 0.0, task.fields["expected"]
+            left = 0.0 if expected is None else expected - elapsed
+            times = f"{elapsed:.0f} s" + (f", about {left:.0f} s left" if left >= 1 else "")
+            line = f"intarsia ({times}): {task.description}{task.fields['count']}"
+            return Text(line, no_wrap=True, overflow="ellipsis")
+
+    line = Progress(SpinnerColumn(), Line(), console=Console(stderr=True), transient=True)
+    line.add_task(name, total=None, expected=seconds, count="")
     return line
 
 

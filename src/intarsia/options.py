@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from intarsia.capture.input import further_calls
-from intarsia.choose.measured import Measured, is_number
-from intarsia.choose.precision import SHORTENING_S, Precision, allowed_arithmetic
+from intarsia.choose.measured import SHORTENING_S, Measured, Precision, allowed_arithmetic, is_number
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import InputError
 from intarsia.partition import PartitionOptions, Strategy, find_strategy

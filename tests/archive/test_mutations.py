@@ -15,8 +15,8 @@ from torch import nn
 
 import intarsia
 from intarsia.archive.container import MANIFEST
-from intarsia.archive.load import load_bytes
-from intarsia.archive.save import save_bytes
+from intarsia.archive.reader import load_bytes
+from intarsia.archive.writer import save_bytes
 from intarsia.errors import ArchiveError
 
 X = torch.linspace(-1, 1, 48).reshape(3, 16)
@@ -90,7 +90,9 @@ def test_forged_manifests_raise_nothing_but_archive_errors() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                load_bytes(sealed(data, lambda manifest, _: edited(manifest["contents"], random_state)))
+                load_bytes(
+                    sealed(data, lambda manifest, _: edited(manifest["programs"]["model"], random_state))
+                )
             except ArchiveError:
                 refused += 1
     assert refused > 50
@@ -117,7 +119,9 @@ def test_files_whose_engines_read_them_too(engine: str, tmp_path: Path) -> None:
     assert refused > 30
     for number in range(15):
         path = tmp_path / f"forged{number}"
-        path.write_bytes(sealed(data, lambda manifest, _: edited(manifest["contents"], random_state)))
+        path.write_bytes(
+            sealed(data, lambda manifest, _: edited(manifest["programs"]["model"], random_state))
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

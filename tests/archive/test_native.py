@@ -114,7 +114,7 @@ def test_a_file_that_claims_machine_code_runs_none_unasked(tmp_path: Path) -> No
     intarsia.save(fast, tmp_path / "m")
 
     def edit(manifest: dict[str, Any], found: dict[str, bytes]) -> None:
-        piece = manifest["contents"]["inlay"]["pieces"][0]
+        piece = manifest["programs"]["model"]["inlay"]["pieces"][0]
         piece["native"] = {"package": "native/0.pt2", "for": packed_for(Inductor())}
         found["native/0.pt2"] = b"no package" * 9
 

@@ -67,7 +67,7 @@ def test_another_version_machine_or_option_builds_it_again(
     name, path, expected = saved
     built, given = _no_build(monkeypatch), None
     if what == "version":
-        monkeypatch.setattr("intarsia.archive.engines.package_version", lambda name: "0.0")
+        monkeypatch.setattr("intarsia.engines.base.package_version", lambda name: "0.0")
     elif what == "machine":
         monkeypatch.setattr("intarsia.archive.engines.processor_features", lambda: "none")
     else:

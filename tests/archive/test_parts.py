@@ -14,6 +14,7 @@ from torch import nn
 
 import intarsia
 from intarsia.errors import ArchiveError, StaleWeightsError
+from intarsia.runtime.weights import tensor_digest
 
 
 @pytest.fixture
@@ -44,6 +45,11 @@ def test_parts_are_put_into_a_model_of_the_same_weights(saved: tuple[Gated, Path
     assert fast.model.body[0].weight is other.body[0].weight, "weights are shared"
     with pytest.warns(UserWarning, match=r"body runs in PyTorch for this call: .*shape"):
         torch.testing.assert_close(fast(X[:1]), model(X[:1]), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_conjugated_lazily_have_a_digest() -> None:
+    one = torch.tensor([1 + 2j, 3 - 1j])
+    assert tensor_digest(one.conj()) == tensor_digest(one.conj().resolve_conj()) != tensor_digest(one)
 
 
 def test_what_was_loaded_is_saved_and_loaded_again(saved: tuple[Gated, Path]) -> None:
@@ -116,10 +122,10 @@ def test_without_its_model_or_with_another_it_is_refused(saved: tuple[Gated, Pat
     ("edit", "told"),
     [
         (lambda m, _: m.update(version=9), "version 9"),
-        (lambda m, _: m["parts"].update({"": m["parts"].pop("tail")}), "nothing at ''"),
-        (lambda m, _: m["parts"]["tail"].update(archive="parts/7.intarsia"), "do not fit together"),
+        (lambda m, _: m["types"].update({"": m["types"].pop("tail")}), "nothing at ''"),
+        (lambda m, _: m["programs"].pop("tail"), "do not fit together"),
         (lambda m, _: m.pop("weights"), "do not fit together"),
-        (lambda m, _: m.update(parts=[1]), "do not fit together"),
+        (lambda m, _: m.update(types=[1]), "do not fit together"),
     ],
 )
 def test_forged_files_are_refused(saved: tuple[Gated, Path], edit: object, told: str) -> None:

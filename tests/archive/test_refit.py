@@ -15,8 +15,8 @@ from tests.runtime.test_refit import Folds, changed
 from torch import nn
 
 import intarsia
-from intarsia.archive.load import load_bytes
-from intarsia.archive.save import save_bytes
+from intarsia.archive.reader import load_bytes
+from intarsia.archive.writer import save_bytes
 from intarsia.cli import zoo
 from intarsia.compare import relative_error
 from intarsia.errors import RefitError
@@ -145,7 +145,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert torch.equal(fast(x), before)
 
 
-def test_sizes_that_vary_and_older_files_are_refused() -> None:
+def test_sizes_that_vary_are_refused_and_files_without_a_program() -> None:
     model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
     batch = torch.export.Dim("batch", min=2, max=9)
     fast = intarsia.compile(model, (x,), dynamic_shapes={"input": {0: batch}})
@@ -153,8 +153,9 @@ def test_sizes_that_vary_and_older_files_are_refused() -> None:
         copy.deepcopy(fast).refit(model.state_dict())
 
     def forget(manifest: dict[str, Any], contents: dict[str, bytes]) -> None:
-        del manifest["contents"]["captured"], contents["captured.json"]
+        manifest["programs"]["model"]["captured"] = {"reason": "it had none"}
+        del contents["captured/0.json"]
 
-    older = load_bytes(sealed(save_bytes(intarsia.compile(model, (x,))), forget))
-    with pytest.raises(RefitError, match="an older one"):
-        older.refit(model.state_dict())
+    without = load_bytes(sealed(save_bytes(intarsia.compile(model, (x,))), forget))
+    with pytest.raises(RefitError, match="holds no program to refit: it had none"):
+        without.refit(model.state_dict())

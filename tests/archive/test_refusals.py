@@ -20,8 +20,8 @@ from torch import nn
 
 import intarsia
 from intarsia.archive.container import MANIFEST, SEAL
-from intarsia.archive.load import load_bytes
-from intarsia.archive.save import save_bytes
+from intarsia.archive.reader import load_bytes
+from intarsia.archive.writer import save_bytes
 from intarsia.errors import ArchiveError
 
 X = torch.linspace(-1, 1, 32).reshape(2, 16)
@@ -41,7 +41,7 @@ def refused(data: bytes, words: str) -> None:
 
 
 def first_node(manifest: dict[str, Any], op: str) -> dict[str, Any]:
-    module = manifest["contents"]["inlay"]["pieces"][0]["module"]
+    module = manifest["programs"]["model"]["inlay"]["pieces"][0]["module"]
     found: dict[str, Any] = next(node for node in module["nodes"] if node["op"] == op)
     return found
 
@@ -75,6 +75,12 @@ def test_every_member_has_a_digest_that_counts(archive: bytes) -> None:
 
 def test_a_newer_format(archive: bytes) -> None:
     refused(sealed(archive, lambda m, _: m.update(version=99)), "version 99 of the format")
+
+
+def test_an_older_format(archive: bytes) -> None:
+    refused(
+        sealed(archive, lambda m, _: m.update(version=2)), "version 2 .* compile the model again and save"
+    )
 
 
 def test_compressed_members(archive: bytes) -> None:
@@ -173,7 +179,7 @@ def test_a_structure_cannot_import_anything(archive: bytes) -> None:
     ):
 
         def edit(manifest: dict[str, Any], contents: dict[str, bytes], spec: Any = spec) -> None:
-            manifest["contents"]["call"]["out_spec"] = [1, spec]
+            manifest["programs"]["model"]["call"]["out_spec"] = [1, spec]
 
         refused(sealed(archive, edit), "has no form in an archive")
 
@@ -207,7 +213,7 @@ def test_an_operator_that_is_not_registered_is_named(archive: bytes) -> None:
 
 
 def test_junk_in_every_part_is_refused(archive: bytes) -> None:
-    for key in ("engines", "contents", "tensors"):
+    for key in ("programs", "tensors"):
         for junk in (None, 3, "text", [], {}, [[]], {"a": None}):
             refused(sealed(archive, lambda m, _, k=key, j=junk: m.update({k: j})), "cannot be loaded")
     assert torch.equal(load_bytes(sealed(archive, lambda m, _: None))(X), load_bytes(archive)(X))
@@ -215,8 +221,10 @@ def test_junk_in_every_part_is_refused(archive: bytes) -> None:
 
 def test_an_engine_that_is_missing_here_is_told(archive: bytes) -> None:
     def rename(manifest: dict[str, Any], contents: dict[str, bytes]) -> None:
-        manifest["engines"]["elsewhere"] = manifest["engines"].pop("onnxruntime")
-        manifest["contents"]["inlay"]["pieces"][0]["engine"] = "elsewhere"
+        manifest["programs"]["model"]["engines"]["elsewhere"] = manifest["programs"]["model"]["engines"].pop(
+            "onnxruntime"
+        )
+        manifest["programs"]["model"]["inlay"]["pieces"][0]["engine"] = "elsewhere"
 
     with pytest.warns(UserWarning, match="elsewhere: there is no such engine here"):
         loaded = load_bytes(sealed(archive, rename))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.cache.directory import cache_directory
+from intarsia.cache.store import cache_directory
 from intarsia.pipeline.balance.cache import cache_path
 from intarsia.rewrite.benefit import cache_file
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from intarsia.choose import load
+from intarsia.choose import race
 
 
 @pytest.fixture(autouse=True)
 def no_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "PAUSE_S", 0.0)
+    monkeypatch.setattr(race, "PAUSE_S", 0.0)

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import intarsia
-from intarsia.choose import block_costs
+from intarsia.choose import mixes
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
 from intarsia.choose.findings import BlockCost
-from intarsia.choose.mixes import calibrated, promising_mixes
-from intarsia.choose.path import path_cost
+from intarsia.choose.mixes import calibrated, path_cost, promising_mixes
 from intarsia.convert import registry
 from intarsia.lower.generalize import lower_model
 
@@ -167,7 +166,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         counts["races"] += 1
         return {name: (1.0 if name.startswith("mix") else 10.0,) * 4 for name in calls}
 
-    monkeypatch.setattr(block_costs, "race_plans", block_race)
+    monkeypatch.setattr(mixes, "race_plans", block_race)
     monkeypatch.setattr("intarsia.choose.search.race_plans", race)
     return counts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from intarsia.choose.contents import contents
+from intarsia.choose.memory import contents
 from intarsia.convert import registry
 from intarsia.lower.generalize import lower_model
 

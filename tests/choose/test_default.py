@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.choose import search, when_to_measure
+from intarsia.choose import measured, search
 from intarsia.choose.measured import Measured
 from intarsia.engines import Inductor
 from intarsia.engines.inductor import engine as inductor_engine
@@ -119,7 +119,7 @@ def test_a_small_model_is_not_measured_and_says_so(monkeypatch: pytest.MonkeyPat
     races = _races(monkeypatch, {})
     fast = intarsia.compile(Net(SMALL).eval(), (_x(SMALL),))
     assert not races.log
-    assert any("units of work, and measuring pays from" in note for note in fast.notes)
+    assert any("units of work, and measuring starts at" in note for note in fast.notes)
     intarsia.compile(Net(SMALL).eval(), (_x(SMALL),), partition=Measured())
     assert races.log
 
@@ -198,7 +198,7 @@ def test_the_budget_is_kept_when_calls_are_slow(monkeypatch: pytest.MonkeyPatch)
 
 def _token(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, torch.Tensor]:
     """A model in bfloat16 that reads its weights for one row, and is worth measuring."""
-    monkeypatch.setattr(when_to_measure, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(measured, "LEAST_WORK", 0.0)
     return Net(128).bfloat16().eval(), torch.randn(1, 128).bfloat16()
 
 
@@ -244,7 +244,7 @@ def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.Monkey
             return torch.linalg.svdvals(super().forward(x).float())  # which engines refuse
 
     fast = intarsia.compile(Sorted(SMALL).bfloat16().eval(), (_x(SMALL).bfloat16(),))
-    assert any("units of work, and measuring pays from" in note for note in fast.notes)
+    assert any("units of work, and measuring starts at" in note for note in fast.notes)
     assert "pytorch" in fast.plan.engines and "inductor" not in fast.plan.engines
 
 
@@ -275,7 +275,7 @@ def test_measuring_leaves_no_trace_in_the_model() -> None:
 @pytest.mark.openvino
 def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
-    monkeypatch.setattr("intarsia.choose.free_memory.free_bytes", lambda: 2**20)
+    monkeypatch.setattr("intarsia.choose.progress.free_bytes", lambda: 2**20)
     found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),)).plan.findings
     assert "onnxruntime: it may take 0.0 GiB of memory, and 0.0 GiB are free" in found.left_out
     assert {trial.name for trial in found.trials} == {"openvino", "pytorch", "eager"}

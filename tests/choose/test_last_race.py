@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intarsia.choose.findings import Trial
-from intarsia.choose.last_race import is_quick, least_rounds, least_s, nearest, round_s
+from intarsia.choose.race import is_quick, least_rounds, least_s, nearest, round_s
 
 
 def _trials(**seconds: float) -> dict[str, Trial]:

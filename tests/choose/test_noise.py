@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from intarsia import timing
-from intarsia.choose.findings import Findings, Trial
-from intarsia.choose.findings_text import findings_text
-from intarsia.choose.verdict import Entry, winner
+from intarsia.choose.findings import Entry, Findings, Trial, findings_text, winner
 
 HICCUP = 0.117
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intarsia.choose.path import path_cost, shortest_paths
+from intarsia.choose.mixes import path_cost, shortest_paths
 
 ENGINES = ("a", "b", "c")
 # Whole numbers: sums in another order are then the same sums.

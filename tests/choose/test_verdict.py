@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from intarsia.choose.verdict import Entry, is_faster, winner
+from intarsia.choose.findings import Entry, is_faster, winner
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,12 @@ def make():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (torch.randn(2, 4),)
 
 
+def varies():
+    import intarsia
+
+    return make()[0], (intarsia.Input(min_shape=(1, 4), opt_shape=(2, 4), max_shape=(9, 4)),)
+
+
 def only_model():
     return nn.Linear(4, 8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,12 +43,50 @@ def test_the_process_ends_with_one_sentence_and_a_code() -> None:
     assert "no-such-model" in done.stderr and "Traceback" not in done.stderr
 
 
+def _run(command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -m intarsia"
+    environment = {**os.environ, **variables}
+    shell = ["bash", "-o", "pipefail", "-c", command.replace("intarsia", program, 1)]
+    return subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_pipe_that_is_closed_early_is_no_error() -> None:
+    done = _run("intarsia pipeline draw | true")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_without_utf8_and_without_colours() -> None:
+    done = _run("intarsia explain Größe", LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+    assert done.returncode == 2 and "there is no model 'Gr" in done.stderr, done
+    assert "\x1b" not in _run("intarsia explian", NO_COLOR="1", FORCE_COLOR="1").stderr
+
+
 def test_version(intarsia: Command) -> None:
     assert intarsia.good("--version").strip() == package.__version__
 
 
-def test_completion_is_offered(intarsia: Command) -> None:
-    assert "--show-completion" in intarsia.good("--help")
+def _completed(line: str, cwd: Path) -> list[str]:
+    """What a shell is told to complete a line with, by the entry point; torch must not be imported for it."""
+    script = (
+        "import sys\nsys.argv = ['intarsia']\nfrom intarsia.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    )
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_INTARSIA_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=cwd, env={**os.environ, **asked}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_commands_models_and_files_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").touch()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "models").mkdir()
+    assert _completed("intarsia exp", tmp_path) == ["explain", "export"]
+    assert _completed("intarsia explain be", tmp_path) == ["bert"]
+    assert _completed("intarsia demo dist", tmp_path) == ["distilbert"]
+    assert sorted(_completed("intarsia compile ", tmp_path)) == sorted([*zoo.names(), "models/", "own.py"])
 
 
 def test_debug_shows_the_traceback(intarsia: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +218,20 @@ def test_export(intarsia: Command, models: str) -> None:
     intarsia.good(*words, "pt2", "-o", "net.pt2")
     for file in ("make.onnx", "net.xml", "net.pt2"):
         intarsia.good("check", f"{models}:make", "--against", file, "--no-edges")
+
+
+def test_sizes_that_vary(intarsia: Command, models: str) -> None:
+    name, few = f"{models}:make", ("--no-edges", "--draws", 0, "--json")
+    words = (name, "--range", "input.0=1:32", "--engines", "onnxruntime", "-O", "min_block_size=1")
+    places = ["the example", "the least sizes", "the largest sizes"]
+    report = json.loads(intarsia.good("check", *words, *few))
+    assert [comparison["inputs"] for comparison in report["comparisons"]] == places
+    intarsia.good("compile", *words, "-o", "a.intarsia")
+    assert package.load("a.intarsia")(torch.randn(32, 4)).shape == (32, 3)
+    assert json.loads(intarsia.good("explain", *words, "--json"))["segments"]
+    # A function may give an `Input` instead.
+    report = json.loads(intarsia.good("check", f"{models}:varies", *few))
+    assert [comparison["inputs"] for comparison in report["comparisons"]] == places
 
 
 def test_split(intarsia: Command, models: str) -> None:

@@ -36,6 +36,9 @@ MISTAKES = {
     "an engine nobody knows": (["explain", MAKE, "--engines", "tensorrt"], "there is no engine 'tensorrt'"),
     "an option nobody knows": (["explain", MAKE, "-O", "tolrance=0.1"], "near is 'tolerance'"),
     "an option without a value": (["explain", MAKE, "-O", "tolerance"], "NAME=VALUE"),
+    "a range without a form": (["compile", MAKE, "-o", "x", "--range", "input=3"], "INPUT.DIM=MIN:MAX"),
+    "a range of no input": (["check", MAKE, "--range", "x.0=1:3"], "no tensor of the call; they are input"),
+    "a range of no dimension": (["check", MAKE, "--range", "input.2=1:3"], "input has 2 dimensions"),
     "a strategy nobody knows": (["explain", MAKE, "-O", "partition=fastest"], "fastest"),
     "compiling what is compiled": (["compile", "saved.intarsia", "-o", "x"], "is compiled already"),
     "a folder to write to that is not there": (["compile", MAKE, "-o", "no/x"], "there is no folder no"),
@@ -54,10 +57,13 @@ MISTAKES = {
     "balancing by what is unknown": (["split", MAKE, "--by", "speed"], "neither time nor memory"),
     "no ranks": (["pipeline", "draw", "--ranks", "0"], "--ranks=0"),
     "a schedule nobody knows": (["pipeline", "draw", "--schedule", "Fancy"], "Fancy"),
-    "a picture in no folder": (["pipeline", "draw", "--picture", "/no/such/a.svg"], "/no/such"),
+    "a picture in no folder": (["pipeline", "draw", "--picture", "/no/such/a.svg"], "no folder /no/such"),
+    "a picture of no kind": (["pipeline", "draw", "--picture", "a.bmp"], "ends in .svg, .png, .pdf"),
     "a script that is not there": (["tune", "no_script.py"], "no_script.py"),
-    "a command nobody knows": (["explian", MAKE], "explian"),
-    "no model": (["explain"], "MODEL"),
+    "a command nobody knows": (["explian", MAKE], "Did you mean 'explain'?"),
+    "no model": (["explain"], "Missing argument 'MODEL'"),
+    "an option with a typing error": (["explain", MAKE, "--jsn"], "--json"),
+    "an option that is no number": (["bench", MAKE, "--seconds", "long"], "--seconds"),
 }  # fmt: skip
 
 
@@ -82,4 +88,5 @@ def test_a_mistake_is_one_sentence(mistake: str, files: Path, intarsia: Command)
     outcome = intarsia(*words)
     assert outcome.code == 2, outcome
     assert said in outcome.err and "Traceback" not in outcome.err
+    assert outcome.err.count("\n") == 1, outcome.err
     assert "torch/export" not in outcome.err  # torch's own account of it

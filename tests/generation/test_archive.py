@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from tests.generation import readers
 from tests.generation.families import smallest
 
@@ -32,10 +36,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torc
         generation.save(made, path)
 
 
+@contextmanager
+def safetensors_of(path: Path) -> Iterator[Any]:
+    """The weights of a file, as the library reads them."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(path) as archive:
+        yield safe_open(archive.extract("weights.safetensors", folder), "pt")
+
+
 def tokens(model: Any, rows: int = 1) -> torch.Tensor:
     ids = torch.randint(3, 128, (rows, 9), generator=torch.Generator().manual_seed(1))
     made: torch.Tensor = model.generate(ids, max_new_tokens=8, do_sample=False)
     return made
+
+
+def test_weights_stand_in_the_file_once(saved: tuple[Path, torch.Tensor]) -> None:
+    """Four programs of one model, two of a prompt and two of a token, share its weights."""
+    with safetensors_of(saved[0]) as weights:
+        stored = sum(weights.get_tensor(name).nbytes for name in weights.keys())  # noqa: SIM118
+    assert stored < 1.2 * sum(tensor.nbytes for tensor in smallest().state_dict().values())
 
 
 def test_a_model_of_the_same_weights_generates_by_the_file(saved: tuple[Path, torch.Tensor]) -> None:
@@ -101,7 +119,7 @@ def test_what_is_no_model_is_refused(saved: tuple[Path, torch.Tensor]) -> None:
 
 def test_a_damaged_file_is_refused(saved: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     damaged = bytearray(saved[0].read_bytes())
-    damaged[len(damaged) // 3] ^= 1
+    damaged[damaged.index(smallest().lm_head.weight.detach().numpy().tobytes()) + 99] ^= 1
     (tmp_path / "damaged").write_bytes(bytes(damaged))
     with pytest.raises(ArchiveError, match=r"digest|not a whole archive"):
         generation.load(tmp_path / "damaged", smallest())

@@ -80,19 +80,28 @@ def test_onnx_and_openvino_files(net: Net, x: torch.Tensor, onnx_file: Path, tmp
     assert intarsia.check(net, (x,), tmp_path / "short.xml", edges=False, tolerance=0.01).equal
 
 
-def test_an_onnx_file_that_differs_is_located(net: Net, x: torch.Tensor, onnx_file: Path) -> None:
+def test_an_onnx_file_that_differs_is_located(
+    net: Net, x: torch.Tensor, onnx_file: Path, tmp_path: Path
+) -> None:
     onnx = pytest.importorskip("onnx")
     model = onnx.load(onnx_file)
     (norm,) = (node for node in model.graph.node if node.op_type == "LayerNormalization")
     epsilon = next(attribute for attribute in norm.attribute if attribute.name == "epsilon")
     epsilon.f = 0.1  # as in an exporter that forgets the model's own
     onnx.save(model, onnx_file)
-    report = intarsia.check(net, (x,), onnx_file)
+    reproduction = tmp_path / "reproduction.pt2"
+    report = intarsia.check(net, (x,), onnx_file, reproduction=reproduction)
     assert not report.equal and report.difference is not None
     assert report.difference.op == "aten.layer_norm.default" and report.difference.module == "norm"
     assert report.difference.source.startswith("normalization.py:")
     assert "linear" in report.difference.last_equal
     assert "first difference: layer_norm" in str(report)
+    assert report.difference.reproduction == str(reproduction)
+    program = torch.export.load(reproduction)
+    assert [n.target for n in program.graph.nodes if n.op == "call_function"] == [
+        torch.ops.aten.layer_norm.default
+    ]
+    program.module()(*program.example_inputs[0])
 
 
 def test_a_saved_file_and_a_program(net: Net, x: torch.Tensor, tmp_path: Path) -> None:
@@ -202,4 +211,4 @@ def test_results_of_another_kind_and_inputs_written_to_are_told(net: Net, x: tor
 
     assert "output 0 is of NoneType; the model gives a Tensor" in compared(lambda x: None)
     assert "output 0 is of ndarray" in compared(lambda x: net(x).detach().numpy())
-    assert "it leaves tensor 0 of the call otherwise" in compared(lambda x: (net(x), x.zero_())[0])
+    assert "it changes tensor 0 of the call differently" in compared(lambda x: (net(x), x.zero_())[0])

@@ -15,10 +15,9 @@ from typing import Any
 import uvicorn
 
 from intarsia.runtime import Compiled
-from intarsia.serve.app import Service, app_of
+from intarsia.serve.app import Options, Service, app_of
 from intarsia.serve.batching import Batching, decide
 from intarsia.serve.interface import Interface
-from intarsia.serve.options import Options
 from intarsia.serve.server import Draining
 
 

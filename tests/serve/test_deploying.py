@@ -18,7 +18,7 @@ from tests.serve.harness import running
 
 import intarsia
 from intarsia.cli.running import serve
-from intarsia.serve.options import Options
+from intarsia.serve.app import Options
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,7 +1,10 @@
-"""Engines by name and options: those of this process are used, the file only says which.
+"""Engines by name and options, and what they have packed.
+
+A file says which engines to use; those of this process are used.
 
 Options of free text are not carried: those of ONNX Runtime and Inductor can name files to write and compilers
-to run.
+to run. Packed programs are read by a thread while the file's graphs are read, since an engine's own loading
+takes longer than all the rest and lets go of Python's lock.
 """
 
 from __future__ import annotations
@@ -9,13 +12,18 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 
-from intarsia.archive.values import Json, from_json, to_json
-from intarsia.cache.machine import machine_key, package_version, processor_features
-from intarsia.engines import Engine, PyTorch, known_engines, resolve_engines
+import torch
+
+from intarsia.archive.codec import Json, from_json, to_json
+from intarsia.archive.container import Reader
+from intarsia.cache.machine import machine_key, processor_features
+from intarsia.engines import Engine, NetworkEngine, Program, PyTorch, known_engines, resolve_engines
+from intarsia.engines.base import WeightFile
 from intarsia.errors import ArchiveError
 
-_PACKAGES = ("onnxruntime", "openvino")
 _INSTEAD = "its segments run in PyTorch"
 _FREE = "options"  # entries that an engine takes as they are: some name files, or programs to run
 
@@ -33,18 +41,17 @@ def engine_to_json(engine: Engine) -> Json:
     return {
         "fields": {name: to_json(getattr(engine, name)) for name in names if name != _FREE},
         "free": sorted(map(str, getattr(engine, _FREE, {}))),
-        "version": package_version(engine.family if engine.family in _PACKAGES else "torch"),
+        "version": engine.version(),
     }
 
 
 def packed_for(engine: Engine) -> str:
     """What must be the same where a packed program is used: engine, options, versions, machine."""
-    version = package_version(engine.name if engine.name in _PACKAGES else "torch")
-    return f"{engine.key()}, {engine.name} {version}, {machine_key()}, {processor_features()}"
+    return f"{engine.key()}, {engine.version()}, {machine_key()}, {processor_features()}"
 
 
 def engines_from_json(
-    found: Mapping[str, Json],
+    described: Mapping[str, Json],
     asked: Sequence[Engine | str] | Engine | str | None,
     notes: list[str],
     native: bool = False,
@@ -55,18 +62,20 @@ def engines_from_json(
     """
     if asked is not None:
         by_name = {engine.name: engine for engine in resolve_engines(asked)[0]}
-        notes += [f"{name}: not among the engines given; {_INSTEAD}" for name in found if name not in by_name]
+        notes += [
+            f"{name}: not among the engines given; {_INSTEAD}" for name in described if name not in by_name
+        ]
         return by_name
     usable: dict[str, Engine] = {}
-    for name, told in found.items():
-        if told["free"]:
+    for name, entry in described.items():
+        if entry["free"]:
             raise ArchiveError(
-                f"engine {name!r} was used with options={{{', '.join(told['free'])}}}, which a file may not"
+                f"engine {name!r} was used with options={{{', '.join(entry['free'])}}}, which a file may not"
                 f" choose; give the engine yourself, with engines=[...]"
             )
         reason = "there is no such engine here"
         if (kind := known_engines().get(name)) is not None:
-            usable[name] = kind(**{str(key): from_json(value) for key, value in told["fields"].items()})
+            usable[name] = kind(**{str(key): from_json(value) for key, value in entry["fields"].items()})
             runs = native and getattr(kind, "runs_packages", False)
             reason = "" if runs else usable[name].unavailable() or ""
         if reason:
@@ -74,3 +83,66 @@ def engines_from_json(
             notes.append(f"{name}: {reason}; {_INSTEAD}")
             warnings.warn(notes[-1], stacklevel=4)
     return {**usable, "pytorch": PyTorch()}
+
+
+class Unpacker:
+    """Programs of pieces, by what the manifest says of them; used in a `with`, which awaits its thread."""
+
+    def __init__(
+        self, reader: Reader, engines: Mapping[str, Engine], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._reader, self._engines, self._tensors = reader, engines, tensors
+        self._pool = ThreadPoolExecutor(1, "intarsia-unpack")
+        self._futures: dict[str, Future[Program]] = {}  # by the name of the blob
+
+    def __enter__(self) -> Unpacker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def begin(self, pieces: Json) -> None:
+        """Let the thread make what these pieces will ask for."""
+        for item in pieces:
+            engine = self._engines.get(item["engine"])
+            if isinstance(engine, NetworkEngine) and self._fits(item, engine):
+                name = str(item["packed"]["blob"])
+                if name not in self._futures:
+                    self._futures[name] = self._pool.submit(self._load, item, engine)
+
+    def program(self, item: Json, engine: NetworkEngine) -> Program | None:
+        """The program of a piece; None where none is packed, or for another version or machine.
+
+        EngineError where the engine refuses it.
+        """
+        if not self._fits(item, engine):
+            return None
+        future = self._futures.pop(str(item["packed"]["blob"]), None)
+        return self._load(item, engine) if future is None else future.result()
+
+    def _fits(self, item: Json, engine: NetworkEngine) -> bool:
+        packed = item.get("packed")
+        return packed is not None and self._reader.path is not None and packed["for"] == packed_for(engine)
+
+    def _load(self, item: Json, engine: NetworkEngine) -> Program:
+        packed, path = item["packed"], self._reader.path
+        assert path is not None
+        weights = {str(name): self._tensors[key] for name, key in item["weights"].items()}
+        places = {name: self._place(tensor) for name, tensor in weights.items()}
+        file = WeightFile(str(path), {name: place for name, place in places.items() if place is not None})
+        # What the engine has put beside the weights it reads from the file by itself; nobody else checks it.
+        beside = f"{str(packed['blob']).removesuffix('.blob')}.constants"
+        if beside in self._reader.manifest["members"]:
+            self._reader.member(beside)
+        program = engine.unpack(self._reader.member(packed["blob"]), packed["about"], file, weights)
+        if not self._reader.is_still_there():  # engines find weights by the name of the file
+            raise ArchiveError("it was replaced or removed while it was loaded")
+        return program
+
+    def _place(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor begins in the file; None for one that is somewhere else, or otherwise, in memory."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_complex():
+            return None
+        return self._reader.place(tensor.data_ptr(), tensor.nbytes)

@@ -1,5 +1,7 @@
 """FX graphs as JSON: nodes with the names of their operators, attributes by reference.
 
+The graph of a compiled module, those of its pieces, and the captured one, which a refit begins with.
+
 `torch.export.save` is not used: its reader calls `pickle.loads` and `torch.load(weights_only=False)` on
 members that a file may choose (torch 2.13, `pt2_archive/_package.py`). Names are looked up in `torch.ops`, so
 a reader can see that a graph runs nothing else.
@@ -7,7 +9,10 @@ a reader can see that a graph runs nothing else.
 
 from __future__ import annotations
 
+import json
 import keyword
+import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
 
-from intarsia.archive.operators import find_operator, name_of
+from intarsia.archive.codec import Devices, Json, from_json, same_device, to_json
 from intarsia.archive.tensors import TensorTable
-from intarsia.archive.values import Devices, Json, from_json, same_device, to_json
 from intarsia.errors import ArchiveError
 from intarsia.graph.source import module_path, source_line
 
@@ -28,6 +34,25 @@ from intarsia.graph.source import module_path, source_line
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PATH = re.compile(r"\w+(\.\w+)*", re.ASCII)
 _LINE = re.compile(r"([\w.\-<> ]+):(\d+)", re.ASCII)
+_HELD = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+_OVERLOAD = re.compile(r"(\w+)::(\w+)\.(\w+)", re.ASCII)
+_CONTROL_FLOW = ("cond", "while_loop", "scan", "map_impl", "associative_scan")
+# It opens, and may make, the file that an argument names.
+_REFUSED = frozenset({"aten::from_file.default", "aten::from_file.out"})
+
+_OPERATORS = """getitem add sub mul truediv floordiv mod pow neg pos abs lt le eq ne ge gt and_ or_ xor not_
+ invert lshift rshift"""
+_MATH = "floor ceil trunc sqrt log log2 exp sin cos tan asin acos atan sinh cosh tanh pow fabs"
+_SYMBOLIC = """sym_float sym_int sym_max sym_min sym_not sym_ite sym_sum _sym_sqrt _sym_log2 _sym_cos
+ _sym_cosh _sym_sin _sym_sinh _sym_tan _sym_tanh _sym_asin _sym_acos _sym_atan"""
+# Functions of sizes; none of them can do anything but compute.
+_FUNCTIONS: dict[str, Any] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
+    **{f"math.{name}": getattr(math, name) for name in _MATH.split()},
+    **{f"builtins.{kind.__name__}": kind for kind in (min, max, abs, int, float, bool, round)},
+    **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC.split() if hasattr(torch, name)},
+}
+_NAMES = {id(function): name for name, function in _FUNCTIONS.items()}
 
 WriteModule = Callable[[nn.Module], Json]
 ReadModule = Callable[[Json], nn.Module]
@@ -96,7 +121,7 @@ class ReadGraph:
 
 
 def graph_from_json(
-    found: Json,
+    entry: Json,
     tensors: Mapping[str, torch.Tensor],
     read_module: ReadModule,
     devices: Devices = same_device,
@@ -104,13 +129,13 @@ def graph_from_json(
     """The graph; operators are looked up by name."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    for written in found["nodes"]:
+    for written in entry["nodes"]:
         node = _node_from_json(graph, written, nodes, devices)
         if node.name != written["name"] or written["name"] in nodes:
             raise ArchiveError(f"the graph has a node of the name {written['name']!r}, which cannot be given")
         nodes[node.name] = node
     root: dict[str, Any] = {}
-    for path, held in found["attributes"].items():
+    for path, held in entry["attributes"].items():
         if _PATH.fullmatch(path) is None:
             raise ArchiveError(f"the graph has an attribute {path!r}, which is not a name")
         root[path] = tensors[held["tensor"]] if "tensor" in held else read_module(held)
@@ -120,13 +145,13 @@ def graph_from_json(
     return ReadGraph(graph, root)
 
 
-def _node_from_json(graph: fx.Graph, found: Json, nodes: Mapping[str, fx.Node], devices: Devices) -> fx.Node:
-    op, name, target = found["op"], found["name"], found.get("target", "output")
-    args = tuple(from_json(arg, nodes, devices) for arg in found.get("args", []))
-    kwargs = {key: from_json(arg, nodes, devices) for key, arg in found.get("kwargs", {}).items()}
-    for given in (name, *kwargs, *([target] if op == "placeholder" else [])):
-        if _NAME.fullmatch(given) is None or keyword.iskeyword(given):
-            raise ArchiveError(f"the graph calls something {given!r}, which is not a name")
+def _node_from_json(graph: fx.Graph, entry: Json, nodes: Mapping[str, fx.Node], devices: Devices) -> fx.Node:
+    op, name, target = entry["op"], entry["name"], entry.get("target", "output")
+    args = tuple(from_json(arg, nodes, devices) for arg in entry.get("args", []))
+    kwargs = {key: from_json(arg, nodes, devices) for key, arg in entry.get("kwargs", {}).items()}
+    for word in (name, *kwargs, *([target] if op == "placeholder" else [])):
+        if _NAME.fullmatch(word) is None or keyword.iskeyword(word):
+            raise ArchiveError(f"the graph calls something {word!r}, which is not a name")
     if op == "call_function":
         target = find_operator(target)
     elif op == "get_attr":
@@ -135,23 +160,104 @@ def _node_from_json(graph: fx.Graph, found: Json, nodes: Mapping[str, fx.Node], 
     elif op not in ("placeholder", "output"):
         raise ArchiveError(f"the graph has a node of the kind {op!r}")
     node = graph.create_node(op, target, args, kwargs, name)
-    if path := found.get("module"):
+    if path := entry.get("module"):
         node.meta["nn_module_stack"] = {"": (str(path), "")}
-    if line := _LINE.fullmatch(found.get("line", "")):
+    if line := _LINE.fullmatch(entry.get("line", "")):
         node.stack_trace = f'File "{line[1]}", line {line[2]}'
-    if found.get("value") is not None:
-        node.meta["val"] = _value_from_json(found["value"], devices)
+    if entry.get("value") is not None:
+        node.meta["val"] = _value_from_json(entry["value"], devices)
     return node
 
 
-def _value_from_json(found: Json, devices: Devices) -> Any:
+def _value_from_json(entry: Json, devices: Devices) -> Any:
     # The one place of this package that makes tensors without memory; tests/archive/test_engines.py watches.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if isinstance(found, list):
-        return [_value_from_json(item, devices) for item in found]
-    if found is None:
+    if isinstance(entry, list):
+        return [_value_from_json(item, devices) for item in entry]
+    if entry is None:
         return None
-    dtype, shape, strides, device = (from_json(part, None, devices) for part in found["tensor"])
+    dtype, shape, strides, device = (from_json(part, None, devices) for part in entry["tensor"])
     with FakeTensorMode():
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def captured_module(program: ExportedProgram) -> fx.GraphModule:
+    """The captured graph, with parameters and buffers under the model's own names for them."""
+    signature = program.graph_signature
+    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
+        raise ArchiveError("its captured graph returns more than the model's results")
+    specs = {spec.arg.name: spec for spec in signature.input_specs if spec.kind is not InputKind.USER_INPUT}
+    graph, root = fx.Graph(), dict[str, Any]()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        spec = specs.get(node.name) if node.op == "placeholder" else None
+        if spec is None:
+            if node.op == "get_attr":
+                root[str(node.target)] = getattr(program.graph_module, str(node.target))
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+            continue
+        name = str(spec.target)
+        held = program.state_dict.get(name, program.constants.get(name))
+        if spec.kind not in _HELD or not isinstance(held, torch.Tensor):
+            raise ArchiveError(f"its captured graph takes {name}, a {spec.kind.name.lower()}")
+        root[name] = held
+        copied[node] = graph.create_node("get_attr", name, (), {}, name=node.name)
+    return fx.GraphModule(root, graph)
+
+
+def captured_to_json(module: fx.GraphModule, tensors: TensorTable, write_module: WriteModule) -> bytes:
+    """The graph, and which of what it holds are parameters."""
+    written = {
+        "graph": graph_to_json(module, tensors, write_module),
+        "parameters": [name for name, _ in module.named_parameters(remove_duplicate=False)],
+    }
+    return json.dumps(written, allow_nan=False).encode()
+
+
+def captured_from_json(
+    data: memoryview, tensors: Mapping[str, torch.Tensor], read_module: ReadModule, devices: Devices
+) -> fx.GraphModule:
+    """The graph again; operators are looked up by name, as in all graphs of an archive."""
+    table = json.loads(bytes(data))
+    read = graph_from_json(table["graph"], tensors, read_module, devices)
+    root = dict(read.root)
+    for name in table["parameters"]:
+        root[name] = nn.Parameter(root[name], requires_grad=False)
+    return fx.GraphModule(root, read.graph)
+
+
+def name_of(target: Any) -> str:
+    """The name of an operator; ArchiveError for what cannot be found again by one."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = f"{target.namespace}::{target._opname}.{target._overloadname}"
+        if name in _REFUSED:
+            raise ArchiveError(f"{name} reads a file, which a loaded model must not")
+        return name
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW:
+        return f"higher_order::{target.__name__}"
+    if id(target) in _NAMES:
+        return _NAMES[id(target)]
+    raise ArchiveError(f"{target} is not an operator of torch's registry, so that it cannot be saved by name")
+
+
+def find_operator(name: str) -> Any:
+    """The operator of that name; ArchiveError where it is refused, or not registered in this process."""
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    space, _, rest = name.partition("::")
+    if space == "higher_order" and rest in _CONTROL_FLOW:
+        return getattr(torch.ops.higher_order, rest)
+    parts = _OVERLOAD.fullmatch(name)
+    if parts is None or name in _REFUSED:
+        raise ArchiveError(f"the archive names {name!r}, which is not an operator that may be loaded")
+    try:
+        overload = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3])
+    except (AttributeError, RuntimeError):
+        overload = None
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise ArchiveError(
+            f"the archive uses the operator {name}, which is not registered in this process; import the"
+            " package that defines it, then load"
+        )
+    return overload

@@ -6,15 +6,15 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from intarsia.archive.codec import Devices
 from intarsia.archive.container import ALIGNMENT
-from intarsia.archive.rows import rows_of_others
-from intarsia.archive.values import Devices
 from intarsia.errors import ArchiveError
 from intarsia.plain_tensors import is_opaque, is_traceable_subclass
 
@@ -37,6 +37,9 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_SMALLEST = 1 << 16  # bytes that are worth looking for
+_BEGINNING = 64  # bytes of a row, by which it is looked up before it is compared
+_TRIES = 16  # comparisons of one tensor: rows of zeros begin alike
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -85,19 +88,19 @@ class TensorTable:
 
     def description(self) -> dict[str, dict[str, Any]]:
         """What safetensors does not tell: order of dimensions, device, complex numbers, parts of others."""
-        told: dict[str, dict[str, Any]] = {}
+        described: dict[str, dict[str, Any]] = {}
         for key, tensor in self._tensors.items():
             order, _ = _in_order(tensor)
-            told[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
+            described[key] = {"order": order, "device": str(tensor.device), "complex": tensor.is_complex()}
         for key, (whole, row) in self._rows.items():
-            told[key]["rows"] = [whole, row, row + len(self._tensors[key])]
-        return told
+            described[key]["rows"] = [whole, row, row + len(self._tensors[key])]
+        return described
 
     @cached_property
     def _rows(self) -> dict[str, tuple[str, int]]:
         """Those that lie in another one; asked for when all tensors are there."""
         changing = set(self._alone.values())
-        return rows_of_others({key: t for key, t in self._tensors.items() if key not in changing})
+        return _rows_of_others({key: t for key, t in self._tensors.items() if key not in changing})
 
     def places(self) -> dict[str, int]:
         """Where tensors begin in the file, of those that lie there in plain order."""
@@ -107,10 +110,10 @@ class TensorTable:
             for key, t in self._tensors.items()
             if t.is_contiguous() and not t.is_complex() and t.device.type == "cpu"
         }
-        found = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
+        starts = {key: len(text) + header[key]["data_offsets"][0] for key, _ in stored if key in plain}
         for key, (whole, row) in self._rows.items():
-            found[key] = found[whole] + row * self._tensors[whole][0].nbytes
-        return found
+            starts[key] = starts[whole] + row * self._tensors[whole][0].nbytes
+        return starts
 
     def _layout(self) -> tuple[list[tuple[str, torch.Tensor]], dict[str, Any], bytes]:
         """The tensors as they are stored, the header that tells of them, and how it is written."""
@@ -162,7 +165,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def read_tensors(
-    buffer: memoryview, told: Mapping[str, Mapping[str, Any]], devices: Devices
+    buffer: memoryview, described: Mapping[str, Mapping[str, Any]], devices: Devices
 ) -> dict[str, torch.Tensor]:
     """The tensors over the buffer's own memory; ArchiveError unless every one lies inside, whole."""
     length = struct.unpack_from("<Q", buffer)[0]
@@ -170,21 +173,21 @@ def read_tensors(
         raise ArchiveError(f"the header of {WEIGHTS} claims {length} bytes")
     header = json.loads(bytes(buffer[8 : 8 + length]))
     data = buffer[8 + length :]
-    parts = {key: entry["rows"] for key, entry in told.items() if "rows" in entry}
-    if set(header) != set(told) - set(parts):
+    parts = {key: entry["rows"] for key, entry in described.items() if "rows" in entry}
+    if set(header) != set(described) - set(parts):
         raise ArchiveError(f"{WEIGHTS} holds other tensors than the manifest tells of")
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
         dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         size = math.prod(shape) * dtype.itemsize
         if any(dim < 0 for dim in shape) or not 0 <= start <= end <= len(data) or end - start != size:
             raise ArchiveError(f"{key} does not lie in {WEIGHTS} as its header says")
-        found[key] = _placed(_read(data[start:end], dtype, shape), told[key], devices)
+        tensors[key] = _placed(_read(data[start:end], dtype, shape), described[key], devices)
     for key, (whole, begin, stop) in parts.items():
-        if whole in parts or not 0 <= begin < stop <= len(found[whole]):
+        if whole in parts or not 0 <= begin < stop <= len(tensors[whole]):
             raise ArchiveError(f"{key} is not part of {whole} as the manifest says")
-        found[key] = found[whole][begin:stop]
-    return found
+        tensors[key] = tensors[whole][begin:stop]
+    return tensors
 
 
 def _read(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
@@ -198,9 +201,68 @@ def _read(data: memoryview, dtype: torch.dtype, shape: list[int]) -> torch.Tenso
     return flat.view(dtype).view(shape)
 
 
-def _placed(tensor: torch.Tensor, told: Mapping[str, Any], devices: Devices) -> torch.Tensor:
-    if told["complex"]:
+def _placed(tensor: torch.Tensor, description: Mapping[str, Any], devices: Devices) -> torch.Tensor:
+    if description["complex"]:
         tensor = torch.view_as_complex(tensor)
-    order = told["order"]
+    order = description["order"]
     back = sorted(range(len(order)), key=order.__getitem__)
-    return tensor.permute(back).to(devices(torch.device(told["device"])))
+    return tensor.permute(back).to(devices(torch.device(description["device"])))
+
+
+def _rows_of_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
+    """Of which tensor, and from which row on, others are a part; none of these is a part itself.
+
+    OpenVINO's joined projections stood beside the weights that they were joined from: a fifth of BERT's file.
+
+    >>> a, b = torch.rand(200, 256), torch.rand(100, 256)
+    >>> _rows_of_others({"a": a, "b": b, "joined": torch.cat([a, b])})
+    {'a': ('joined', 0), 'b': ('joined', 200)}
+    """
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        if tensor.dim() > 1 and tensor.nbytes >= _SMALLEST and tensor.is_contiguous() and _is_plain(tensor):
+            alike[tensor.dtype, tensor.shape[1:]].append(key)
+    places: dict[str, tuple[str, int]] = {}
+    for keys in alike.values():
+        if len({len(tensors[key]) for key in keys}) > 1:
+            places |= _among({key: tensors[key] for key in keys})
+    return {key: places[key] for key in tensors if key in places}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not tensor.is_complex()
+
+
+def _among(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
+    """The same for tensors whose rows are of one shape and dtype."""
+    begins: dict[bytes, list[str]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        begins[next(iter(_beginnings(tensor[:1])))].append(key)
+    places: dict[str, tuple[str, int]] = {}
+    tried = Counter[str]()
+    for whole in sorted(tensors, key=lambda key: -len(tensors[key])):
+        if whole in places:
+            continue
+        for row, beginning in enumerate(_beginnings(tensors[whole])):
+            for key in begins.get(beginning, ()):
+                if key in places or tried[key] == _TRIES or not _has_room(tensors[key], tensors[whole], row):
+                    continue
+                tried[key] += 1
+                if _is_there(tensors[key], tensors[whole], row):
+                    places[key] = whole, row
+    return places
+
+
+def _beginnings(tensor: torch.Tensor) -> Iterable[bytes]:
+    table = tensor.reshape(len(tensor), -1).view(torch.uint8)[:, :_BEGINNING]
+    return map(bytes, table.numpy())
+
+
+def _has_room(part: torch.Tensor, whole: torch.Tensor, row: int) -> bool:
+    return len(part) < len(whole) and row + len(part) <= len(whole)
+
+
+def _is_there(part: torch.Tensor, whole: torch.Tensor, row: int) -> bool:
+    rows = whole[row : row + len(part)]
+    # By bytes: -0.0 is not 0.0, and NaN is itself.
+    return torch.equal(part.reshape(-1).view(torch.uint8), rows.reshape(-1).view(torch.uint8))

@@ -132,11 +132,11 @@ def _source_name(node: fx.Node) -> str:
     return str(name() if callable(name) else name)  # a method in torch 2.11
 
 
-def _is_of_module(node: fx.Node, given: Any) -> bool:
+def _is_of_module(node: fx.Node, value: Any) -> bool:
     """Whether a tensor belongs to a module."""
-    if not isinstance(given, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return False
-    if isinstance(given, torch.nn.Parameter):
+    if isinstance(value, torch.nn.Parameter):
         return True
     guarded = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
     guarded = guarded() if callable(guarded) else guarded

@@ -48,40 +48,40 @@ def freeze(
     A size is read off its tensor, so that no number is left to pass; what surrounds the call (`autocast`) is
     written into the module.
     """
-    made = fx.GraphModule(module, copy.deepcopy(module.graph))
-    nodes = [node for node in made.graph.nodes if node.op == "placeholder"]
-    settings = _write_settings(made.graph, nodes, known, inputs)
+    frozen = fx.GraphModule(module, copy.deepcopy(module.graph))
+    nodes = [node for node in frozen.graph.nodes if node.op == "placeholder"]
+    settings = _write_settings(frozen.graph, nodes, known, inputs)
     weights = [i for i, item in enumerate(known) if item.kind is Kind.WEIGHT and i not in live]
-    first = next(node for node in made.graph.nodes if node.op != "placeholder")
-    with made.graph.inserting_before(first):
+    first = next(node for node in frozen.graph.nodes if node.op != "placeholder")
+    with frozen.graph.inserting_before(first):
         for i in weights:
             name = f"weight_{i}"
-            made.register_buffer(name, inputs[i].detach())
-            _replace(made.graph, nodes[i], made.graph.get_attr(name))
+            frozen.register_buffer(name, inputs[i].detach())
+            _replace(frozen.graph, nodes[i], frozen.graph.get_attr(name))
         read = [i for i, item in enumerate(known) if item.kind is Kind.SIZE and nodes[i].users]
         for i, item in ((i, known[i]) for i in read):
-            size = made.graph.call_function(torch.ops.aten.sym_size.int, (nodes[item.tensor], item.axis))
-            _replace(made.graph, nodes[i], size)
+            size = frozen.graph.call_function(torch.ops.aten.sym_size.int, (nodes[item.tensor], item.axis))
+            _replace(frozen.graph, nodes[i], size)
     taken = []
     for i, node in enumerate(nodes):
         if i in weights or i in read:
             continue
         if not node.users and known[i].kind is not Kind.TENSOR:
-            made.graph.erase_node(node)
+            frozen.graph.erase_node(node)
         else:
             taken.append(i)
-    single = _unwrap(made.graph)
-    made.graph.lint()
-    made.recompile()
-    for node in made.graph.nodes:
+    single = _unwrap(frozen.graph)
+    frozen.graph.lint()
+    frozen.recompile()
+    for node in frozen.graph.nodes:
         node.meta.pop("example_value", None)  # sizes of Dynamo's own symbols, which mean nothing here
     dims: tuple[Any, ...] | None = tuple(known[i].dims for i in taken)
     dims = dims if any(dims or ()) else None
     if not autocast:
-        return Frozen(made, tuple(weights), tuple(taken), dims, single, settings)
+        return Frozen(frozen, tuple(weights), tuple(taken), dims, single, settings)
     # `forward(*args)` has one parameter, which holds all.
     held = None if dims is None else (dims,)
-    return Frozen(_Within(made, autocast), tuple(weights), tuple(taken), held, single, settings)
+    return Frozen(_Within(frozen, autocast), tuple(weights), tuple(taken), held, single, settings)
 
 
 def _write_settings(

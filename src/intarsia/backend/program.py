@@ -8,9 +8,41 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
+import torch
+from torch import fx
+
 from intarsia.backend.frozen import Autocast, Frozen, without_autocast
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, Weight
+
+NOTE = (
+    "it needs gradients, which compiled modules do not give; call it under torch.no_grad(), or, if it is not"
+    " trained, set requires_grad_(False) on it"
+)
+
+
+def needs_gradients(module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether a result of the graph, or something it changes, carries gradients back to an input.
+
+    A graph of frozen weights and plain inputs does not, whatever the grad mode is around it.
+    """
+    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        return False
+    switched_on = any(
+        node.target is torch._C._set_grad_enabled and node.args == (True,) for node in module.graph.nodes
+    )
+    if not torch.is_grad_enabled() and not switched_on:
+        return False
+    output = next(iter(reversed(module.graph.nodes)))
+    results = [*output.all_input_nodes, *(node for node in module.graph.nodes if _writes(node))]
+    values = [node.meta.get("example_value") for node in results]
+    return any(value is None or getattr(value, "requires_grad", False) for value in values)
+
+
+def _writes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "iadd", "imul", "isub")
+    return node.op in ("call_method", "call_function") and (in_place or "out" in node.kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +71,10 @@ class Program:
         taken = [args[i] for i in self.frozen.taken]
         if self.autocast:
             with without_autocast(self.autocast):
-                made = self.compiled(*taken)
+                answer = self.compiled(*taken)
         else:
-            made = self.compiled(*taken)
-        return (made,) if self.frozen.single else made
+            answer = self.compiled(*taken)
+        return (answer,) if self.frozen.single else answer
 
 
 def program_of(
@@ -54,16 +86,16 @@ def program_of(
 ) -> Program:
     """A program. When one of its weights is gone, what `drop` gives is called with it."""
     weights_of = picker(frozen.weights)
-    made: list[weakref.ref[Program]] = []
+    programs: list[weakref.ref[Program]] = []
 
     def gone(_: object) -> None:
-        forget, program = drop(), made[0]() if made else None
+        forget, program = drop(), programs[0]() if programs else None
         if forget is not None and program is not None:
             forget(program)
 
     weights = Freshness([Weight("", weight) for weight in weights_of(args)], gone=gone)
     program = Program(compiled, frozen, autocast, weights_of, weights)
-    made.append(weakref.ref(program))
+    programs.append(weakref.ref(program))
     return program
 
 

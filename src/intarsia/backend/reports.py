@@ -58,10 +58,10 @@ def reports(*, clear: bool = False) -> tuple[GraphReport, ...]:
 
     With `clear`, they are forgotten afterwards. The last thousand graphs of the process are remembered.
     """
-    found = tuple(_reports)
+    reports = tuple(_reports)
     if clear:
         _reports.clear()
-    return found
+    return reports
 
 
 def new_report(where: str) -> GraphReport:

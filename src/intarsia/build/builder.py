@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from intarsia.build.cases import Cases, case_of, contents_of
 from intarsia.build.control_flow import bodies, examples_of
 from intarsia.build.repair import bisect_failure, repair
-from intarsia.build.trial import Case, Failure, Rewrite, Tried, run_in_pytorch, try_piece
+from intarsia.build.trial import (
+    Case,
+    Cases,
+    Failure,
+    Rewrite,
+    Tried,
+    case_of,
+    contents_of,
+    run_in_pytorch,
+    try_piece,
+)
 from intarsia.engines import Engine, Program, PyTorch
+from intarsia.engines.base import GuardedProgram
 from intarsia.engines.time_limit import OutOfTime
+from intarsia.errors import EngineError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.logs import log_refusals
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
 from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
 from intarsia.partition.support import support_table
-from intarsia.runtime.empty import has_empty
-from intarsia.runtime.fallback import Origin, makes_of, with_fallback
+from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
+
+_TIMED_RUNS = 3  # the quickest counts: OpenVINO prepares for sizes in the first
+_TOO_SLOW = 1.1  # a plan so much slower than the best will not win when a part of it moves to PyTorch
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,18 @@ class Planned:
 
     plan: Plan
     table: SupportTable
+
+
+class TooSlow(EngineError):
+    """A plan that answers wrongly takes longer than one that stands, so that a repair cannot win."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What the best plan so far takes for one of the examples."""
+
+    example: int
+    seconds: Callable[[], float]
 
 
 @dataclass
@@ -49,6 +75,7 @@ class Builder:
     cases: Cases | None = None  # what pieces answer in PyTorch; builders of one graph may share it
     tolerance: float | None = None  # how far engines of shorter arithmetic may be off
     deadline: float | None = None  # by `time.perf_counter`: no build begins later; OutOfTime then
+    timed: Timed | None = None  # what a plan must not be slower than to be worth a repair; TooSlow then
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
     body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
     errors: dict[str, float] = field(default_factory=dict)  # of segments in shorter arithmetic, by first node
@@ -93,20 +120,23 @@ class Builder:
             key = (piece.segment.engine, contents_of(piece))
             program = self._built.get(key)
             if program is None:
-                made = self._build(piece.module, piece.segment.engine, cases)
-                if isinstance(made, Failure):
-                    refusals.update(self._blame(piece, made, cases))
+                sample = cases[self.timed.example] if self.timed and cases else None
+                outcome = self._build(piece.module, piece.segment.engine, cases, sample)
+                if isinstance(outcome, Failure):
+                    refusals.update(self._blame(piece, outcome, cases))
                     continue
-                program = self._built[key] = made
+                program = self._built[key] = outcome
             programs.append(program)
         return programs, refusals
 
-    def _build(self, module: fx.GraphModule, engine_name: str, cases: Sequence[Case]) -> Program | Failure:
+    def _build(
+        self, module: fx.GraphModule, engine_name: str, cases: Sequence[Case], sample: Case | None = None
+    ) -> Program | Failure:
         engine = next(engine for engine in self.engines if engine.name == engine_name)
         if isinstance(engine, PyTorch):
             self._build_bodies(module, cases)
             return engine.build(module)
-        tried, only_full = self._try_both(module, engine, cases), False
+        tried, only_full = self._try_both(module, engine, cases, sample), False
         full = [case for case in cases if not has_empty(case.inputs)]
         if isinstance(tried, Failure) and not (tried.nodes or tried.for_good) and 0 < len(full) < len(cases):
             reason = tried.reason
@@ -128,15 +158,23 @@ class Builder:
             tried.program, Origin(engine, module, tried.network, only_full), makes, strict=strict
         )
 
-    def _try_both(self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case]) -> Tried | Failure:
+    def _try_both(
+        self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], sample: Case | None = None
+    ) -> Tried | Failure:
         """Try a piece rewritten and, should that fail, as it was converted."""
-        made = self._try(module, engine, cases, self.rewrite)
-        if isinstance(made, Failure) and not (made.nodes or made.for_good) and self.rewrite is not None:
+        outcome = self._try(module, engine, cases, self.rewrite)
+        if isinstance(outcome, Failure) and sample is not None:
+            self._check_speed(engine, outcome, sample)
+        if (
+            isinstance(outcome, Failure)
+            and not (outcome.nodes or outcome.for_good)
+            and self.rewrite is not None
+        ):
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
-                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {made.reason}")
-                made = plain
-        return made
+                self.notes.append(f"a segment on {engine.name} is not rewritten: rewritten, {outcome.reason}")
+                outcome = plain
+        return outcome
 
     def _try(
         self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], rewrite: Rewrite | None
@@ -145,16 +183,41 @@ class Builder:
             return self._lost[engine.name]
         if self.deadline is not None and time.perf_counter() > self.deadline:
             raise OutOfTime("its pieces could not all be built and tried in the time that was left")
-        made = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes, self.tolerance)
-        if isinstance(made, Failure) and made.for_good:
-            self._lost[engine.name] = made
-        return made
+        outcome = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes, self.tolerance)
+        if isinstance(outcome, Failure) and outcome.for_good:
+            self._lost[engine.name] = outcome
+        return outcome
+
+    def _check_speed(self, engine: Engine, failure: Failure, sample: Case) -> None:
+        """TooSlow where a piece at fault takes longer than the best plan takes for all.
+
+        Looking for the nodes at fault took 101 of the 159 s that T5's encoder was compiled for, on OpenVINO,
+        which was 1.24 times slower there.
+        """
+        if failure.program is None or self.timed is None:
+            return
+        best, took = self.timed.seconds(), math.inf
+        program = failure.program
+        if isinstance(program, GuardedProgram):  # the engine has run when a guard refuses what it gave
+            program = program.unguarded()
+        for _ in range(_TIMED_RUNS):
+            start = time.perf_counter()
+            try:
+                program(*sample.inputs)
+            except Exception:  # it answers some calls only: how long it takes is not known
+                return
+            took = min(took, time.perf_counter() - start)
+        if took > _TOO_SLOW * best:
+            raise TooSlow(
+                f"{failure.reason}; it is not repaired, since it takes {took * 1e3:.3g} ms, and the best plan"
+                f" {best * 1e3:.3g} (on {engine.name})"
+            )
 
     def _build_bodies(self, module: fx.GraphModule, cases: Sequence[Case]) -> None:
         """Put compiled bodies into a piece of control flow; each is tried on what the examples give it."""
-        found = list(bodies(module))
-        runs = [examples_of(module, case.inputs) for case in cases] if found else []
-        for node, name, body in found:
+        inner_graphs = list(bodies(module))
+        runs = [examples_of(module, case.inputs) for case in cases] if inner_graphs else []
+        for node, name, body in inner_graphs:
             key = f"{node.name}.{name}"
             tries = []
             for operands in [run[name] for run in runs]:
@@ -183,14 +246,15 @@ class Builder:
             return {by_name[name]: {engine: failure.reason} for name in failure.nodes or by_name}
         if next(one for one in self.engines if one.name == engine).slow_to_build:
             return {node: {engine: failure.reason} for node in piece.segment.nodes}
-        known = [values_of(piece.module, case.inputs) for case in cases]
+        shown = cases if failure.case is None else [failure.case]
+        known = [values_of(piece.module, case.inputs) for case in shown]
         suspects = [node for node in compute_nodes(piece.module.graph) if node.name in by_name]
 
         def fails(nodes: Sequence[fx.Node]) -> str | None:
-            part, told = part_of(piece.module, engine, nodes), len(self.notes)
-            made = self._build(part.module, engine, [case_of(part, values) for values in known])
-            del self.notes[told:]  # of a part that is only tried
-            return made.reason if isinstance(made, Failure) else None
+            part, count = part_of(piece.module, engine, nodes), len(self.notes)
+            outcome = self._build(part.module, engine, [case_of(part, values) for values in known])
+            del self.notes[count:]  # of a part that is only tried
+            return outcome.reason if isinstance(outcome, Failure) else None
 
         blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from intarsia.build.judge import Answer, Call, Judge, call_of
-from intarsia.build.trial import Case
+from intarsia.build.trial import Case, elements_of
 from intarsia.capture.example import copied_call
 from intarsia.compare import relative_error
 from intarsia.errors import InputError, UnrepeatableError
@@ -42,7 +42,7 @@ class Example:
 
     @property
     def elements(self) -> int:
-        return sum(value.numel() for value in self.inputs if isinstance(value, torch.Tensor))
+        return elements_of(self.inputs)
 
     @property
     def rows(self) -> int:
@@ -62,7 +62,7 @@ class LoweredModel:
     examples: list[Example]
     notes: tuple[str, ...] = ()
     fault: str | None = None
-    differences: tuple[str, ...] = ()  # when the graph can answer otherwise, though not on the examples
+    differences: tuple[str, ...] = ()  # when the graph can answer differently, though not on the examples
 
 
 def faithful_lowering(
@@ -131,7 +131,7 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
 
 
 def examples_of(
-    judge: Judge, lowered: Lowered, captured: Call, given: Call, truth: Answer | None
+    judge: Judge, lowered: Lowered, captured: Call, own: Call, truth: Answer | None
 ) -> tuple[list[Example], list[str]]:
     """The call that was captured, the user's own, and the same at the least and largest sizes it may have.
 
@@ -140,10 +140,10 @@ def examples_of(
     """
     notes: list[str] = []
     inputs = example_inputs(lowered, *captured)
-    is_given = captured[0] is given[0]
+    is_given = captured[0] is own[0]
     calls: list[tuple[Call, list[Any], Answer | None]] = [(captured, inputs, truth if is_given else None)]
     if not is_given:
-        calls.append((given, example_inputs(lowered, *given), truth))
+        calls.append((own, example_inputs(lowered, *own), truth))
     calls += [(call_of(lowered, corner), corner, None) for corner in corners(lowered, inputs, notes)]
     examples: list[Example] = []
     for call, graph_inputs, answer in calls:
@@ -170,8 +170,8 @@ def further_examples(judge: Judge, lowered: Lowered, calls: Sequence[Call]) -> l
             check_inputs(checks, flat, lowered.range_constraints)
         except InputError as error:
             raise InputError(f"examples[{place}]: {error}") from error
-    made = [Example(call, example_inputs(lowered, *call)) for call in calls]
-    return [judged_example(judge, lowered, example) for example in made]
+    examples = [Example(call, example_inputs(lowered, *call)) for call in calls]
+    return [judged_example(judge, lowered, example) for example in examples]
 
 
 def judged_example(judge: Judge, lowered: Lowered, example: Example) -> Example:
@@ -205,11 +205,11 @@ def whole_fault(
         if fault is not None:
             return f"is of a graph that answers unlike the model: {fault}"
         try:
-            made = judge.answer(example.call, compiled)
+            answer = judge.answer(example.call, compiled)
         except Exception as error:
             return f"fails where the model does not: {type(error).__name__}: {error}"
         rounding = example.case.rounding(coarsest).of(example.truth.in_graph_order(lowered))
-        fault = judge.fault(lowered, example.truth, made, rounding, tolerance, example.rows)
+        fault = judge.fault(lowered, example.truth, answer, rounding, tolerance, example.rows)
         if fault is not None:
             return f"answers unlike the model: {fault}"
     return None
@@ -236,9 +236,9 @@ def error_of(lowered: Lowered, examples: Sequence[Example], compiled: Compiled) 
     for example in examples:
         if example.truth is not None:
             with torch.no_grad():
-                made = list(compiled.results(example.inputs))
+                results = list(compiled.results(example.inputs))
             truth = example.truth.in_graph_order(lowered)
-            worst = max(worst, relative_error(made, truth, example.rows))
+            worst = max(worst, relative_error(results, truth, example.rows))
     return worst
 
 

@@ -38,15 +38,15 @@ class Answer:
         """The same as the lowered graph returns it: what is written back where, and the results."""
         leaves = iter(self.leaves)
         places = {item.name: item.index for item in lowered.inputs}
-        found: list[Any] = []
+        values: list[Any] = []
         for output in lowered.outputs:
             if output.role is Role.USER:
-                found.append(next(leaves, None))
+                values.append(next(leaves, None))
             elif output.role is Role.BUFFER:
-                found.append(self.buffers.get(output.target or ""))
+                values.append(self.buffers.get(output.target or ""))
             else:
-                found.append(self.inputs[places[output.target or ""] or 0])
-        return found
+                values.append(self.inputs[places[output.target or ""] or 0])
+        return values
 
 
 class Judge:
@@ -60,8 +60,8 @@ class Judge:
         args, kwargs = copied_call(call)
         flat = pytree.tree_leaves((args, kwargs))
         with undisturbed(self.model):
-            made = (self.model if function is None else function)(*args, **kwargs)
-            leaves, structure = pytree.tree_flatten(open_objects(made))
+            results = (self.model if function is None else function)(*args, **kwargs)
+            leaves, structure = pytree.tree_flatten(open_objects(results))
             # What is returned may lie in a buffer, which is about to be put back.
             leaves = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in leaves]
             buffers = {name: buffer.detach().clone() for name, buffer in self._state()}

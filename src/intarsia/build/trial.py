@@ -15,10 +15,17 @@ from intarsia.convert import NodeError, convert
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program
 from intarsia.engines.time_limit import OutOfTime, within
 from intarsia.errors import IntarsiaError
+from intarsia.graph.nodes import compute_nodes
+from intarsia.graph.piece import Piece
 from intarsia.network import Network
 from intarsia.rounding import Rounding
 
 Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
+
+
+def elements_of(inputs: Sequence[Any]) -> int:
+    """How many numbers a call is given."""
+    return sum(value.numel() for value in inputs if isinstance(value, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class Failure:
     reason: str
     nodes: tuple[str, ...] = ()
     for_good: bool = False  # the engine itself is at fault: no part of the piece is worth a try
+    program: Program | None = None  # one that answers wrongly, or not at all: it can be timed all the same
+    case: Case | None = None  # where it does
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ class Case:
     expected: tuple[Any, ...]
     roundings: dict[float, Rounding] = field(default_factory=dict)
 
+    @property
+    def elements(self) -> int:
+        return elements_of(self.inputs)
+
     def rounding(self, coarsest: float) -> Rounding:
         """What rounding does to the answer; runs are made when asked for, and kept."""
         if coarsest not in self.roundings:
@@ -68,13 +81,14 @@ def try_piece(
 ) -> Tried | Failure:
     """The program of a piece, if it builds and runs in time and answers as PyTorch does; else why not.
 
-    Whatever an engine or a converter throws concerns this piece alone. With a `tolerance` answers may be off
-    by as much, if that is more than what rounding does.
+    Small cases come first: who answers wrongly mostly does so there, and whoever looks for the node at fault
+    runs that case many times. Whatever an engine or a converter throws concerns this piece alone. With a
+    `tolerance` answers may be off by as much, if that is more than what rounding does.
     """
-    told: list[str] = []
+    fresh: list[str] = []
     error_of = 0.0
     try:
-        tried = _built(module, engine, rewrite, limit_s, told)
+        tried = _built(module, engine, rewrite, limit_s, fresh)
     except NodeError as error:
         return Failure(error.reason, (error.node.name,))
     except OutOfTime as error:
@@ -83,31 +97,33 @@ def try_piece(
         return Failure(str(error))
     except Exception as error:
         return Failure(f"{engine.name} failed to build it: {_said(error)}")
-    for case in cases:
+    for case in sorted(cases, key=lambda case: case.elements):
         try:
             answers = within(limit_s, f"{engine.name}'s run", partial(tried.program, *case.inputs))
         except OutOfTime as error:
             return Failure(str(error), for_good=True)
         except Exception as error:
-            return Failure(f"{engine.name} failed to run it: {_said(error)}")
+            return Failure(
+                f"{engine.name} failed to run it: {_said(error)}", program=tried.program, case=case
+            )
         wrong = disagreement(answers, case.expected, case.rounding(engine.coarsest), tolerance)
         if wrong is not None:
-            return Failure(f"{engine.name} answers wrongly: {wrong}")
+            return Failure(f"{engine.name} answers wrongly: {wrong}", program=tried.program, case=case)
         if not engine.is_exact:
             error_of = max(error_of, relative_error(answers, case.expected))
-    notes += [note for note in told if note not in notes]
+    notes += [note for note in fresh if note not in notes]
     return replace(tried, error=error_of)
 
 
 def _built(
-    module: fx.GraphModule, engine: Engine, rewrite: Rewrite | None, limit_s: float | None, told: list[str]
+    module: fx.GraphModule, engine: Engine, rewrite: Rewrite | None, limit_s: float | None, notes: list[str]
 ) -> Tried:
     if isinstance(engine, GraphEngine):
         return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(module)), None)
     assert isinstance(engine, NetworkEngine)
-    net = convert(module, name=engine.name, notes=told, engine=engine)
+    net = convert(module, name=engine.name, notes=notes, engine=engine)
     if rewrite is not None:
-        told += rewrite(net, engine)
+        notes += rewrite(net, engine)
     return Tried(within(limit_s, f"{engine.name}.build", lambda: engine.build(net)), net)
 
 
@@ -119,3 +135,51 @@ def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, 
     """What PyTorch answers."""
     with torch.no_grad():
         return tuple(module(*inputs))
+
+
+class Cases:
+    """Cases of a graph's pieces, by example and piece. `whole` has those of the graph itself, if known.
+
+    A piece that is the whole graph shares the graph's answer, and the runs that show what rounding does.
+    """
+
+    def __init__(self, module: fx.GraphModule, whole: Sequence[Case | None] = ()) -> None:
+        returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+        results = returned if isinstance(returned, list | tuple) else (returned,)
+        self._returned = tuple(getattr(node, "name", None) for node in results)
+        self._count = len(compute_nodes(module.graph))
+        self._whole = whole
+        self._known: dict[tuple[int, tuple[str, ...]], Case] = {}
+
+    def of(self, piece: Piece, number: int, values: dict[fx.Node, Any]) -> Case:
+        """The case of a piece on example `number`, out of the values known so far; its answers join them."""
+        key = (number, contents_of(piece))
+        case = self._known.get(key)
+        if case is None:
+            whole = self._whole[number] if number < len(self._whole) else None
+            case = self._known[key] = self._made(piece, values, whole)
+        values.update(zip(piece.outputs, case.expected, strict=True))
+        return case
+
+    def _made(self, piece: Piece, values: dict[fx.Node, Any], whole: Case | None) -> Case:
+        if whole is None or not self._is_whole(piece):
+            return case_of(piece, values)
+        return Case(piece.module, [values[node] for node in piece.inputs], whole.expected, whole.roundings)
+
+    def _is_whole(self, piece: Piece) -> bool:
+        nodes = {*piece.segment.nodes, *piece.segment.recomputed}
+        return len(nodes) == self._count and tuple(node.name for node in piece.outputs) == self._returned
+
+
+def case_of(piece: Piece, values: dict[fx.Node, Any]) -> Case:
+    """A piece's inputs out of the values known so far, and PyTorch's answer, which is known from now on."""
+    inputs = [values[node] for node in piece.inputs]
+    expected = run_in_pytorch(piece.module, inputs)
+    values.update(zip(piece.outputs, expected, strict=True))
+    return Case(piece.module, inputs, expected)
+
+
+def contents_of(piece: Piece) -> tuple[str, ...]:
+    """What a program made of the piece depends on: equal contents, equal program."""
+    parts = (piece.inputs, piece.segment.nodes, piece.segment.recomputed, piece.outputs)
+    return tuple(" ".join(node.name for node in part) for part in parts)

@@ -12,6 +12,14 @@ from pathlib import Path
 import torch
 
 
+def digest(*parts: str) -> str:
+    """One short name for some text: a key of what is kept."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{len(part)} {part}\n".encode())
+    return digest.hexdigest()[:32]
+
+
 def machine_key() -> str:
     """Processor, threads and the version of this package."""
     threads = torch.get_num_threads()  # which engines follow

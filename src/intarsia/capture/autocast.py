@@ -19,7 +19,7 @@ def refuse_autocast(kind: str) -> None:
 def under_autocast(kind: str) -> str:
     """What to say of a call under an autocast that the model was compiled without."""
     return (
-        f"{_written(kind)} is on around this call, under which the model itself would answer otherwise; write"
+        f"{_written(kind)} is on around this call, and the model itself answers differently under it; write"
         " it into the model's forward and compile that, or call the compiled module under"
         f" torch.autocast({kind!r}, enabled=False)"
     )

@@ -1,6 +1,6 @@
 """What a run of a model does that a graph of it does not repeat, each with what follows of it.
 
-refusal   the graph would answer otherwise: the model is not captured, only the parts that do nothing so
+refusal   the graph would answer differently: the model is not captured, only the parts that do nothing so
 warning   state in Python that every run changes: later answers of the model may depend on it
 note      what else happens once, while the model is captured
 """

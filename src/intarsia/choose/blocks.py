@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from intarsia.build.trial import run_in_pytorch
-from intarsia.choose.contents import contents
 from intarsia.choose.findings import BlockCost
+from intarsia.choose.memory import contents
 from intarsia.errors import PartitionError
 from intarsia.graph.cuts import plan_at
 from intarsia.graph.line import Line, placement_line

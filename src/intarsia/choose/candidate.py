@@ -1,4 +1,4 @@
-"""A way to run the whole model, and what building it gave.
+"""Ways to run the whole model, those a search begins with, and what building one gives.
 
 A mix is a support table in which every engine but the measured one refuses a block's nodes. The ordinary
 strategy does the rest, so there is no second partitioner.
@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import fx
 
-from intarsia.build.builder import Builder
+from intarsia.build.builder import Builder, Timed
 from intarsia.build.faithful import Example
+from intarsia.cache.machine import digest
 from intarsia.capture.call import Call
-from intarsia.choose.contents import digest
 from intarsia.choose.findings import Trial
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import MOVED
@@ -148,17 +148,18 @@ class Workshop:
         used = sorted(e.key() for e in candidate.engines if inner or e.name in plan.engines)
         return digest(shape_of(plan), str(candidate.rewritten), *used)
 
-    def build(self, candidate: Candidate, deadline: float | None = None) -> Built:
+    def build(self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None) -> Built:
         """Build a candidate; every program of it is tried against PyTorch on the way.
 
-        No piece is begun after the `deadline`: OutOfTime then.
+        No piece is begun after the `deadline`: OutOfTime then. None that answers wrongly is repaired where it
+        is slower than what is `timed`: TooSlow then.
         """
         start = time.perf_counter()
         if not candidate.engines:
             module = self.eager()
             return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
         builder = self._builder(candidate)
-        builder.deadline = deadline
+        builder.deadline, builder.timed = deadline, timed
         if builder.tolerance is not None and not candidate.is_exact:
             builder.tolerance = math.inf  # what counts is the error of the whole
         plan, pieces, programs = builder.run(self._table(candidate))
@@ -212,3 +213,75 @@ def shape_of(plan: Plan) -> str:
     """A digest of who runs what."""
     parts: list[Any] = [(s.engine, *(node.name for node in s.nodes)) for s in plan.segments]
     return digest(*map(repr, parts))
+
+
+def line_ups(workshop: Workshop, engines: Sequence[Engine], measured: Measured) -> list[Candidate]:
+    """What nobody may lose against; first the plan that would be taken without measuring."""
+    *others, pytorch = [engine for engine in engines if engine.is_exact]
+    known = {engine.name: engine for engine in others}
+    for engine in measured.candidates or ():
+        known.setdefault(engine.name, engine)  # an engine that is only named here
+    alone = [Candidate(name, (engine, pytorch)) for name, engine in known.items()]
+    if not workshop.on_gpu:  # there an engine that is slow to build is the one taken without measuring
+        alone.sort(key=lambda candidate: candidate.is_slow_to_build)
+    line_ups = [*alone[:1], *_in_pytorch(workshop, pytorch, measured), *alone[1:]]
+    quick = [engine for engine in others if not engine.slow_to_build]
+    if len(quick) < 2:
+        return line_ups
+    together = Candidate(" > ".join(engine.name for engine in quick), (*quick, pytorch))
+    used = [name for name in workshop.plan(together).engines if name != PYTORCH]
+    if len(used) < 2:  # one engine takes all that any takes, and its own plan is the same
+        return sorted(line_ups, key=lambda candidate: candidate.name not in used)
+    return [together, *line_ups]
+
+
+def _in_pytorch(workshop: Workshop, pytorch: Engine, measured: Measured) -> list[Candidate]:
+    """The graph in PyTorch, also by faster kernels, since that costs no build; and the model as it is.
+
+    A model that writes to what measuring must not change does not run as it is.
+    """
+    if workshop.builder.options.require_full_compilation:
+        return []
+    graphs = [Candidate(PYTORCH, (pytorch,))]
+    for label, variant in pytorch.variants(workshop.workload(measured)):
+        graphs.append(Candidate(f"{PYTORCH}, {label}", (variant,), options=1))
+    if workshop.builder.module.meta.get("writes"):
+        return graphs
+    # Of two as fast, the graph: its weights are those that were compiled.
+    return [*graphs, Candidate("eager", (), options=1)]
+
+
+def with_other_options(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
+    """A plan with other options of its first engine."""
+    if not plan.engines:
+        return []
+    first, *rest = plan.engines
+    return [
+        replace(plan, name=f"{plan.name}, {label}", engines=(variant, *rest), options=1)
+        for label, variant in _variants(first, workshop, measured)
+    ]
+
+
+def _variants(engine: Engine, workshop: Workshop, measured: Measured) -> list[tuple[str, Engine]]:
+    """Other options of an engine, each with a label: the user's candidates, or what the engine proposes."""
+    if measured.candidates is None:
+        return engine.variants(workshop.workload(measured))
+    others = [other for other in measured.candidates if other.name == engine.name]
+    return [(_differences(other, engine), other) for other in others]
+
+
+def _differences(engine: Engine, usual: Engine) -> str:
+    """The options of an engine that differ from the usual ones, as a label."""
+    names: Sequence[str] = list(getattr(engine, "__dataclass_fields__", {}))
+    values = {name: getattr(engine, name, None) for name in names}
+    differing = [f"{name}={value}" for name, value in values.items() if value != getattr(usual, name, None)]
+    return ", ".join(differing) or "as given"
+
+
+def without_patterns(plan: Candidate, workshop: Workshop, measured: Measured) -> list[Candidate]:
+    """A plan whose networks stay as they were converted, where that may make a difference."""
+    if not plan.engines or plan.engines[0].name == PYTORCH or plan.is_slow_to_build:
+        return []
+    if measured.candidates is not None or workshop.builder.rewrite is None or not workshop.may_vary_patterns:
+        return []
+    return [replace(plan, name=f"{plan.name}, no patterns", rewritten=False, options=1)]

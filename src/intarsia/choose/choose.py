@@ -7,19 +7,24 @@ from dataclasses import replace
 
 import torch
 
+from intarsia.cache.machine import digest
 from intarsia.choose.blocks import blocks_at
-from intarsia.choose.candidate import Candidate, Sample, Workshop
-from intarsia.choose.contents import contents, digest
-from intarsia.choose.findings import Findings
-from intarsia.choose.line_ups import line_ups, with_other_options, without_patterns
+from intarsia.choose.candidate import (
+    Candidate,
+    Sample,
+    Workshop,
+    line_ups,
+    with_other_options,
+    without_patterns,
+)
+from intarsia.choose.findings import Findings, winner
 from intarsia.choose.measured import Measured
-from intarsia.choose.memory import Memory, key_of
+from intarsia.choose.memory import Memory, contents, key_of
 from intarsia.choose.mixes import mix
 from intarsia.choose.plan import measured_plan
 from intarsia.choose.progress import Progress
 from intarsia.choose.search import Search
 from intarsia.choose.shorten import shortened
-from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.runtime.compiled import Compiled
@@ -51,9 +56,8 @@ def choose(
         module = _again(known, measured, workshop, engines)
         if module is not None:
             return _with_findings(module, replace(known, remembered=True))
-    with Progress() as progress:
-        search = Search(measured, workshop, engines, sample, memory, progress, context, tolerance)
-        built, findings = search.run()
+    search = Search(measured, workshop, engines, sample, memory, Progress(), context, tolerance)
+    built, findings = search.run()
     if not search.interrupted:
         memory.keep_findings(key, findings)
     return _with_findings(built.module, findings)
@@ -108,6 +112,6 @@ def _values(workshop: Workshop) -> str:
     return digest(*(tensor_digest(x) if isinstance(x, torch.Tensor) else repr(x) for x in (*state, *tensors)))
 
 
-def _with_findings(module: Compiled, found: Findings) -> Compiled:
-    module.plan = measured_plan(module.plan, found)
+def _with_findings(module: Compiled, findings: Findings) -> Compiled:
+    module.plan = measured_plan(module.plan, findings)
     return module

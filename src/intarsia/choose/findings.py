@@ -1,13 +1,76 @@
-"""What was measured on the way to a plan: data that can be printed, kept as JSON and decided upon again."""
+"""What was measured on the way to a plan: the decision by it, its text, and its JSON."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from intarsia.choose.verdict import Entry
+_SHOWS_SPREAD = 3  # rounds
+_BY_FAR = 1.3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Seconds of one plan, round by round; round `i` of every plan was run in turn with the others'.
+
+    A plan is simpler than another if it has fewer segments or, with as many, fewer options of its own.
+    """
+
+    name: str
+    segments: int
+    seconds: tuple[float, ...]
+    options: int = 0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return (self.segments, self.options)
+
+
+def winner(entries: Sequence[Entry], usual: str = "") -> Entry:
+    """The plan to keep, a function of the measurements alone.
+
+    It is the simplest of those that no plan beats by more than the spread, and no plan as simple at all.
+    Of plans as simple as each other, the `usual` one, taken where nothing is measured, counts as simplest:
+    three rounds on a busy machine do not tell two engines apart that differ by a few per cent.
+    A plan with fewer rounds than others left the race because it was far behind: it is not compared by
+    rounds that it was spared, in which the machine may have been busy.
+
+    >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.98, 1.11, 0.91, 0.98))]).name
+    'one'
+    >>> winner([Entry("one", 1, (1.0, 1.1, 0.9, 1.0)), Entry("mix", 3, (0.8, 0.9, 0.7, 0.8))]).name
+    'mix'
+    >>> winner([Entry("a", 1, (1.5, 2.0, 1.6)), Entry("b", 1, (1.8, 1.5, 1.5))], usual="a").name
+    'a'
+    """
+    rounds = max(len(entry.seconds) for entry in entries)
+    entries = [entry for entry in entries if len(entry.seconds) == rounds]
+    size = {entry.name: (*entry.size, entry.name != usual) for entry in entries}
+    for entry in sorted(entries, key=lambda entry: (size[entry.name], entry.median)):
+        simple = [other for other in entries if size[other.name] <= size[entry.name]]
+        as_simple = any(other.median < entry.median for other in simple)
+        if not as_simple and not any(is_faster(other, entry) for other in entries):
+            return entry
+    raise AssertionError("the plan of the least median is beaten by none")
+
+
+def is_faster(one: Entry, other: Entry) -> bool:
+    """Whether `one` beats `other` by more than the spread: in the median, and in three rounds of four.
+
+    By far in the median, most rounds are enough: of three, one may have met a hiccup of the machine.
+    Rounds are compared pair by pair, since what slows the machine down slows both of a round.
+    """
+    rounds = list(zip(one.seconds, other.seconds, strict=False))
+    won = sum(ours < theirs for ours, theirs in rounds)
+    if one.median * _BY_FAR < other.median:
+        return 2 * won > len(rounds)
+    # One or two rounds show no spread: a difference then has to be one that noise rarely makes.
+    return len(rounds) >= _SHOWS_SPREAD and one.median < other.median and 4 * won >= 3 * len(rounds)
 
 
 @dataclass(frozen=True)
@@ -110,34 +173,107 @@ class Findings:
         return [n for numbers in (own, tables, *of_trials, *of_blocks) for n in numbers]
 
 
-def engine_seconds(found: Findings, engines: Sequence[str]) -> dict[str, float]:
+def engine_seconds(findings: Findings, engines: Sequence[str]) -> dict[str, float]:
     """What the chosen plan spends on each engine in a call, where it was measured.
 
     >>> blocks = (BlockCost(0, 1, "", "", {"a": 2.0}), BlockCost(1, 1, "", "", {"b": 1.0}))
     >>> mix = Trial("mix", 2, (3.1,), 0.0, blocks=("a", "b"))
-    >>> found = Findings("latency", (mix,), "mix", blocks)
-    >>> engine_seconds(found, ("a", "b")), segment_seconds(found, ("a", "b"), 2)
+    >>> findings = Findings("latency", (mix,), "mix", blocks)
+    >>> engine_seconds(findings, ("a", "b")), segment_seconds(findings, ("a", "b"), 2)
     ({'a': 2.0, 'b': 1.0}, [2.0, 1.0])
     """
-    chosen = found.trial(found.chosen)
+    chosen = findings.trial(findings.chosen)
     if len(engines) == 1:
         return {engines[0]: chosen.median}
     seconds: dict[str, float] = {}
-    for engine, block in zip(chosen.blocks, found.blocks, strict=False):
+    for engine, block in zip(chosen.blocks, findings.blocks, strict=False):
         seconds[engine] = seconds.get(engine, 0.0) + block.seconds.get(engine, 0.0)
     return seconds
 
 
-def segment_seconds(found: Findings, engines: Sequence[str], count: int) -> list[float | None]:
+def segment_seconds(findings: Findings, engines: Sequence[str], count: int) -> list[float | None]:
     """What each of `count` segments takes: the blocks of a mix that follow each other on one engine."""
-    chosen = found.trial(found.chosen)
+    chosen = findings.trial(findings.chosen)
     if count == 1:
         return [chosen.median]
     parts: list[float | None] = []
     before = None
-    for engine, block in zip(chosen.blocks, found.blocks, strict=False):
+    for engine, block in zip(chosen.blocks, findings.blocks, strict=False):
         if engine != before:
             parts.append(0.0)
         parts[-1] = (parts[-1] or 0.0) + block.seconds.get(engine, 0.0)
         before = engine
     return parts if len(parts) == count else [None] * count
+
+
+_BUSY = 1.5  # a median so many times the quickest round says more of the machine than of the plan
+
+
+def findings_text(findings: Findings) -> str:
+    """The findings in lines, the quickest plan first, times in milliseconds."""
+    lines = [*_trials(findings)] if findings.trials else ["nothing was measured"]
+    if findings.blocks:
+        lines += _blocks(findings)
+    if findings.entering:
+        prices = ", ".join(f"{engine} {seconds * 1e3:.3f}" for engine, seconds in findings.entering.items())
+        lines.append(f"price of a crossing into an engine, ms: {prices}")
+    if findings.tolerance is not None and findings.trials:
+        whole = findings.trial(findings.chosen).error
+        lines.append(f"error end to end {whole:.2g} of the largest value; tolerance={findings.tolerance:g}")
+        lines.append("  measured on the examples, in each row of a batch; other inputs may be off by more")
+        errors = findings.errors.items()
+        lines += [f"  error of the segment from {node}: {error:.2g}" for node, error in errors]
+    lines += [f"left out: {reason}" for reason in findings.left_out]
+    return "\n".join(lines)
+
+
+def _trials(findings: Findings) -> Iterator[str]:
+    what = "ms a call" if findings.objective == "latency" else "ms a call's share, several callers"
+    how = "remembered" if findings.remembered else f"in {findings.spent_s:.1f} s"
+    yield f"measured end to end ({what}; median and spread of interleaved rounds; {how}):"
+    rows = [(trial.name, trial) for trial in sorted(findings.trials, key=_rank)]
+    width = max((len(name) for name, _ in rows), default=0)
+    best = findings.trial(findings.chosen).median
+    for name, trial in rows:
+        mark = "*" if name == findings.chosen else " "
+        count = f"{trial.segments} segment{'s' * (trial.segments != 1)}"
+        ratio = f"{trial.median / best:.2f}x" if name != findings.chosen else "chosen"
+        dropped = "" if trial.final else ", not in the last race"
+        if trial.quickest and trial.median > _BUSY * trial.quickest:
+            dropped += f"; the machine was busy: its quickest round took {trial.quickest * 1e3:.3f}"
+        yield f" {mark} {name:<{width}}  {_ms(trial)}  {ratio:>6}  {count}{dropped}"
+
+
+def _rank(trial: Trial) -> tuple[bool, float]:
+    return (not trial.final, trial.median)
+
+
+def _ms(trial: Trial) -> str:
+    spread = "        " if len(trial.seconds) < 2 else f" ±{trial.spread * 1e3:6.3f}"
+    return f"{trial.median * 1e3:9.3f}{spread}"
+
+
+def _blocks(findings: Findings) -> Iterator[str]:
+    engines = list(dict.fromkeys(engine for block in findings.blocks for engine in block.seconds))
+    runs = findings.trial(findings.chosen).blocks if findings.trials else ()
+    yield "blocks, ms (equal blocks are measured once):"
+    yield f"  {'block':<9}{'nodes':>5}  " + "  ".join(f"{engine:>11}" for engine in engines) + "  begins at"
+    for first, last, block in _runs(findings.blocks, runs):
+        name = f"{first}" if first == last else f"{first}-{last}"
+        cells = []
+        for engine in engines:
+            mark = "*" if runs and runs[first] == engine else " "
+            seconds = block.seconds.get(engine)
+            cells.append(f"{'-' if seconds is None else format(seconds * 1e3, '.3f'):>10}{mark}")
+        yield f"  {name:<9}{block.nodes:>5}  {'  '.join(cells)}  {block.at}"
+
+
+def _runs(blocks: Sequence[BlockCost], runs: Sequence[str]) -> Iterator[tuple[int, int, BlockCost]]:
+    """Neighbouring blocks that are equal and run on the same engine, as one line."""
+    first = 0
+    for number in range(1, len(blocks) + 1):
+        same = number < len(blocks) and blocks[number].contents == blocks[first].contents
+        if same and (not runs or runs[number] == runs[first]):
+            continue
+        yield first, number - 1, blocks[first]
+        first = number

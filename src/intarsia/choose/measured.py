@@ -1,13 +1,17 @@
-"""What a user asks for: `compile(model, args, partition=Measured(budget_s=20))`."""
+"""What is measured: `compile(model, args, partition=Measured(budget_s=20))`, or by default."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from torch import fx
+
 from intarsia.engines import Engine
-from intarsia.errors import PartitionError
+from intarsia.errors import InputError, PartitionError
+from intarsia.partition.blocks import work
 
 Objective = Literal["latency", "throughput"]
 
@@ -58,3 +62,74 @@ class Measured:
                 raise PartitionError(
                     f"candidates holds {engine!r}, which is not an engine, such as OpenVINO()"
                 )
+
+
+LEAST_WORK = 100.0  # units of about one small eager operator, or a megaflop: about a millisecond
+SETTING = "INTARSIA_MEASURE"
+
+
+def is_measuring() -> bool:
+    """Whether `compile` measures where no engines and no partition are named; 0 in the environment says no.
+
+    >>> is_measuring() == (os.environ.get(SETTING, "1") == "1")
+    True
+    """
+    setting = os.environ.get(SETTING, "1")
+    if setting not in ("0", "1"):
+        raise InputError(f"{SETTING}={setting!r} in the environment; give 0 or 1")
+    return setting == "1"
+
+
+def too_small_to_measure(module: fx.GraphModule) -> str | None:
+    """Why measuring a graph cannot pay, in a sentence; None where it may."""
+    total = sum(work(node) for node in module.graph.nodes if node.op == "call_function")
+    if total >= LEAST_WORK:
+        return None
+    return (
+        f"plans were not measured: the model has {total:.0f} units of work, and measuring starts at"
+        f" {LEAST_WORK:g}; partition=Measured() measures it"
+    )
+
+
+Precision = Literal["fp32", "bf16", "fp16", "int8", "int8-weights", "int4-weights"]
+SHORTENING_S = 30.0  # the budget where a tolerance is given and no budget: there is more to build
+
+
+def allowed_arithmetic(
+    precision: Precision | None, tolerance: float | None, *, verify: bool
+) -> tuple[str, ...]:
+    """What besides the model's own arithmetic may be tried; nothing without a tolerance.
+
+    With `precision="fp32"` a tolerance is a bound for engines of the model's own arithmetic, and no more.
+
+    >>> allowed_arithmetic(None, 0.02, verify=True)
+    ('bf16', 'fp16', 'int8', 'int8-weights', 'int4-weights')
+    >>> allowed_arithmetic("bf16", 0.02, verify=True)
+    ('bf16',)
+    """
+    known = get_args(Precision)
+    if precision is not None and precision not in known:
+        raise InputError(f"precision={precision!r} is not known; known are {', '.join(known)}")
+    if tolerance is None:
+        if precision in (None, "fp32"):
+            return ()
+        raise InputError(f"precision={precision!r} needs tolerance=, how far results may be off")
+    if not is_number(tolerance) or not 0 < tolerance < 1:
+        raise InputError(f"tolerance={tolerance!r} must be a share of the largest value, between 0 and 1")
+    if not verify:
+        raise InputError(
+            f"tolerance={tolerance!r} needs verify=True: the error is found by running the model"
+        )
+    if precision == "fp32":
+        return ()
+    return (precision,) if precision is not None else known[1:]
+
+
+def refuse_short_engines(engines: Sequence[Engine]) -> None:
+    """Refuse to measure engines of shorter arithmetic where nothing says how far results may be off."""
+    for engine in engines:
+        if not engine.is_exact:
+            raise InputError(
+                f"{engine.name} computes in {engine.arithmetic}, and is measured within a tolerance alone:"
+                " give tolerance=, or leave partition=Measured() away"
+            )

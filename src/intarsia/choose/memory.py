@@ -1,4 +1,4 @@
-"""Measurements remembered on disk: whole searches by model, costs by block.
+"""What was measured, on disk by what it depends on: whole searches by model, costs by block.
 
 What is remembered is the search: the winner is built and verified again, and if it comes out differently
 everything is measured anew. With a tolerance the key has a digest of weights and examples, since errors are
@@ -7,17 +7,101 @@ those of numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import fx
 
-from intarsia.cache.directory import cache_directory
-from intarsia.cache.machine import machine_key, package_version
-from intarsia.cache.store import JsonStore
-from intarsia.choose.contents import digest
+from intarsia.cache.machine import digest, machine_key, package_version
+from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.choose.findings import Findings
 from intarsia.engines import Engine
+from intarsia.graph.sizes import size_hint
+
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+_SMALL = 64  # a whole-number constant of so few elements may steer a converter by its values
+
+
+def contents(module: fx.GraphModule) -> str:
+    """A digest, equal for graphs of the same operators, arguments, edges, dtypes and sizes.
+
+    Weights count by dtype and shape, not by value: equal layers of a model have one digest.
+
+    >>> one, other = (torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2))
+    >>> graphs = [torch.export.export(m, (torch.ones(1, 4),)).module() for m in (one, other)]
+    >>> contents(graphs[0]) == contents(graphs[1])
+    True
+    """
+    return digest(*_lines(module))
+
+
+def _lines(module: fx.GraphModule) -> list[str]:
+    number: dict[fx.Node, int] = {}
+    symbols: dict[str, str] = {}
+    lines = []
+    for node in module.graph.nodes:
+        number[node] = len(number)
+        if node.op == "get_attr":
+            lines.append(f"constant {_constant(_attribute(module, str(node.target)), symbols)}")
+            continue
+        target = "" if node.op in ("placeholder", "output") else str(node.target)
+        arguments = f"{_argument(node.args, number)} {_argument(node.kwargs, number)}"
+        lines.append(f"{node.op} {target} {arguments} {_value(node.meta.get('val'), symbols)}")
+    return lines
+
+
+def _argument(value: Any, number: dict[fx.Node, int]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{number[value]}"
+    if isinstance(value, list | tuple):
+        return f"({','.join(_argument(item, number) for item in value)})"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_argument(item, number)}' for key, item in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice{_argument((value.start, value.stop, value.step), number)}"
+    return f"{type(value).__name__} {value}"
+
+
+def _value(value: Any, symbols: dict[str, str]) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return f"{value.dtype} {value.layout} {tuple(value.shape)}"
+        sizes = ",".join(_size(size, symbols) for size in (*value.shape, *value.stride()))
+        return f"{value.dtype} {value.device.type} {sizes}"
+    if isinstance(value, list | tuple):
+        return f"({';'.join(_value(item, symbols) for item in value)})"
+    if isinstance(value, torch.SymInt):
+        return _size(value, symbols)
+    return f"{type(value).__name__} {value}"
+
+
+def _size(size: Any, symbols: dict[str, str]) -> str:
+    """A size; symbols are called by the order in which they appear, and tell the example's value."""
+    if isinstance(size, int):
+        return str(size)
+    text = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), str(size))
+    return f"{text}={size_hint(size)}"
+
+
+def _constant(value: Any, symbols: dict[str, str]) -> str:
+    if isinstance(value, fx.GraphModule):
+        return contents(value)
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__}"
+    text = _value(value, symbols)
+    plain = value.layout is torch.strided and not value.is_floating_point() and not value.is_complex()
+    return f"{text} {value.tolist()}" if plain and 0 < value.numel() <= _SMALL else text
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
 
 _KEPT = 2000  # searches, and costs; the oldest go first
 
@@ -47,9 +131,9 @@ class Memory:
         except (AttributeError, KeyError, TypeError, ValueError):  # written by another version, or damaged
             return None
 
-    def keep_findings(self, key: str, found: Findings) -> None:
+    def keep_findings(self, key: str, findings: Findings) -> None:
         """Remember a search."""
-        self._searches.update({key: found.as_dict()}, keep=_KEPT)
+        self._searches.update({key: findings.as_dict()}, keep=_KEPT)
 
     def cost(self, key: str) -> float | None:
         """Seconds that something took, if it was measured."""

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from intarsia.choose.findings import Findings, engine_seconds, segment_seconds
-from intarsia.choose.findings_text import findings_text
+from intarsia.choose.findings import Findings, engine_seconds, findings_text, segment_seconds
 from intarsia.drawing import Drawing, DrawnTrial
 from intarsia.graph.plan import Plan
 from intarsia.tracing import Profile
@@ -33,26 +32,26 @@ class MeasuredPlan(Plan):
 
     def drawing(self, profile: Profile | None = None) -> Drawing:
         """What pictures show, with what was measured."""
-        found, drawn = self.findings, super().drawing(profile)
-        if not found.trials:
+        findings, drawn = self.findings, super().drawing(profile)
+        if not findings.trials:
             return drawn
-        ranked = sorted(found.trials, key=lambda trial: (not trial.final, trial.median))
-        seconds = segment_seconds(found, drawn.engines, len(drawn.segments))
+        ranked = sorted(findings.trials, key=lambda trial: (not trial.final, trial.median))
+        seconds = segment_seconds(findings, drawn.engines, len(drawn.segments))
         segments = (replace(s, seconds=t) for s, t in zip(drawn.segments, seconds, strict=True))
         trials = (
-            DrawnTrial(t.name, t.median, t.spread, t.segments, t.name == found.chosen, t.final)
+            DrawnTrial(t.name, t.median, t.spread, t.segments, t.name == findings.chosen, t.final)
             for t in ranked
         )
-        how = "by an earlier compile" if found.remembered else f"in {found.spent_s:.1f} s"
+        how = "by an earlier compile" if findings.remembered else f"in {findings.spent_s:.1f} s"
         if profile is None:
-            by_engine = engine_seconds(found, drawn.engines)
+            by_engine = engine_seconds(findings, drawn.engines)
             timed_how = "Measured when the plan was chosen."
             drawn = replace(drawn, engine_seconds=by_engine, segments=tuple(segments), timed_how=timed_how)
         return replace(
             drawn,
             trials=tuple(trials),
-            measured_how=f"Median of interleaved rounds, measured {how} ({found.objective}).",
-            notes=(*drawn.notes, *(f"not measured: {reason}" for reason in found.left_out)),
+            measured_how=f"Median of interleaved rounds, measured {how} ({findings.objective}).",
+            notes=(*drawn.notes, *(f"not measured: {reason}" for reason in findings.left_out)),
         )
 
     def to_json(self) -> str:

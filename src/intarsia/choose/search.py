@@ -7,20 +7,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from intarsia.choose.block_costs import Costing
+from intarsia.build.builder import Timed
 from intarsia.choose.blocks import Blocks, blocks_at, find_blocks
-from intarsia.choose.candidate import Built, Candidate, Sample, Workshop
-from intarsia.choose.findings import BlockCost, Findings, Trial
-from intarsia.choose.free_memory import no_room
-from intarsia.choose.last_race import SPREAD_ROUNDS, is_quick, least_rounds, least_s, nearest
-from intarsia.choose.line_ups import line_ups, with_other_options, without_patterns
-from intarsia.choose.load import race_plans
+from intarsia.choose.candidate import (
+    Built,
+    Candidate,
+    Sample,
+    Workshop,
+    line_ups,
+    with_other_options,
+    without_patterns,
+)
+from intarsia.choose.findings import BlockCost, Findings, Trial, winner
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
-from intarsia.choose.mixes import mix, promising_mixes
-from intarsia.choose.progress import Progress
+from intarsia.choose.mixes import Costing, mix, promising_mixes
+from intarsia.choose.progress import Progress, no_room
+from intarsia.choose.race import SPREAD_ROUNDS, is_quick, least_rounds, least_s, nearest, race_plans
 from intarsia.choose.shorten import block_error, shortened, with_exact_blocks
-from intarsia.choose.verdict import winner
 from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import EngineError, IntarsiaError
@@ -255,7 +259,7 @@ class Search:
                     continue
                 self._planned.add(planned)
                 limit = self.progress.deadline if self.built and not favoured else None
-                built = self.workshop.build(candidate, limit)
+                built = self.workshop.build(candidate, limit, self._timed())
             except OutOfTime as error:
                 self._leave_out(f"{candidate.name}: {error}")
                 continue
@@ -271,6 +275,15 @@ class Search:
             if favoured:  # what it took is not taken from the others
                 self.progress.budget_s += built.build_s
         return names
+
+    def _timed(self) -> Timed | None:
+        """What a plan that answers wrongly must not be slower than."""
+        numbers = [
+            n for n, inputs in enumerate(self.workshop.builder.examples) if inputs is self.sample.inputs
+        ]
+        if not self.built or not numbers:
+            return None
+        return Timed(numbers[0], lambda: min(map(self._quickest_call, self.built.values())))
 
     def _is_favoured(self, candidate: Candidate) -> bool:
         """Whether it is built whatever time that takes, for no budget was given and it is known to pay."""
@@ -342,9 +355,9 @@ class Search:
         limit = min(ranked[0].seconds) * times
         return [trial.name for trial in ranked if min(trial.seconds) <= limit]
 
-    def _drop(self, kept: Sequence[str]) -> None:
+    def _drop(self, names: Sequence[str]) -> None:
         """Let go of the programs of plans that cannot win: each may hold a copy of the weights."""
-        self.built = {name: built for name, built in self.built.items() if name in kept}
+        self.built = {name: built for name, built in self.built.items() if name in names}
 
     def _decide(self) -> str:
         decided = [trial for trial in self.trials.values() if trial.final]

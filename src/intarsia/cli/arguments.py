@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import re
 from collections.abc import Sequence
+from glob import escape, glob
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,24 +15,51 @@ import typer
 
 from intarsia.errors import InputError
 
+
+def complete_architecture(word: str) -> list[str]:
+    """The names of the zoo that begin with a word; its file is read, since to import it takes a second."""
+    zoo = Path(__file__).with_name("zoo.py").read_text(encoding="utf-8")
+    return [name for name in re.findall(r"^@_maker\ndef _(\w+)", zoo, re.M) if name.startswith(word)]
+
+
+def complete_model(word: str) -> list[str]:
+    """The names of the zoo, and the files and folders, that begin with a word."""
+    paths = [f"{path}/" if os.path.isdir(path) else path for path in glob(f"{escape(word)}*")]
+    ends = ("/", ".py", ".pt2", ".intarsia")
+    return [*complete_architecture(word), *(path for path in paths if path.endswith(ends))]
+
+
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="FILE.py:FUNCTION or MODULE:FUNCTION, which returns (model, args) or (model, args, kwargs);"
-        " a .pt2 file; an archive; a Hugging Face folder or model type; a name of `intarsia demo --list`",
+        autocompletion=complete_model,
+        help="FILE.py:FUNCTION or MODULE:FUNCTION, where the function returns (model, args) or"
+        " (model, args, kwargs); a .pt2 file; a file of intarsia.save; a Hugging Face folder or model type;"
+        " or a name that `intarsia demo --list` prints.",
     ),
 ]
-Archive = Annotated[Path, typer.Argument(metavar="FILE", help="a file that intarsia.save wrote")]
+Archive = Annotated[
+    Path, typer.Argument(metavar="FILE", help="File that `intarsia compile` or intarsia.save wrote.")
+]
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", help="a module that defines types or operators which the file uses"),
+    typer.Option("--import", help="Module that defines types or operators that the file uses."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-Full = Annotated[bool, typer.Option(help="the published size of an architecture, not a small one")]
-Engines = Annotated[str | None, typer.Option(help="engines in order of preference, separated by commas")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Full = Annotated[bool, typer.Option(help="Use the published size of an architecture, not a small one.")]
+Engines = Annotated[str | None, typer.Option(help="Engines to use, separated by commas.")]
 Budget = Annotated[
-    float | None, typer.Option(help="seconds for measuring plans; more are tried", min=0.1, metavar="SECONDS")
+    float | None, typer.Option(help="Seconds to spend on measuring plans.", min=0.1, metavar="SECONDS")
+]
+Ranges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--range",
+        metavar="INPUT.DIM=MIN:MAX",
+        help="Range of a size, such as x.0=1:32. Sizes that are always equal share one option:"
+        " ids.0,mask.0=1:32.",
+    ),
 ]
 Choices = Annotated[
     list[str] | None,
@@ -37,7 +67,7 @@ Choices = Annotated[
         "-O",
         "--option",
         metavar="NAME=VALUE",
-        help="any other option of intarsia.compile, such as tolerance=0.02",
+        help="Any other option of intarsia.compile, such as tolerance=0.02.",
     ),
 ]
 
@@ -72,6 +102,18 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise InputError for a file that cannot be written, before the work whose result it is to hold."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"there is no folder {path.parent} to write {path.name} to")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"you may not write to the folder {path.parent}")
 
 
 def print_json(content: Any, *, error: bool = False) -> None:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from intarsia.cli.zoo import Specimen
 from intarsia.compare import relative_error
-from intarsia.compiler import compile
 from intarsia.engines import default_engines
+from intarsia.logs import working
 from intarsia.timing import Timing, race
 
 EAGER, TORCH_COMPILE = "PyTorch eager", "torch.compile"
@@ -62,7 +62,7 @@ def compare(
     notes: list[str] = []
     plan = ""
     for label, engines in _engine_choices(options.pop("engines", None)):
-        compiled = compile(specimen.model, specimen.args, specimen.kwargs, engines=engines, **options)
+        compiled = specimen.compile(engines=engines, **options)
         peers[f"intarsia, {label}"] = compiled
         notes += [note for note in compiled.notes if note not in notes]
         plan = str(getattr(compiled, "plan", compiled))
@@ -74,14 +74,16 @@ def compare(
         for name, peer in peers.items():
             call = _call(peer, specimen)
             try:
-                errors[name] = relative_error(call(), expected)
+                with working(f"running {name}"):
+                    errors[name] = relative_error(call(), expected)
             except Exception as failure:  # torch.compile's failure is a result; ours would be a defect
                 if name != TORCH_COMPILE:
                     raise
                 failed[name] = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"
                 continue
             calls[name] = call
-        times = race(calls, budget_s=seconds)
+        with working(f"timing {len(calls)} peers", seconds):
+            times = race(calls, budget_s=seconds)
     weights = sum(p.numel() for p in model.parameters())
     kind = type(specimen.model).__name__
     return Comparison(kind, weights, torch.get_num_threads(), times, errors, plan, tuple(notes), failed)
@@ -93,11 +95,11 @@ def print_comparison(comparison: Comparison, *, plan: bool = False) -> None:
     about = f"{comparison.weights / 1e6:.1f} M weights, {comparison.threads} threads"
     console.print(f"[bold]{comparison.model}[/], {about}")
     for note in comparison.notes:
-        console.print(note, style="yellow", markup=False)
+        console.print(note, style="yellow", markup=False, soft_wrap=True)
     for name, reason in comparison.failed.items():
-        console.print(f"{name} fails: {reason}", style="yellow", markup=False)
+        console.print(f"{name} fails: {reason}", style="yellow", markup=False, soft_wrap=True)
     if plan:
-        console.print(comparison.plan, highlight=False, markup=False)
+        console.print(comparison.plan, highlight=False, markup=False, soft_wrap=True)
     table = Table(title="latency, and the largest difference from eager as a share of the largest output")
     for column in ("", "median ms", "best ms", "of eager", "error"):
         table.add_column(column, justify="left" if not column else "right")

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from intarsia.cli.arguments import AsJson, Choices, Engines, Full, Model, compile_options, print_json
+from intarsia.cli.arguments import (
+    AsJson,
+    Choices,
+    Engines,
+    Full,
+    Model,
+    Ranges,
+    check_writable,
+    compile_options,
+    print_json,
+)
 from intarsia.errors import InputError
 
 if TYPE_CHECKING:
     from intarsia.cli.zoo import Specimen
-    from intarsia.runtime import Compiled
 
 DIFFERS = 1
 
@@ -20,8 +29,8 @@ Against = Annotated[
     str | None,
     typer.Option(
         metavar="CANDIDATE",
-        help="an .onnx, .xml (OpenVINO) or .pt2 file, an archive, or FILE.py:FUNCTION, which takes the model"
-        " and returns a callable; by default the model is compiled, and that is compared",
+        help="An .onnx, .xml (OpenVINO) or .pt2 file, a file of intarsia.save, or FILE.py:FUNCTION, where the"
+        " function takes the model and returns a callable. Default: the model compiled by Intarsia.",
     ),
 ]
 
@@ -30,26 +39,31 @@ def check(
     model: Model,
     against: Against = None,
     engines: Engines = None,
+    ranges: Ranges = None,
     choices: Choices = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="how far answers may be off, as a share of the largest value")
+        float | None, typer.Option(help="Allowed error, as a share of the largest value.")
     ] = None,
-    draws: Annotated[int, typer.Option(help="how many inputs are drawn beside the example", min=0)] = 3,
-    edges: Annotated[bool, typer.Option(help="compare at zeros, an infinity, NaN and the like, too")] = True,
+    draws: Annotated[int, typer.Option(help="Number of random inputs to compare on.", min=0)] = 3,
+    edges: Annotated[
+        bool, typer.Option(help="Compare also on zeros, infinity, NaN and other edge values.")
+    ] = True,
     reproduction: Annotated[
-        Path, typer.Option(help="where the first node that differs is written, with its inputs")
+        Path, typer.Option(help="File for the first node that differs, with its inputs.")
     ] = Path("reproduction.pt2"),
     full: Full = False,
     json: AsJson = False,
 ) -> None:
-    """Compare something with the model it claims to compute; name the first node that differs.
+    """Compare a candidate with the model. Name the first node that differs.
 
-    The exit code is 1 if an answer differs by more than rounding.
+    Both run on the example, on random inputs, on edge values and at the ends of size ranges. The exit code is
+    1 if an answer differs by more than rounding.
     """
     from intarsia.cli.model import resolve
     from intarsia.report.check import check as check_candidate
 
-    specimen = resolve(model, full=full)
+    check_writable(reproduction)
+    specimen = resolve(model, full=full, ranges=ranges)
     options = compile_options(engines, None, choices)
     candidate = _candidate(model, specimen, against, options)
     report = check_candidate(
@@ -57,6 +71,7 @@ def check(
         specimen.args,
         candidate,
         specimen.kwargs,
+        dynamic_shapes=specimen.dynamic_shapes,
         tolerance=tolerance,
         draws=draws,
         edges=edges,
@@ -70,21 +85,22 @@ def check(
 def diff(
     model: Model,
     engines: Engines = None,
+    ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
     json: AsJson = False,
 ) -> None:
-    """Compile a model, or take an archive, and show the error of each segment.
+    """Show the error of each segment of a compiled model.
 
-    The exit code is 1 if a segment by itself differs by more than rounding.
+    The exit code is 1 if a segment differs by more than rounding when it gets exact inputs.
     """
     from intarsia.cli.model import compiled_file, resolve
     from intarsia.report.diff import diff as diff_segments
     from intarsia.runtime import Compiled
 
-    specimen = resolve(model, full=full)
+    specimen = resolve(model, full=full, ranges=ranges)
     options = compile_options(engines, None, choices)
-    compiled = compiled_file(model) or _compiled(specimen, options)
+    compiled = compiled_file(model) or specimen.compile(**options)
     if not isinstance(compiled, Compiled):
         raise InputError(f"{model} is compiled in parts; give one of them")
     report = diff_segments(compiled, specimen.args, specimen.kwargs)
@@ -97,7 +113,7 @@ def _candidate(name: str, specimen: Specimen, against: str | None, options: dict
     from intarsia.cli.model import call_factory, compiled_file
 
     if against is None:
-        return compiled_file(name) or _compiled(specimen, options)
+        return compiled_file(name) or specimen.compile(**options)
     place, colon, function = against.rpartition(":")
     if not colon:
         return against
@@ -105,9 +121,3 @@ def _candidate(name: str, specimen: Specimen, against: str | None, options: dict
     if not callable(made):
         raise InputError(f"{against} must return a callable, not a {type(made).__name__}")
     return made
-
-
-def _compiled(specimen: Specimen, options: dict[str, Any]) -> Compiled | Any:
-    import intarsia
-
-    return intarsia.compile(specimen.model, specimen.args, specimen.kwargs, **options)

@@ -8,50 +8,70 @@ from typing import Annotated
 
 import typer
 
-from intarsia.cli.arguments import AsJson, Budget, Choices, Engines, Full, Model, compile_options, print_json
+from intarsia.cli.arguments import (
+    AsJson,
+    Budget,
+    Choices,
+    Engines,
+    Full,
+    Model,
+    Ranges,
+    check_writable,
+    compile_options,
+    complete_architecture,
+    print_json,
+)
 from intarsia.errors import InputError
 
 
 def explain(
     model: Model,
     engines: Engines = None,
+    ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
-    html: Annotated[Path | None, typer.Option(help="write the report there instead, as one page")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report to this HTML file.")] = None,
     json: AsJson = False,
 ) -> None:
-    """Say what would run where, and why. No engine is built; of an archive, what does run where."""
+    """Show which engine would run each part of a model, and why. Nothing is built.
+
+    For a compiled file, show what runs where.
+    """
     from rich.console import Console
 
     from intarsia.cli.model import compiled_file, resolve
     from intarsia.report import explain as explain_model
 
+    check_writable(html)
     compiled = compiled_file(model)
     if compiled is not None:
         typer.echo(compiled.plan.to_json() if json else str(compiled.plan))
         return
-    specimen = resolve(model, full=full)
     options = compile_options(engines, None, choices)
-    report = explain_model(specimen.model, specimen.args, specimen.kwargs, **options)
+    specimen = resolve(model, full=full, ranges=ranges)
+    call = specimen.model, specimen.args, specimen.kwargs
+    report = explain_model(*call, dynamic_shapes=specimen.dynamic_shapes, **options)
     if html is not None:
         html.write_text(report.to_html(), encoding="utf-8")
         typer.echo(f"wrote {html}")
     elif json:
         typer.echo(report.to_json())
     else:
-        Console().print(report)
+        console = Console()  # tables need room; a pipe and a narrow terminal get lines
+        console.print(report) if console.is_terminal and console.width >= 80 else typer.echo(str(report))
 
 
 def compile_(
     model: Model,
-    output: Annotated[Path, typer.Option("-o", "--output", help="the file to write")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")],
     engines: Engines = None,
     budget: Budget = None,
+    ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
     json: AsJson = False,
 ) -> None:
-    """Compile a model and write it to a file that `intarsia run`, `intarsia serve` and intarsia.load read."""
+    """Compile a model and save it for `intarsia run`, `intarsia serve` and intarsia.load."""
     import json as json_module
 
     import intarsia
@@ -59,12 +79,11 @@ def compile_(
 
     if compiled_file(model) is not None:
         raise InputError(f"{model} is compiled already; `intarsia run` and `intarsia serve` take it as it is")
-    if not output.parent.is_dir():
-        raise InputError(f"there is no folder {output.parent} to write {output.name} to")
+    check_writable(output)
     options = compile_options(engines, budget, choices)
-    specimen = resolve(model, full=full)
+    specimen = resolve(model, full=full, ranges=ranges)
     began = time.perf_counter()
-    fast = intarsia.compile(specimen.model, specimen.args, specimen.kwargs, **options)
+    fast = specimen.compile(**options)
     seconds = time.perf_counter() - began
     intarsia.save(fast, output)
     size = output.stat().st_size
@@ -87,20 +106,24 @@ def compile_(
 
 def export(
     model: Model,
-    to: Annotated[str, typer.Option("--to", help="onnx, openvino or pt2, or an engine that writes files")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="Format: onnx, openvino, pt2, or the name of an engine that writes files."),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
             "-o",
             "--output",
-            help="the file to write, or a new folder for a plan of several segments",
+            help="File to write, or new folder if the plan has several segments.",
         ),
     ] = None,
+    ranges: Ranges = None,
     choices: Choices = None,
     full: Full = False,
     json: AsJson = False,
 ) -> None:
-    """Write a model for an engine's own runtime, which loads it without this package."""
+    """Export a model as a file that the engine's own runtime loads without Intarsia."""
     import intarsia
     from intarsia.cli.model import compiled_file, resolve
 
@@ -108,8 +131,7 @@ def export(
     options = compile_options(engine, None, choices)
     compiled = compiled_file(model)
     if compiled is None or to == "pt2":
-        specimen = resolve(model, full=full)
-        fast = intarsia.compile(specimen.model, specimen.args, specimen.kwargs, **options)
+        fast = resolve(model, full=full, ranges=ranges).compile(**options)
     else:
         fast = compiled
     stem = Path(model.rpartition(":")[2]).stem
@@ -143,11 +165,13 @@ def bench(
     engines: Engines = None,
     choices: Choices = None,
     full: Full = True,
-    torch_compile: Annotated[bool, typer.Option(help="torch.compile too, which may take minutes")] = True,
-    seconds: Annotated[float, typer.Option(help="how long the plans are timed", min=0.1)] = 20.0,
+    torch_compile: Annotated[
+        bool, typer.Option(help="Time torch.compile too, which may compile for minutes.")
+    ] = True,
+    seconds: Annotated[float, typer.Option(help="Seconds to spend on timing.", min=0.1)] = 20.0,
     json: AsJson = False,
 ) -> None:
-    """Time a model compiled on every engine beside eager PyTorch and torch.compile."""
+    """Time a model on each engine, on the measured plan, in eager PyTorch and in torch.compile."""
     from intarsia.cli.bench import compare, print_comparison
     from intarsia.cli.model import resolve
 
@@ -160,12 +184,14 @@ def bench(
 
 
 def demo(
-    architecture: Annotated[str, typer.Argument(help="an architecture of `--list`")] = "bert",
+    architecture: Annotated[
+        str, typer.Argument(help="Architecture; see --list.", autocompletion=complete_architecture)
+    ] = "bert",
     full: Full = True,
-    list_: Annotated[bool, typer.Option("--list", help="name the architectures and stop")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the architectures.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Compile a real architecture on every engine; print plan, correctness and latency side by side."""
+    """Compile a well-known architecture on each engine. Print the plan, errors and latencies."""
     from intarsia.cli import zoo
     from intarsia.cli.bench import compare, print_comparison
 

@@ -1,10 +1,13 @@
-"""A curve of losses, as text for a terminal and as an SVG picture."""
+"""A curve of losses, as text for a terminal and as a picture."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+
+from intarsia.drawing.chart import new_figure, save_figure
 
 
 def text_curve(losses: Sequence[float], width: int = 60, height: int = 10) -> str:
@@ -30,32 +33,14 @@ def text_curve(losses: Sequence[float], width: int = 60, height: int = 10) -> st
     return "\n".join(lines)
 
 
-def svg_curve(losses: Sequence[float], title: str = "loss", width: int = 640, height: int = 320) -> str:
-    """The losses as a picture, the steps from left to right.
-
-    >>> svg_curve([2.0, 1.0]).startswith("<svg")
-    True
-    """
-    points = [(i, x) for i, x in enumerate(losses) if math.isfinite(x)]
-    low = min((x for _, x in points), default=0.0)
-    high = max((x for _, x in points), default=1.0)
-    span, last, edge = (high - low) or 1.0, max(1, len(losses) - 1), 48
-    inner = (width - 2 * edge, height - 2 * edge)
-    path = " ".join(
-        f"{edge + i / last * inner[0]:.1f},{edge + (high - x) / span * inner[1]:.1f}" for i, x in points
-    )
-    bottom = height - edge
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        ' font-family="sans-serif" font-size="12">'
-        '<rect width="100%" height="100%" fill="white"/>'
-        f'<polyline points="{edge},{edge} {edge},{bottom} {width - edge},{bottom}"'
-        ' fill="none" stroke="#888"/>'
-        f'<text x="{edge}" y="{edge - 16}">{_escaped(title)}</text>'
-        f'<text x="4" y="{edge + 4}">{high:.3f}</text><text x="4" y="{bottom}">{low:.3f}</text>'
-        f'<text x="{width - edge}" y="{bottom + 18}" text-anchor="end">step {len(losses)}</text>'
-        f'<polyline points="{path}" fill="none" stroke="#1565c0" stroke-width="1.5"/></svg>\n'
-    )
+def save_curve(losses: Sequence[float], path: Path) -> None:
+    """Write the losses as a picture, the steps from left to right."""
+    figure = new_figure(7, 3.5)
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, color="#1565c0")
+    axes.set(title=f"loss over {len(losses)} steps", xlabel="step", ylabel="loss")
+    axes.grid(color="#dddddd")
+    save_figure(figure, path)
 
 
 def _columns(values: Sequence[float], width: int) -> list[float]:
@@ -63,7 +48,3 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
         return list(values)
     bounds = [len(values) * i // width for i in range(width + 1)]
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -12,12 +12,12 @@ import typer
 from intarsia.cli.arguments import AsJson, print_json
 
 cache = typer.Typer(
-    help="Measurements and built modules that are stored on this machine.", no_args_is_help=True
+    help="List or delete the measurements and builds that are stored on this machine.", no_args_is_help=True
 )
 
 
 def engines(json: AsJson = False) -> None:
-    """Say which engines this machine has, and what to install for the others."""
+    """List the engines, and what to install for those that this machine lacks."""
     from intarsia.engines import known_engines
 
     reasons = {name: kind().unavailable() for name, kind in known_engines().items()}
@@ -26,20 +26,21 @@ def engines(json: AsJson = False) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("engine", "usable")
     for name, why in reasons.items():
-        table.add_row(name, why or "yes")
+        table.add_row(name, Text(why or "yes"))  # `[mnn]` is no markup
     Console().print(table)
 
 
 def env(json: AsJson = False) -> None:
-    """Print what a bug report needs: versions, processor, engines, settings."""
+    """Print versions, processor, engines and settings for a bug report."""
     import torch
 
     import intarsia
-    from intarsia.cache.directory import cache_directory
     from intarsia.cache.machine import package_version, processor_name
+    from intarsia.cache.store import cache_directory
     from intarsia.engines import known_engines
 
     packages = ("numpy", "onnx", "onnx_ir", "onnxruntime", "openvino", "safetensors", "transformers")
@@ -68,15 +69,15 @@ def env(json: AsJson = False) -> None:
 
 @cache.command()
 def where(json: AsJson = False) -> None:
-    """Print the folder; INTARSIA_CACHE sets another."""
-    from intarsia.cache.directory import cache_directory
+    """Print the folder. The variable INTARSIA_CACHE changes it."""
+    from intarsia.cache.store import cache_directory
 
     print_json(str(cache_directory())) if json else typer.echo(str(cache_directory()))
 
 
 @cache.command()
 def ls(json: AsJson = False) -> None:
-    """List what is stored, the most recently used first."""
+    """List the files, the most recently used first."""
     files = sorted(_files(), key=lambda item: -item[2])
     if json:
         print_json([{"file": name, "bytes": size, "used": used} for name, size, used in files])
@@ -88,8 +89,8 @@ def ls(json: AsJson = False) -> None:
 
 @cache.command()
 def clear(json: AsJson = False) -> None:
-    """Delete everything that is stored; it is measured and built again when it is needed."""
-    from intarsia.cache.directory import cache_directory
+    """Delete all files. Later compiles measure and build again."""
+    from intarsia.cache.store import cache_directory
 
     files = _files()
     for name, _, _ in files:
@@ -106,7 +107,7 @@ def _files() -> list[tuple[str, int, float]]:
 
     INTARSIA_CACHE may name a folder with other things in it, so only tables with a lock beside them count.
     """
-    from intarsia.cache.directory import cache_directory
+    from intarsia.cache.store import cache_directory
 
     root = cache_directory()
     locks = list(root.glob("*.json.lock"))

@@ -6,16 +6,19 @@ model or file that cannot be used; 3 for an unexpected error.
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from intarsia.cli import checking, compiling, machine, pipeline, running
 from intarsia.errors import IntarsiaError
 
-MISTAKE, UNEXPECTED, INTERRUPTED = 2, 3, 130
+MISTAKE, UNEXPECTED, INTERRUPTED, CLOSED = 2, 3, 130, 141
+_UsageError: Any = typer.BadParameter.__base__  # of click, which newer typers contain
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(compiling.explain)
@@ -51,12 +54,11 @@ def root(
         typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Log each stage with its time.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Log each stage and its time.")] = False,
 ) -> None:
     """Cut a PyTorch model into pieces, and run each on the engine that runs it fastest.
 
-    MODEL is a function of yours (FILE.py:FUNCTION), a file, a folder or a name; `intarsia compile --help` has
-    all forms.
+    MODEL is your function (FILE.py:FUNCTION), a file, a folder or a name: see `intarsia compile --help`.
     """
     if verbose:
         logging.basicConfig(level=logging.WARNING, format="%(relativeCreated)7.0f ms  %(message)s")
@@ -65,24 +67,50 @@ def root(
 
 def main() -> None:
     """The entry point. An error is one sentence on stderr; `--debug` shows its traceback."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that is not UTF-8 shows ? in place of ±
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     words = sys.argv[1:]
     own = words[: words.index("tune")] if "tune" in words else words  # the rest may belong to a script
     if "--debug" in own:  # anywhere in the line, as people write it
         app([word for word in own if word != "--debug"] + words[len(own) :])
         return
     try:
-        app(words)
-    except IntarsiaError as error:
-        _end(str(error), MISTAKE)
-    except KeyboardInterrupt:
+        code = app(words or ["--help"], standalone_mode=False)
+        print(end="", flush=True)
+    except (IntarsiaError, _UsageError) as error:
+        if isinstance(error, IntarsiaError):
+            _end(str(error), MISTAKE)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            raise SystemExit(MISTAKE) from None
+        _end(_usage(error), MISTAKE)
+    except (KeyboardInterrupt, typer.Abort):
         _end("interrupted", INTERRUPTED)
+    except (BrokenPipeError, SystemExit) as error:  # `intarsia cache ls | head`
+        # click and rich end with 1, which would say that `check` found a difference.
+        if not isinstance(error.__context__ or error, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(CLOSED) from None
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:
             _end(f"{error.filename}: {error.strerror}", MISTAKE)
         said = next(iter(str(error).splitlines()), "")
         _end(f"{type(error).__name__}: {said} (--debug shows where)", UNEXPECTED)
+    if code == INTERRUPTED:
+        _end("interrupted", INTERRUPTED)
+    raise SystemExit(code or 0)
+
+
+def _usage(error: Any) -> str:
+    """A mistake in the words of a command, with the command whose help explains them."""
+    sentence = error.format_message()
+    if not sentence.endswith((".", "?")):
+        sentence += "."
+    return sentence if error.ctx is None else f"{sentence} `{error.ctx.command_path} --help` has the rest."
 
 
 def _end(sentence: str, code: int) -> NoReturn:
-    typer.secho(sentence, fg="red", err=True)
+    typer.secho(sentence, fg=None if os.environ.get("NO_COLOR") else "red", err=True)
     raise SystemExit(code) from None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
+import re
 import sys
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.input import resolve_call
 from intarsia.cli import zoo
 from intarsia.cli.zoo import Specimen
 from intarsia.errors import InputError
@@ -30,8 +34,8 @@ _ENGINES_OWN = (".onnx", ".xml")
 _WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
-def resolve(name: str, *, full: bool = False) -> Specimen:
-    """The model that a command line names, with an example call.
+def resolve(name: str, *, full: bool = False, ranges: Sequence[str] | None = None) -> Specimen:
+    """The model that a command line names, with an example call, whose sizes vary by `--range`.
 
     A name is looked up in this order: `file.py:function` or `package.module:function`, which returns
     `(model, args)` or `(model, args, kwargs)`; a file or folder (a `.pt2` program, an archive of ours, a
@@ -40,6 +44,11 @@ def resolve(name: str, *, full: bool = False) -> Specimen:
     >>> type(resolve("bert").model).__name__
     'BertModel'
     """
+    specimen = _find(name, full)
+    return replace(specimen, dynamic_shapes=_dynamic_shapes(specimen, ranges)) if ranges else specimen
+
+
+def _find(name: str, full: bool) -> Specimen:
     place, colon, function = name.rpartition(":")
     if colon and place:
         return _from_function(name, place, function)
@@ -75,8 +84,11 @@ def load_factory(place: str, name: str) -> Callable[..., Any]:
         raise InputError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
     factory = getattr(module, name, None)
     if not callable(factory):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(f"{place} has no function {name!r}{near(name, own)}")
+        own = [
+            key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        ]
+        hint = near(name, own) or (f"; it has {', '.join(own[:6])}" if own else "")
+        raise InputError(f"{place} has no function {name!r}{hint}")
     if isinstance(factory, nn.Module):
         raise InputError(f"{place}:{name} is a model; give a function that returns (model, args)")
     return factory  # type: ignore[no-any-return]
@@ -142,7 +154,38 @@ def _from_function(name: str, place: str, function: str) -> Specimen:
         raise InputError(f"{name} returns args as a {type(args).__name__}; make it a tuple: (args,)")
     if not isinstance(kwargs, dict):
         raise InputError(f"{name} returns kwargs as a {type(kwargs).__name__}; make it a dict")
-    return Specimen(model.eval() if isinstance(model, nn.Module) else model, tuple(args), kwargs)
+    model = model.eval() if isinstance(model, nn.Module) else model
+    args, kwargs, dynamic_shapes = resolve_call(model, tuple(args), kwargs, None)  # args may be `Input`s
+    return Specimen(model, tuple(args), dict(kwargs), dynamic_shapes)
+
+
+_RANGE = re.compile(r"(?P<dims>[\w.]+\.\d+(?:,[\w.]+\.\d+)*)=(?P<least>\d+):(?P<most>\d*)")
+
+
+def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]:
+    """The `dynamic_shapes` of torch.export for ranges such as `ids.0,mask.0=1:32`."""
+    if specimen.dynamic_shapes is not None or isinstance(specimen.model, ExportedProgram | _CapturedModel):
+        raise InputError("--range is for models whose sizes are fixed; this one has ranges or was exported")
+    bound = inspect.signature(specimen.model.forward).bind(*specimen.args, **specimen.kwargs).arguments
+    shapes: dict[str, Any] = dict.fromkeys((*bound, *specimen.kwargs))
+    for number, text in enumerate(ranges):
+        if (parsed := _RANGE.fullmatch(text)) is None:
+            raise InputError(f"--range {text} is not of the form INPUT.DIM=MIN:MAX, such as x.0=1:32")
+        most = int(parsed["most"]) if parsed["most"] else None
+        size = torch.export.Dim(f"size{number}", min=int(parsed["least"]), max=most)
+        for dim in parsed["dims"].split(","):
+            name, _, axis = dim.rpartition(".")
+            value = bound.get(name, specimen.kwargs.get(name))
+            if not isinstance(value, torch.Tensor):
+                tensors = [key for key in shapes if isinstance(bound.get(key), torch.Tensor)]
+                hint = (
+                    near(name, tensors) or f"; they are {', '.join(tensors) or 'nested: use intarsia.Input'}"
+                )
+                raise InputError(f"--range {text}: {name!r} is no tensor of the call{hint}")
+            if int(axis) >= value.dim():
+                raise InputError(f"--range {text}: {name} has {value.dim()} dimensions")
+            shapes[name] = {**(shapes[name] or {}), int(axis): size}
+    return shapes
 
 
 def _from_file(path: Path) -> Specimen:

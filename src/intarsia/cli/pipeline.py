@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from runpy import run_path
@@ -13,26 +14,27 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from intarsia.cli.arguments import AsJson, Full, Model, print_json
+from intarsia.cli.arguments import AsJson, Full, Model, check_writable, print_json
+from intarsia.drawing.chart import check_picture
 from intarsia.errors import InputError, IntarsiaError, PartitionError
 
 app = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
 
-ScheduleName = Annotated[str, typer.Option(help="A name of `intarsia pipeline schedules`.")]
+ScheduleName = Annotated[str, typer.Option(help="Name of a schedule; see `intarsia pipeline schedules`.")]
 Imports = Annotated[
-    list[str] | None, typer.Option("--import", help="A file.py or module that defines schedules.")
+    list[str] | None, typer.Option("--import", help="Python file or module that defines schedules.")
 ]
-Microbatches = Annotated[int, typer.Option(help="Micro-batches.")]
+Microbatches = Annotated[int, typer.Option(help="Number of micro-batches.")]
 
 
 def split(
     model: Model,
-    stages: Annotated[int, typer.Option(help="How many parts.", min=1)] = 2,
-    by: Annotated[str, typer.Option(help="time or memory: what is balanced.")] = "time",
+    stages: Annotated[int, typer.Option(help="Number of stages.", min=1)] = 2,
+    by: Annotated[str, typer.Option(help="Balance time or memory.")] = "time",
     full: Full = False,
     json: AsJson = False,
 ) -> None:
-    """Cut a model into balanced pipeline stages; print where, with the cost of each stage."""
+    """Cut a model into balanced pipeline stages. Print the cuts and the cost of each stage."""
     from intarsia.cli.model import resolve
     from intarsia.pipeline import split as split_model
 
@@ -56,31 +58,45 @@ def split(
 @app.command()
 def draw(
     schedule: ScheduleName = "1F1B",
-    ranks: Annotated[int, typer.Option(help="Devices.")] = 4,
+    ranks: Annotated[int, typer.Option(help="Number of devices.")] = 4,
     microbatches: Microbatches = 8,
-    picture: Annotated[Path | None, typer.Option(help="Write an .svg or .html file instead.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write an .svg, .png or .pdf file instead.")] = None,
     imports: Imports = None,
+    json: AsJson = False,
 ) -> None:
-    """Draw a schedule, as text or as a picture."""
-    from intarsia.pipeline.plan.draw import ascii_gantt, html_gantt, svg_gantt
+    """Draw a schedule as text or as a picture."""
+    from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
     from intarsia.pipeline.schedules import schedule as make
 
+    check_writable(picture)
     _check_positive(ranks=ranks, microbatches=microbatches)
     _import(imports)
     plan = make(schedule, ranks, microbatches)
-    if picture is None:
-        typer.echo(ascii_gantt(plan))
-        return
-    picture.write_text(html_gantt(plan) if picture.suffix == ".html" else svg_gantt(plan), encoding="utf-8")
-    typer.echo(f"wrote {picture}")
+    if picture is not None:
+        save_gantt(plan, picture)
+    if json:
+        print_json({"schedule": plan.name, "ranks": [list(map(str, slots)) for slots in plan.ranks]})
+    else:
+        typer.echo(ascii_gantt(plan) if picture is None else f"wrote {picture}")
 
 
 @app.command()
-def schedules(imports: Imports = None) -> None:
-    """Which schedules there are, and what each needs."""
+def schedules(imports: Imports = None, json: AsJson = False) -> None:
+    """List the schedules and what each needs."""
     from intarsia.pipeline.schedules import SCHEDULES, TORCH_ONLY
 
     _import(imports)
+    if json:
+        about = {
+            definition.name: {
+                "stages_per_rank": definition.per_rank,
+                "splits_backward": definition.splits_backward,
+                "is_simulated": definition.order is not None,
+            }
+            for definition in (*SCHEDULES.values(), *TORCH_ONLY.values())
+        }
+        print_json(about)
+        return
     for definition in (*SCHEDULES.values(), *TORCH_ONLY.values()):
         stages = f"{definition.per_rank} stage{'s' if definition.per_rank > 1 else ''} a rank"
         apart = ", weight gradients apart" if definition.splits_backward else ""
@@ -93,25 +109,37 @@ def run(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="file.py:factory, module:factory, or gpt2:n_layer=4,... (Hugging Face's type)."),
+        typer.Argument(
+            help="FILE.py:FUNCTION, MODULE:FUNCTION, or a model type of Hugging Face: gpt2:n_layer=4."
+        ),
     ] = None,
     schedule: ScheduleName = "1F1B",
-    ranks: Annotated[int, typer.Option(help="Processes, when not under torchrun already.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Number of processes to start; unused under torchrun.")] = 2,
     microbatches: Microbatches = 8,
-    steps: Annotated[int, typer.Option(help="Training steps, those before a checkpoint included.")] = 5,
-    timeout: Annotated[float, typer.Option(help="Seconds until a silent rank is given up.")] = 60.0,
-    text: Annotated[Path | None, typer.Option(help="A file a language model learns, byte by byte.")] = None,
-    batch: Annotated[int, typer.Option(help="Windows of the text in a step.")] = 16,
-    length: Annotated[int, typer.Option(help="Bytes of a window.")] = 64,
+    steps: Annotated[
+        int, typer.Option(help="Number of training steps, including those before a checkpoint.")
+    ] = 5,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank.")] = 60.0,
+    text: Annotated[
+        Path | None, typer.Option(help="Train a language model on the bytes of this file.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Number of text windows in a step.")] = 16,
+    length: Annotated[int, typer.Option(help="Bytes in a window.")] = 64,
     rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
-    recompute: Annotated[bool, typer.Option(help="Compute activations again in the backward pass.")] = False,
-    save: Annotated[Path | None, typer.Option(help="A folder for checkpoints.")] = None,
-    every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 50,
-    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint in --save.")] = False,
-    curve: Annotated[Path | None, typer.Option(help="Write the loss curve there, as .svg.")] = None,
+    recompute: Annotated[bool, typer.Option(help="Recompute activations in the backward pass.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Folder for checkpoints.")] = None,
+    every: Annotated[int, typer.Option(help="Number of steps between checkpoints.")] = 50,
+    resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint in --save.")] = False,
+    curve: Annotated[
+        Path | None, typer.Option(help="Write the loss curve to an .svg, .png or .pdf file.")
+    ] = None,
     imports: Imports = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the losses as JSON.")] = False,
 ) -> None:
-    """Train a model over several processes: your own, or a small one checked against the plain model."""
+    """Train a model over several processes.
+
+    Without MODEL, train a small language model and compare its gradients with those of the plain model.
+    """
     from intarsia.pipeline.schedules import find_schedule
 
     _import(imports)
@@ -123,27 +151,27 @@ def run(
         _check_schedule(schedule, ranks, microbatches)
         if resume and save is None:
             raise PartitionError("--resume needs --save, the folder of the checkpoints")
-        if curve is not None and curve.suffix != ".svg":
-            raise PartitionError(f"--curve {curve}: the picture is an SVG; give a name that ends in .svg")
-        if model is None and (text or save or curve or recompute):
-            raise PartitionError("--text, --save, --curve and --recompute need a model to train")
+        if curve is not None:
+            check_writable(curve)
+            check_picture(curve)
+        if model is None and text is not None:
+            raise PartitionError("--text needs a model to train")
         if model is not None:
             from intarsia.cli.pipeline_model import find_factory
 
             find_factory(model)  # a name that means nothing is refused here, and not on every rank
         raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
-    if model is None:
-        from intarsia.cli.pipeline_demo import run_rank
-
-        run_rank(schedule, microbatches, steps, per_rank, timeout, typer.echo)
-        return
+    from intarsia.cli.pipeline_demo import make_demo
     from intarsia.cli.pipeline_model import make_job
     from intarsia.cli.pipeline_train import Training, train_rank
 
+    job = make_demo(microbatches) if model is None else make_job(model, text, batch, length)
     options = Training(
         schedule, microbatches, per_rank, steps, rate, recompute, save, every, resume, curve, timeout
     )
-    train_rank(make_job(model, text, batch, length), options, typer.echo)
+    losses = train_rank(job, options, partial(typer.echo, err=json))
+    if json and losses is not None:
+        print_json({"losses": losses})
 
 
 def _check_positive(**options: float) -> None:

@@ -37,6 +37,7 @@ class Job:
     data: Callable[[int], Batch]
     loss: Callable[[Any, Any], Tensor]
     loss_weight: Any = None
+    compare: bool = False  # the gradients of the first step with those of the model on one device
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -14,13 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.cli.loss_curve import svg_curve, text_curve
-from intarsia.cli.pipeline_model import Job
-from intarsia.errors import InputError
+from intarsia.cli.loss_curve import save_curve, text_curve
+from intarsia.cli.pipeline_model import Batch, Job
+from intarsia.errors import InputError, PipelineError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 from intarsia.pipeline.distributed.start import start_process_group
+from intarsia.pipeline.plan.simulate import simulate
+from intarsia.pipeline.schedules import SCHEDULES, schedule
 from intarsia.pipeline.split import split
 
 Echo = Callable[[str], None]
@@ -43,11 +47,12 @@ class Training:
     timeout: float
 
 
-def train_rank(job: Job, options: Training, echo: Echo) -> None:
-    """Train the job's model with every other rank; the rank of the last stage tells how it goes."""
+def train_rank(job: Job, options: Training, echo: Echo) -> list[float] | None:
+    """Train the job's model with the other ranks. The rank of the last stage reports and returns losses."""
     device = _join(options.timeout)
     first = job.data(0)
     world, rank = dist.get_world_size(), dist.get_rank()
+    plain = copy.deepcopy(job.model) if job.compare else None
     part = _front(first.args, options.microbatches), _front(dict(first.kwargs), options.microbatches)
     parts = split(job.model, *part, stages=world * options.per_rank, agree=True)
     if rank == 0:
@@ -70,6 +75,11 @@ def train_rank(job: Job, options: Training, echo: Echo) -> None:
         )
         optimizer.zero_grad()
         result = pipe.step(*args, target=target, **kwargs)
+        if plain is not None and step == before:
+            worst = _largest_difference(pipe, plain, job, batch)
+            echo(
+                f"rank {rank}: stages {pipe.held}, gradients equal the plain model's (difference {worst:.1e})"
+            )
         optimizer.step()
         losses.append(float("nan") if result.loss is None else float(result.loss))
         if pipe.is_last:
@@ -79,12 +89,32 @@ def train_rank(job: Job, options: Training, echo: Echo) -> None:
         if options.save is not None and ((step + 1) % options.every == 0 or step + 1 == options.steps):
             _save(pipe, optimizer, options.save, losses)
     if pipe.is_last:
+        if options.schedule in SCHEDULES:
+            plan = schedule(options.schedule, world, options.microbatches, options.per_rank)
+            predicted = simulate(plan, parts.report.costs)
+            echo(f"predicted {predicted.step_time * 1e3:.0f} ms a step, bubble {predicted.bubble:.0%}")
         echo(text_curve(losses))
         if options.curve is not None:
-            options.curve.write_text(svg_curve(losses, f"loss over {len(losses)} steps"), encoding="utf-8")
+            save_curve(losses, options.curve)
             echo(f"wrote {options.curve}")
     dist.barrier()
     dist.destroy_process_group()
+    return losses if pipe.is_last else None
+
+
+def _largest_difference(pipe: DistributedPipeline, plain: nn.Module, job: Job, batch: Batch) -> float:
+    """The largest difference between this rank's gradients and those of the model on one device."""
+    torch.autograd.backward(job.loss(plain(*batch.args, **batch.kwargs), batch.target))
+    expected = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False)}
+    worst = 0.0
+    for module in pipe.modules:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            gradient, wanted = parameter.grad, expected[name]
+            assert gradient is not None and wanted is not None
+            worst = max(worst, float((gradient.cpu() - wanted).abs().max()))
+    if worst > 1e-4:
+        raise PipelineError(f"a gradient differs from the plain model's by {worst:.2e}")
+    return worst
 
 
 def _join(timeout: float) -> torch.device:

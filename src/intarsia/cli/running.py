@@ -8,27 +8,40 @@ from typing import Annotated, Any
 
 import typer
 
-from intarsia.cli.arguments import Archive, AsJson, Choices, Engines, Imports, compile_options, print_json
+from intarsia.cli.arguments import (
+    Archive,
+    AsJson,
+    Choices,
+    Engines,
+    Imports,
+    check_writable,
+    compile_options,
+    print_json,
+)
 from intarsia.errors import InputError
 
 
 def run(
     file: Archive,
     inputs: Annotated[
-        Path | None, typer.Option(help=".npz or .safetensors with the inputs by name; random where not given")
+        Path | None,
+        typer.Option(help="File with the inputs by name, .npz or .safetensors. Default: random inputs."),
     ] = None,
-    outputs: Annotated[Path | None, typer.Option(help="write outputs there, .npz or .safetensors")] = None,
-    size: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER, a size of random inputs")] = None,
-    seed: Annotated[int, typer.Option(help="of random inputs")] = 0,
+    outputs: Annotated[
+        Path | None, typer.Option(help="Write the outputs to this .npz or .safetensors file.")
+    ] = None,
+    size: Annotated[list[str] | None, typer.Option(help="NAME=NUMBER: a size of the random inputs.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     imports: Imports = None,
-    rounds: Annotated[int, typer.Option(help="calls to time; 0 for none", min=0)] = 10,
+    rounds: Annotated[int, typer.Option(help="Number of calls to time; 0 for none.", min=0)] = 10,
     json: AsJson = False,
 ) -> None:
-    """Run a saved module once, print its outputs, and time it."""
+    """Run a compiled file once, print a summary of its outputs, and time it."""
     from intarsia.serve.interface import load_interface
     from intarsia.serve.run import drawn, read, summary, write
     from intarsia.timing import race
 
+    check_writable(outputs)
     if outputs is not None and outputs.suffix not in (".npz", ".safetensors"):
         raise InputError(f"{outputs} is neither .npz nor .safetensors")
     if inputs is not None and size:
@@ -50,7 +63,7 @@ def run(
     typer.echo("\n".join(lines))
     if timing is not None:
         typer.echo(
-            f"median {timing.median * 1e3:.3f} ms, best {timing.best * 1e3:.3f} ms of {timing.rounds} rounds"
+            f"median {timing.median * 1e3:.3f} ms, best {timing.best * 1e3:.3f} ms of {timing.rounds} calls"
         )
     elif rounds:
         typer.echo("not timed: a call changes the module's buffers or its inputs")
@@ -68,27 +81,38 @@ def _sizes(options: list[str]) -> dict[str, int]:
 
 def serve(
     file: Archive,
-    host: Annotated[str, typer.Option(help="0.0.0.0 for every interface")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any that is free", min=0, max=65535)] = 8000,
-    max_batch: Annotated[int, typer.Option(help="rows that may share a call; 1 for no batching")] = 32,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all interfaces.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 for any free port.", min=0, max=65535)] = 8000,
+    max_batch: Annotated[int, typer.Option(help="Rows that may share a call; 1 turns batching off.")] = 32,
     wait_ms: Annotated[
-        float, typer.Option(help="a request waits so long for others to share its call")
+        float, typer.Option(help="Milliseconds that a request waits for others to share its call.")
     ] = 2.0,
-    queue: Annotated[int, typer.Option(help="requests taken and not answered; beyond, 503")] = 256,
-    max_body: Annotated[int, typer.Option(help="bytes of a request; beyond, 413")] = 64 * 2**20,
-    max_held: Annotated[int, typer.Option(help="bytes of all requests not answered; beyond, 503")] = 512
+    queue: Annotated[int, typer.Option(help="Requests in progress; further ones get status 503.")] = 256,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request; larger ones get status 413.")] = 64
     * 2**20,
-    read_s: Annotated[float, typer.Option(help="how long a client may take to send a request")] = 30.0,
-    answer_s: Annotated[float, typer.Option(help="a request without an answer then gets 504")] = 60.0,
-    linger_s: Annotated[float, typer.Option(help="how long a stopping server refuses in words")] = 1.0,
-    stop_s: Annotated[float, typer.Option(help="how long it waits for what it has taken")] = 30.0,
-    workers: Annotated[int, typer.Option(help="processes")] = 1,
-    connections: Annotated[int, typer.Option(help="open at once; beyond, 503")] = 1000,
+    max_held: Annotated[
+        int, typer.Option(help="Bytes of all requests in progress; further ones get status 503.")
+    ] = 512 * 2**20,
+    read_s: Annotated[float, typer.Option(help="Seconds that a client may take to send a request.")] = 30.0,
+    answer_s: Annotated[
+        float, typer.Option(help="Seconds until a request without an answer gets status 504.")
+    ] = 60.0,
+    linger_s: Annotated[
+        float, typer.Option(help="Seconds that a stopping server answers with status 503.")
+    ] = 1.0,
+    stop_s: Annotated[
+        float, typer.Option(help="Seconds that a stopping server waits for requests in progress.")
+    ] = 30.0,
+    workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
+    connections: Annotated[int, typer.Option(help="Open connections; further ones get status 503.")] = 1000,
     imports: Imports = None,
 ) -> None:
-    """Serve a saved module: POST /predict, GET /, /health and /metrics."""
+    """Serve a compiled file over HTTP: POST /predict, GET /, /health and /metrics."""
+    options = {name: value for name, value in locals().items() if name not in ("file", "imports")}
     try:
-        from intarsia.serve.options import Options
+        from intarsia.serve.app import Options
         from intarsia.serve.server import serve as serve_file
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("intarsia"):
@@ -97,35 +121,25 @@ def serve(
 
     serve_file(
         str(file),
-        Options(
-            host=host,
-            port=port,
-            max_batch=max_batch,
-            wait_ms=wait_ms,
-            queue=queue,
-            max_body=max_body,
-            max_held=max_held,
-            read_s=read_s,
-            answer_s=answer_s,
-            linger_s=linger_s,
-            stop_s=stop_s,
-            workers=workers,
-            connections=connections,
-            imports=tuple(imports or ()),
-        ),
+        Options(**options, imports=tuple(imports or ())),
     )
 
 
 def tune(
-    script: Annotated[str, typer.Argument(help="a Python script")],
-    args: Annotated[list[str] | None, typer.Argument(help="the script's own arguments")] = None,
-    after: Annotated[int, typer.Option(help="calls of a module that are recorded before it is compiled")] = 3,
+    script: Annotated[str, typer.Argument(help="Python script.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    after: Annotated[
+        int, typer.Option(help="Number of calls of a module to record before it is compiled.")
+    ] = 3,
     engines: Engines = None,
     choices: Choices = None,
-    always: Annotated[bool, typer.Option(help="keep programs that are not faster, too")] = False,
-    json: Annotated[bool, typer.Option("--json", help="write what was done to stderr as JSON")] = False,
+    always: Annotated[bool, typer.Option(help="Keep compiled modules that are not faster.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write the result to stderr as JSON.")] = False,
 ) -> None:
-    """Run a script with its modules compiled: recorded, verified on the recorded calls, put in place."""
+    """Run a script and compile its modules while it runs.
+
+    The first calls of a module are recorded. The compiled module is compared on them and then replaces it.
+    """
     from rich.console import Console
 
     from intarsia.tuning.script import ScriptTuner, run_script

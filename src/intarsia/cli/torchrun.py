@@ -18,7 +18,7 @@ def run() -> None:
         said = [text for _, failure in sorted(error.failures.items()) if (text := _sentence(failure))]
         rank, first = error.get_first_failure()
         print(said[0] if said else f"rank {rank} ended with exit status {first.exitcode}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(2 if said else 3) from None
 
 
 def _sentence(failure: ProcessFailure) -> str:

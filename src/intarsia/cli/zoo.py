@@ -25,12 +25,19 @@ class Specimen:
     model: Any
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    dynamic_shapes: Any = None
 
     @property
     def module(self) -> nn.Module:
         """The model as something to call."""
         model: nn.Module = self.model.module() if isinstance(self.model, ExportedProgram) else self.model
         return model
+
+    def compile(self, **options: Any) -> Any:
+        """The model, compiled for the call."""
+        from intarsia.compiler import compile
+
+        return compile(self.model, self.args, self.kwargs, dynamic_shapes=self.dynamic_shapes, **options)
 
 
 def names() -> list[str]:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 if TYPE_CHECKING:
     from torch import nn
 
-    from intarsia.choose.measured import Measured
-    from intarsia.choose.precision import Precision
+    from intarsia.choose.measured import Measured, Precision
     from intarsia.engines import Engine
     from intarsia.partition import PartitionOptions, Strategy
     from intarsia.partition.options import PartitionChoices
@@ -63,7 +62,7 @@ def compile(
         rewrite: rewriting patterns. None applies those that were measured to pay on this machine, True all,
             False none. A list holds names, patterns and managers.
         verify: compare the graph, every piece and the whole with the model, at the example and at the ends of
-            sizes that vary. Nodes that answer otherwise stay in PyTorch.
+            sizes that vary. Nodes that answer differently stay in PyTorch.
         cuda_graphs: False launches kernel by kernel on a GPU. `"static"` returns the memory of the graph,
             which the next call overwrites. By default, the module is one CUDA graph, and results are
             copied out.

@@ -9,7 +9,6 @@ does not tell what they do.
 from __future__ import annotations
 
 import inspect
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,25 +17,26 @@ from typing import Any
 
 from torch import nn
 
-from intarsia.archive.load import load_pieces
-from intarsia.archive.save import save_sealed
+from intarsia.archive.reader import open_bundle
+from intarsia.archive.writer import MODEL, BundleWriter
 from intarsia.build.faithful import Example
-from intarsia.cache.directory import cache_directory
-from intarsia.cache.shelf import Shelf
+from intarsia.cache.machine import digest
+from intarsia.cache.store import Shelf, cache_directory
 from intarsia.choose.findings import Findings
 from intarsia.choose.plan import MeasuredPlan, measured_plan
-from intarsia.compiler.fingerprint import Unknowable, digest_of, of_lowered, of_process, of_values
+from intarsia.compiler.fingerprint import Unknowable, of_lowered, of_process, of_values
 from intarsia.convert import registry
 from intarsia.engines import Engine
-from intarsia.errors import IntarsiaError
+from intarsia.errors import ArchiveError, IntarsiaError
 from intarsia.lower import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.rewrite import RewritePatternManager
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.inlay import Assembly
 
+_FORMAT, _VERSION = "intarsia-build", 1
 LEAST_S = 1.0  # a compile that took less is not stored: reading it back would take about as long
-REUSED = "no engine was built: an earlier compile of the same model was kept on disk"
+REUSED = "no engine was built: the build cache has an earlier compile of this model"
 
 
 def cache_entry(
@@ -62,7 +62,7 @@ def cache_entry(
         ]
     except (Unknowable, RuntimeError):  # the latter of a tensor without plain memory
         return CacheEntry(None)
-    return CacheEntry(digest_of(lines))
+    return CacheEntry(digest(*lines))
 
 
 @dataclass(frozen=True)
@@ -76,24 +76,25 @@ class CacheEntry:
         if self.key is None or model is None:
             return None
         shelf = Shelf(_folder())
-        path, facts_path = shelf.find(self.key), shelf.find(f"{self.key}.json")
-        if path is None or facts_path is None:
+        path = shelf.find(self.key)
+        if path is None:
             return None
         try:
-            facts = json.loads(facts_path.read_bytes())
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), open_bundle(path, _FORMAT, _VERSION) as bundle:
                 warnings.simplefilter("error")  # what would be warned of is built again
-                pieces = load_pieces(path, lowered, plain_state(model.state_dict()), facts["seal"])
+                pieces = bundle.pieces(MODEL, lowered, plain_state(model.state_dict()))
+                findings = bundle.manifest["findings"]
+                if bundle.manifest["key"] != self.key:
+                    raise ArchiveError("it is another compile's")
         except Exception:  # damaged, or thrown out by another process meanwhile: it is built again
-            shelf.throw_out(f"{self.key}.json")
             shelf.throw_out(self.key)
             return None
         assembly = Assembly(pieces.plan, pieces.pieces, pieces.programs, pieces.body_plans)
         source = Source(model, inspect.signature(model.forward))
         compiled = Compiled(lowered, assembly, source, [*pieces.notes, REUSED])
-        if facts.get("findings") is not None:
-            findings = replace(Findings.from_dict(facts["findings"]), remembered=True)
-            compiled.plan = measured_plan(pieces.plan, findings)
+        if findings is not None:
+            remembered = replace(Findings.from_dict(findings), remembered=True)
+            compiled.plan = measured_plan(pieces.plan, remembered)
         return compiled
 
     def store(self, compiled: Compiled, compile_s: float) -> None:
@@ -101,24 +102,18 @@ class CacheEntry:
         shelf = Shelf(_folder())
         if self.key is None or compile_s < LEAST_S or not shelf.has_room(_bytes(compiled)):
             return
-        seals: list[str] = []
+        plan, bundle = compiled.plan, BundleWriter()
+        findings = plan.findings.as_dict() if isinstance(plan, MeasuredPlan) else None
+        about = {"key": self.key, "findings": findings}
         try:
-            shelf.put(self.key, lambda path: seals.append(save_sealed(compiled, path)))
+            bundle.add(MODEL, compiled)
+            shelf.put(self.key, lambda path: bundle.write(path, _FORMAT, _VERSION, about))
         except IntarsiaError:
             return
-        if seals:
-            plan = compiled.plan
-            findings = plan.findings.as_dict() if isinstance(plan, MeasuredPlan) else None
-            facts = json.dumps({"findings": findings, "seal": seals[0]})
-            shelf.put(f"{self.key}.json", lambda path: _write(path, facts))
 
 
 def _folder() -> Path:
     return cache_directory() / "built"
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _bytes(compiled: Compiled) -> int:

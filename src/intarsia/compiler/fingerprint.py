@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,20 +13,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from intarsia.cache.machine import machine_key, package_version, processor_features
+from intarsia.cache.machine import digest, machine_key, package_version, processor_features
 from intarsia.capture.annotate import wanted_engine
 from intarsia.graph.source import module_path, source_line
 from intarsia.lower import Lowered
+from intarsia.runtime.weights import tensor_digest
 
 _PACKAGES = ("torch", "onnx", "onnx_ir", "numpy")  # engines tell their own
-
-
-def digest_of(lines: Iterable[str]) -> str:
-    """One name for some text, each line by itself."""
-    made = hashlib.sha256()
-    for line in lines:
-        made.update(f"{len(line)} {line}\n".encode())
-    return made.hexdigest()
 
 
 def of_lowered(lowered: Lowered) -> Iterator[str]:
@@ -49,13 +41,13 @@ def _graph(module: fx.GraphModule) -> Iterator[str]:
         yield repr((node.op, node.name, str(node.target), _argument(node.args), _argument(node.kwargs)))
         yield repr((value, where))
         if node.op == "get_attr":
-            found: Any = functools.reduce(getattr, str(node.target).split("."), module)
-            if isinstance(found, torch.Tensor):
-                held.append((str(node.target), found))
-            elif isinstance(found, fx.GraphModule):
-                yield from _graph(found)
+            attribute: Any = functools.reduce(getattr, str(node.target).split("."), module)
+            if isinstance(attribute, torch.Tensor):
+                held.append((str(node.target), attribute))
+            elif isinstance(attribute, fx.GraphModule):
+                yield from _graph(attribute)
             else:
-                raise Unknowable(f"{node.target} is a {type(found).__name__}")
+                raise Unknowable(f"{node.target} is a {type(attribute).__name__}")
     yield from _tensors(held)
 
 
@@ -105,10 +97,7 @@ def _tensor(tensor: torch.Tensor) -> str:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
         raise Unknowable(f"a tensor of layout {tensor.layout} on {tensor.device}")
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = real.contiguous().reshape(-1)
-    data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {hashlib.sha256(data).hexdigest()}"
+    return f"{tensor.stride()} {tensor_digest(tensor)}"
 
 
 def of_process() -> Iterator[str]:
@@ -132,5 +121,5 @@ def of_process() -> Iterator[str]:
 def _sources() -> str:
     """What this package's own files are: a version may be edited where it stands."""
     root = Path(__file__).parents[1]
-    told = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*.py")]
-    return digest_of([repr(sorted(told))])
+    files = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in root.rglob("*.py")]
+    return digest(repr(sorted(files)))

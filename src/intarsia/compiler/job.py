@@ -30,7 +30,6 @@ from torch.export import ExportedProgram
 
 from intarsia import archive as archive  # compiled modules are pickled through it
 from intarsia.build.builder import Builder
-from intarsia.build.cases import Cases
 from intarsia.build.details import plan_details
 from intarsia.build.faithful import (
     Example,
@@ -45,6 +44,7 @@ from intarsia.build.faithful import (
 )
 from intarsia.build.judge import Answer, Judge
 from intarsia.build.rewriter import rewriter
+from intarsia.build.trial import Cases, elements_of
 from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind, device_of
@@ -56,10 +56,8 @@ from intarsia.capture.random_state import kept_random_state
 from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
-from intarsia.choose.measured import Measured
+from intarsia.choose.measured import Measured, is_measuring, refuse_short_engines, too_small_to_measure
 from intarsia.choose.plan import EAGER
-from intarsia.choose.precision import refuse_short_engines
-from intarsia.choose.when_to_measure import is_measuring, too_small_to_measure
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before
@@ -118,7 +116,7 @@ def compile_with(
     if training is not None:
         warn(training, DifferenceWarning)
     for difference in compiled.differences:
-        warn(f"compiled, the model can answer otherwise: {difference}", DifferenceWarning)
+        warn(f"compiled, the model can answer differently: {difference}", DifferenceWarning)
     return compiled
 
 
@@ -234,6 +232,11 @@ class CompileJob:
     options: CompileOptions
     placement: Placement
     part_graphs: list[fx.GraphModule] | None = None  # where the model is a part: the graphs of all parts
+
+    @property
+    def size(self) -> int:
+        """The modules of the model: the time of each stage grows with them."""
+        return sum(1 for _ in self._module.modules()) if self._module is not None else 1
 
     def run(self) -> Compiled:
         """The compiled module."""
@@ -365,12 +368,19 @@ class CompileJob:
         builder = self._builder(graph, support.engines, support.notes)
         return self._inlaid(graph, *builder.build(builder.plan(support.table)), builder)
 
-    @stage("choosing by measurement", shown=False)  # which shows what it measures
+    @stage("choosing by measurement")
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
-        """Build several plans, measure them on this machine, and take the best."""
+        """Build several plans, measure them on this machine, and take the best.
+
+        Plans are tried on calls as large as the one they are timed with. `verify` tries the best one on
+        larger calls, too.
+        """
         lowered, options = graph.lowered, self.options
+        sample = sample_of(graph.examples, self.request.call, largest=measured.objective == "throughput")
+        size = elements_of(sample.inputs)
+        tried = replace(graph, examples=[e for e in graph.examples if e.elements <= size])
         workshop = Workshop(
-            self._builder(graph, support.engines, support.notes),
+            self._builder(tried, support.engines, support.notes),
             support.table,
             partial(self._inlaid, graph),
             partial(self._eager, graph, EAGER, "chosen"),
@@ -378,7 +388,6 @@ class CompileJob:
             options.rewrite is None,
             self.request.began,
         )
-        sample = sample_of(graph.examples, self.request.call, largest=measured.objective == "throughput")
         settings = f"{options.rewrite} {options.accuracy.verify} {options.cuda_graphs}"
         model = self._module
         with nullcontext() if model is None else undisturbed(model):  # it is measured as it is, too
@@ -396,7 +405,9 @@ class CompileJob:
             return compiled
         engines = self._quick_engines()
         table = support.table.with_engines(tuple(engine.name for engine in engines))
-        for refusals, note in suspects(graph.lowered.module.graph, compiled.plan, fault):
+        anew = f"the plan that measured best is not used: compiled, the model {fault}"
+        repaired = [] if support.measured is None else [(dict[fx.Node, dict[str, str]](), anew)]
+        for refusals, note in (*repaired, *suspects(graph.lowered.module.graph, compiled.plan, fault)):
             narrowed = Support(engines, table.with_refusals(refusals), notes=(*support.notes, note))
             candidate = self.build(graph, narrowed)
             if self.mismatch(captured.judge, graph, candidate) is None:

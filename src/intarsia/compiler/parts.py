@@ -65,7 +65,7 @@ def compile_parts(
         if _fault(assembled(model, {p: c}, (), reason), call, seen.answer) is None
     }
     notes += [
-        f"{path} runs as it is: compiled, the model answers otherwise: {fault}"
+        f"{path} runs as it is: compiled, the model answers differently: {fault}"
         for path in {*parts} - {*alone}
     ]
     made = assembled(model, alone, notes, reason)

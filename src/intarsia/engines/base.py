@@ -32,6 +32,11 @@ class GuardedProgram:
     otherwise: Program | None = None
     _told = False
 
+    def unguarded(self) -> Program:
+        """The program to be timed, and then thrown away: a call that a guard refuses has no answer."""
+        self.otherwise, self._told = _no_answer, True
+        return self  # type: ignore[return-value]  # subclasses are called
+
     def _left(self, inputs: tuple[torch.Tensor, ...], reason: str) -> tuple[torch.Tensor, ...]:
         if self.otherwise is None:
             raise GuardError(reason)
@@ -39,6 +44,10 @@ class GuardedProgram:
             self._told = True
             warnings.warn(f"PyTorch runs this call in place of an engine: {reason}", stacklevel=3)
         return self.otherwise(*inputs)
+
+
+def _no_answer(*_: Any) -> tuple[torch.Tensor, ...]:
+    return ()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from intarsia.pipeline.gpipe.keyed_random import keyed_random
 from intarsia.pipeline.gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.plan.cluster import Cluster
-from intarsia.pipeline.plan.draw import ascii_gantt, html_gantt, svg_gantt
+from intarsia.pipeline.plan.draw import ascii_gantt, save_gantt
 from intarsia.pipeline.plan.simulate import Simulation, simulate
 from intarsia.pipeline.planner import ClusterPlan, PipelinePlan, measure, plan_pipeline
 from intarsia.pipeline.schedules import SCHEDULES, Action, Schedule, Slot, define_schedule, schedule
@@ -35,7 +35,6 @@ __all__ = [
     "balance_cost",
     "balance_stages",
     "define_schedule",
-    "html_gantt",
     "is_checkpointing",
     "is_recomputing",
     "keyed_random",
@@ -43,11 +42,11 @@ __all__ = [
     "mixed_samples",
     "plan_pipeline",
     "pop",
+    "save_gantt",
     "schedule",
     "simulate",
     "skippable",
     "split",
     "stash",
-    "svg_gantt",
     "verify_skippables",
 ]

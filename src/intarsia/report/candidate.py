@@ -52,6 +52,8 @@ def candidate_of(given: Any, model: nn.Module) -> Candidate:
         return _from_file(Path(given), model)
     if not callable(given):
         raise InputError(f"candidate is a {type(given).__name__}; give a callable or the path of a file")
+    if isinstance(given, Compiled):
+        return Candidate("the compiled model", given)
     return Candidate(getattr(given, "__name__", type(given).__name__), given)
 
 

@@ -21,6 +21,7 @@ from intarsia.capture.random_state import keeps_random_state
 from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
 from intarsia.errors import InputError, IntarsiaError
+from intarsia.logs import counted
 from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import Lowered, example_inputs
 from intarsia.lower.range_ends import corners
@@ -108,11 +109,11 @@ def check(
     if tolerance is not None and not tolerance > 0:
         raise InputError(f"tolerance={tolerance!r} must be more than 0")
     args, kwargs, dynamic_shapes = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+    judge = Judge(model)
     if candidate is None:
         from intarsia.compiler.api import compile
 
         candidate = compile(model, args, kwargs, dynamic_shapes=dynamic_shapes)  # type: ignore[arg-type]
-    judge = Judge(model)
     job = _Check(judge, (args, kwargs), candidate_of(candidate, judge.model), dynamic_shapes, tolerance)
     return job.run(model, draws, edges, reproduction)
 
@@ -149,7 +150,8 @@ class _Check:
             notes.append(f"rounding is estimated, since the model has no graph: {reason}")
         comparisons: list[Comparison] = []
         failed: Call | None = None
-        for name, call in self._calls(lowered, draws, edges, notes):
+        calls = list(self._calls(lowered, draws, edges, notes))
+        for name, call in counted(calls, len(calls), "comparing with the model"):
             comparison = self._compare(name, call, lowered, notes)
             if comparison is None:
                 continue
@@ -239,7 +241,7 @@ def _inputs_fault(answer: Answer, truth: Answer) -> str | None:
     """How the tensors of the call differ after it: a candidate may write to them only as the model does."""
     for number, (left, expected) in enumerate(zip(answer.inputs, truth.inputs, strict=True)):
         if isinstance(expected, torch.Tensor) and (fault := disagreement([left], [expected])) is not None:
-            return f"it leaves tensor {number} of the call otherwise: {fault}"
+            return f"it changes tensor {number} of the call differently: {fault}"
     return None
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from intarsia.build.cases import case_of
+from intarsia.build.trial import case_of
 from intarsia.capture.example import copied_call
 from intarsia.compare import disagreement, relative_error
 from intarsia.errors import InputError
 from intarsia.graph.nodes import module_path
+from intarsia.logs import counted
 from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
 
@@ -79,8 +80,8 @@ def diff(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
     truth = dict(zip(placeholders, inputs, strict=True))
     ours = dict(truth)
     segments = []
-    pairs = zip(compiled.inlay.pieces, compiled.inlay.steps, strict=True)
-    for number, (piece, step) in enumerate(pairs):
+    pairs = list(zip(compiled.inlay.pieces, compiled.inlay.steps, strict=True))
+    for number, (piece, step) in enumerate(counted(pairs, len(pairs), "comparing the segments")):
         case = case_of(piece, truth)
         with torch.no_grad():
             alone = list(step.program(*case.inputs))

@@ -13,17 +13,17 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intarsia.build.builder import part_of, values_of
-from intarsia.build.cases import case_of
 from intarsia.build.judge import Judge
 from intarsia.build.repair import bisect_failure
 from intarsia.build.rewriter import rewriter
-from intarsia.build.trial import Case, Failure, try_piece
+from intarsia.build.trial import Case, Failure, case_of, try_piece
 from intarsia.capture.call import Call
 from intarsia.capture.example import copied_call
 from intarsia.compare import disagreement
 from intarsia.errors import IntarsiaError
 from intarsia.graph.nodes import compute_nodes, module_path, op_name, source_line
 from intarsia.graph.piece import Piece
+from intarsia.graph.segment import PYTORCH
 from intarsia.lower.lowered import Lowered, example_inputs
 from intarsia.report.candidate import Candidate
 from intarsia.runtime.compiled import Compiled
@@ -40,7 +40,7 @@ class FirstDifference:
     source: str
     fault: str
     last_equal: str = ""  # the last value that both have, where only values can be compared
-    reproduction: str | None = None  # a program of torch.export, with its inputs
+    reproduction: str | None = None  # a program of torch.export with its inputs
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.module, self.source)))
@@ -75,15 +75,27 @@ def first_difference(
     elif candidate.recompile is not None:
         found = _in_graph(lowered.module, "torch.compile", values, _recompiled(candidate.recompile))
     elif candidate.inside is not None:
-        return _by_values(lowered.module, values, candidate.inside(*call[0], **call[1]))
+        return _by_values(lowered.module, values, candidate.inside(*call[0], **call[1]), reproduction)
     else:
         by_modules = _by_modules(judge, call, candidate)
         return by_modules or "a plain function shows its results alone"
     if found is None:
         return "no node differs by itself; small errors add up (`intarsia diff` shows how)"
     node, fault, part = found
+    return _difference(node, fault, part, values, reproduction)
+
+
+def _difference(
+    node: fx.Node,
+    fault: str,
+    part: Piece,
+    values: dict[fx.Node, Any],
+    reproduction: str | os.PathLike[str] | None,
+    last_equal: str = "",
+) -> FirstDifference:
     path = None if reproduction is None else _written(part, [values[n] for n in part.inputs], reproduction)
-    return FirstDifference(node.name, op_name(node), module_path(node), source_line(node), fault, "", path)
+    where = module_path(node), source_line(node)
+    return FirstDifference(node.name, op_name(node), *where, fault, last_equal, path)
 
 
 Found = tuple[fx.Node, str, Piece]
@@ -159,7 +171,10 @@ def _recompiled(recompile: Callable[[nn.Module], Callable[..., Any]]) -> Build:
 
 
 def _by_values(
-    module: fx.GraphModule, values: dict[fx.Node, Any], inside: dict[str, torch.Tensor]
+    module: fx.GraphModule,
+    values: dict[fx.Node, Any],
+    inside: dict[str, torch.Tensor],
+    reproduction: str | os.PathLike[str] | None,
 ) -> FirstDifference | str:
     """The first node behind which nothing is found again among the values of a file.
 
@@ -185,8 +200,8 @@ def _by_values(
         return "every value of the model's graph is found in the file"
     node = nodes[last + 1]
     equal = f"{nodes[last].name} [{source_line(nodes[last])}], named {twin} in the file" if twin else ""
-    where = module_path(node), source_line(node)
-    return FirstDifference(node.name, op_name(node), *where, "no value of the file equals it", equal)
+    part = part_of(module, PYTORCH, [node])
+    return _difference(node, "no value of the file equals it", part, values, reproduction, equal)
 
 
 def _is_telling(value: Any) -> bool:

@@ -107,7 +107,7 @@ def _apply_paying(
 def _reason_to_skip(fusion: Fusion, engine: NetworkBuilder, measure: bool, benefits: Benefits) -> str | None:
     """Why a pattern is not applied to networks for an engine; None where it pays."""
     if fusion.finite_only:
-        return "it answers otherwise for NaN and infinities; name it to have it"
+        return "it answers differently for NaN and infinities; name it to have it"
     try:
         ratio = benefits.measured(engine, fusion) if measure else benefits.get(engine, fusion.name)
     except Exception as error:  # an engine of another package may raise anything

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from intarsia.cache.directory import cache_directory
 from intarsia.cache.machine import machine_key
-from intarsia.cache.store import JsonStore
+from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.network import Network
 from intarsia.rewrite.check import Build, random_inputs
 from intarsia.rewrite.fusions import Fusion, NetworkBuilder

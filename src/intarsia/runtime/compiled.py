@@ -137,7 +137,7 @@ class Compiled(nn.Module):
         self.inlay = self._fit.inlay
         self._kind = "cuda" if uses_gpu(lowered.module.graph) else "cpu"
         self._refit: Refit | None = None
-        self.differences: tuple[str, ...] = ()  # when it can answer otherwise than the model
+        self.differences: tuple[str, ...] = ()  # when it can answer differently from the model
         self.captured: Callable[[], fx.GraphModule] | None = None  # the program of a loaded file
 
     # What it is made of.

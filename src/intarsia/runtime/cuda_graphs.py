@@ -334,7 +334,7 @@ def captured(
 
 
 def _check(graph: torch.cuda.CUDAGraph, results: list[Any], expected: list[Any]) -> None:
-    """A graph that answers otherwise than the run it recorded is not used."""
+    """A graph that answers differently from the run it recorded is not used."""
     graph.replay()
     pairs = [pair for pair in zip(results, expected, strict=True) if _is_tensor(pair[0])]
     wrong = disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs])

@@ -7,7 +7,7 @@ call is at fault.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,26 @@ from torch import fx
 
 from intarsia.engines import Engine, GuardedProgram, NetworkEngine, Program
 from intarsia.errors import EngineError
-from intarsia.runtime.empty import UnlessEmpty
 from intarsia.runtime.ownership import Ownership, constants_of
 
-if TYPE_CHECKING:  # a module that is only loaded and run does without networks
+if TYPE_CHECKING:
     from intarsia.network import Network
+
+
+def has_empty(inputs: Iterable[Any]) -> bool:
+    """Whether a tensor among these has no elements."""
+    return any(isinstance(value, torch.Tensor) and not value.numel() for value in inputs)
+
+
+class UnlessEmpty:
+    """A program for calls whose tensors all have elements, and PyTorch for the others."""
+
+    def __init__(self, program: Program, otherwise: Program) -> None:
+        self.program, self.otherwise = program, otherwise
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        return self.otherwise(*inputs) if has_empty(inputs) else self.program(*inputs)
+
 
 Made = tuple[torch.dtype, torch.Size | None]  # dtype of a result, and its shape where that is fixed
 
@@ -78,12 +93,12 @@ class WithFallback:
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.failure is not None:
             return self.otherwise(*inputs)
-        made: tuple[Any, ...] = ()
+        results: tuple[Any, ...] = ()
         try:
-            made = self.program(*inputs)
-            reason = self._unlike(made)
+            results = self.program(*inputs)
+            reason = self._unlike(results)
             if reason is None:
-                return made
+                return results
         except Exception as error:
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if self.strict:
@@ -92,7 +107,7 @@ class WithFallback:
         # Where PyTorch fails too, the call is at fault, and its error is told.
         answer = self.otherwise(*inputs)
         # Export takes `x[:1]` to have a row, also of sizes that may be 0: then the graph is at fault.
-        if self.failure is None and makes_of(made) != makes_of(answer):
+        if self.failure is None and makes_of(results) != makes_of(answer):
             self.failure = reason
             warnings.warn(
                 f"{self.engine} failed at a call ({reason}); PyTorch runs this segment from now on",
@@ -100,10 +115,10 @@ class WithFallback:
             )
         return answer
 
-    def _unlike(self, made: Sequence[Any]) -> str | None:
-        if len(made) != len(self.makes):
-            return f"it gives {len(made)} results where PyTorch gives {len(self.makes)}"
-        for number, (result, expected) in enumerate(zip(made, self.makes)):  # noqa: B905
+    def _unlike(self, results: Sequence[Any]) -> str | None:
+        if len(results) != len(self.makes):
+            return f"it gives {len(results)} results where PyTorch gives {len(self.makes)}"
+        for number, (result, expected) in enumerate(zip(results, self.makes)):  # noqa: B905
             if expected is None:
                 continue
             if not isinstance(result, torch.Tensor):

@@ -79,8 +79,8 @@ class Inlay(nn.Module):
         traced_call = is_traced()
         for label, step in zip(self._labels, self.steps):  # noqa: B905
             given = [values[slot] for slot in step.reads]
-            made = traced(label, "", step.program, *given) if traced_call else step.program(*given)
-            for slot, value in zip(step.writes, made, strict=True):
+            results = traced(label, "", step.program, *given) if traced_call else step.program(*given)
+            for slot, value in zip(step.writes, results, strict=True):
                 values[slot] = value
             for slot in step.frees:
                 values[slot] = None

@@ -93,7 +93,7 @@ class PartlyCompiled(nn.Module):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """When a part can answer otherwise than the module that it was compiled from."""
+        """When a part can answer differently from the module that it was compiled from."""
         return tuple(f"{path}: {text}" for path, part in self.parts.items() for text in part.differences)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -59,23 +59,23 @@ class PlacedForward(Replacement):
             return self.own(*args, **kwargs)
         if _carries_gradients(args, kwargs):
             return self.own(*args, **kwargs)
-        told, programs = "", self.programs
+        reason, programs = "", self.programs
         for program in programs:
             try:
                 self.check_fresh()
-                made = program(*args, **kwargs)
+                answer = program(*args, **kwargs)
             except InputError as error:
-                told = str(error)
+                reason = str(error)
                 continue
             except StaleWeightsError as error:
-                self.enabled, told = False, str(error)
+                self.enabled, reason = False, str(error)
                 break
             if program is not programs[0]:  # the next call is likely to be of the same kind
                 self.programs = [program, *(other for other in programs if other is not program)]
-            return made
+            return answer
         if self.refused is None or not self.enabled:
-            self.refused = told
-            warnings.warn(f"{self.path} runs in PyTorch for this call: {told}", stacklevel=2)
+            self.refused = reason
+            warnings.warn(f"{self.path} runs in PyTorch for this call: {reason}", stacklevel=2)
         return self.own(*args, **kwargs)
 
     def enable(self, on: bool = True) -> None:

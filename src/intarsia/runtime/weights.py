@@ -98,7 +98,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and elements, or of those of the tensors that it consists of."""
     whole = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for part in plain_tensors(tensor):
-        flat = part.detach().cpu().contiguous().flatten()
+        flat = part.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
         if part is not tensor:
             whole.update(f"{part.dtype} {tuple(part.shape)}".encode())
         whole.update(flat.view(torch.uint8).numpy().data)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import fields
 
 from intarsia.errors import IntarsiaError
-from intarsia.serve.options import Options
+from intarsia.serve.app import Options
 from intarsia.serve.server import serve
 
 

@@ -63,17 +63,18 @@ class Interface:
         outputs = tuple(_names(lowered.out_spec)) if not lowered.out_spec.is_leaf() else ("output",)
         return Interface(compiled, inputs, outputs, any(r is not Role.USER for r in roles), tuple(order))
 
-    def prepared(self, given: Mapping[str, torch.Tensor]) -> list[Any]:
+    def prepared(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
         """The flat call that these inputs make, checked; InputError, in a sentence, where they do not fit."""
         known = ", ".join(self.inputs)
-        for name in given:
+        for name in tensors:
             if name not in self.inputs:
                 raise InputError(f"there is no input {name!r}; the inputs are {known}")
-        missing = [name for name in self.inputs if name not in given]
+        missing = [name for name in self.inputs if name not in tensors]
         if missing:
             raise InputError(f"input {missing[0]} is missing; the inputs are {known}")
         flat = [
-            item.value if isinstance(item, ConstantCheck) else self._laid(item, given) for item in self._order
+            item.value if isinstance(item, ConstantCheck) else self._laid(item, tensors)
+            for item in self._order
         ]
         self.compiled.check(flat)
         return flat
@@ -88,13 +89,13 @@ class Interface:
             for name, value in zip(self.outputs, leaves, strict=True)
         }
 
-    def call(self, given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def call(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Check inputs given by name, and call the module with them."""
-        return self.run(self.prepared(given))
+        return self.run(self.prepared(tensors))
 
-    def _laid(self, name: str, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _laid(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """An input on its device, with the strides that a model asks for which reads them."""
-        check, value = self.inputs[name], given[name].to(self.inputs[name].device)
+        check, value = self.inputs[name], tensors[name].to(self.inputs[name].device)
         if check.strides is None or value.dim() != len(check.strides):
             return value
         return torch.empty_strided(value.shape, check.strides, dtype=value.dtype, device=value.device).copy_(
@@ -145,10 +146,10 @@ class Interface:
 _LARGEST = 2**31 - 1
 
 
-def _bounds(found: Any) -> tuple[int, int]:
-    if found is None:
+def _bounds(limits: Any) -> tuple[int, int]:
+    if limits is None:
         return 0, _LARGEST
-    return int(max(found.lower, 0)), int(min(found.upper, _LARGEST))
+    return int(max(limits.lower, 0)), int(min(limits.upper, _LARGEST))
 
 
 def _size(size: Any, ranges: Mapping[Any, Any]) -> Any:

@@ -21,10 +21,10 @@ def read(path: Path, interface: Interface) -> Tensors:
     if path.suffix != ".npz":
         raise InputError(f"{path} is neither .npz nor .safetensors")
     try:
-        with np.load(path, allow_pickle=False) as found:
-            if not isinstance(found, np.lib.npyio.NpzFile):
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
                 raise InputError(f"{path} is not a .npz file")
-            arrays = {name: found[name] for name in found.files}
+            arrays = {name: file[name] for name in file.files}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     except (ValueError, TypeError, EOFError, KeyError) as error:
         raise InputError(f"{path} is not a .npz file of tensors: {error}") from error

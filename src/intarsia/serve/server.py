@@ -23,11 +23,10 @@ import torch
 import uvicorn
 
 from intarsia.errors import InputError, IntarsiaError
-from intarsia.serve.app import Service, app_of
+from intarsia.serve.app import Options, Service, app_of
 from intarsia.serve.batching import decide
 from intarsia.serve.interface import Interface, load_interface
-from intarsia.serve.metrics import SHARED
-from intarsia.serve.options import Options
+from intarsia.serve.queue import SHARED
 
 
 def service_of(path: str, options: Options) -> Service:

@@ -1,4 +1,4 @@
-"""A tuned program as one file: the archives of its modules' programs, and where they belong."""
+"""A tuned program as one file: its modules' programs, where they belong, and calls to verify them on."""
 
 from __future__ import annotations
 
@@ -8,59 +8,85 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from intarsia.archive.bundle import (
-    check_member,
-    check_weights,
-    open_bundle,
-    weight_digests,
-    write_bundle,
-)
-from intarsia.archive.container import Reader
-from intarsia.archive.load import complaining, load_bytes
-from intarsia.archive.values import Json
-from intarsia.build.judge import Call
+from intarsia.archive.codec import Json
+from intarsia.archive.files import check_shareable, check_weights, weight_digests
+from intarsia.archive.reader import Bundle, complaining, open_bundle
+from intarsia.archive.writer import BundleWriter
+from intarsia.build.faithful import Example, judged_example, whole_fault
+from intarsia.build.judge import Call, Judge
+from intarsia.compare import relative_error
+from intarsia.engines import short_engines
 from intarsia.errors import ArchiveError
+from intarsia.lower.lowered import example_inputs
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
-from intarsia.tuning.examples import fault_of, pack_example, unpack_example
 from intarsia.tuning.holders import held_modules
-from intarsia.tuning.tuned import Tuned
+from intarsia.tuning.tune import Tuned
 
 if TYPE_CHECKING:
     from intarsia.generation.forward import GeneratingForward
 
-_FORMAT, _VERSION = "intarsia-tuned", 3
+
+def example_to_json(
+    placed: PlacedForward, program: Compiled, call: Call, bundle: BundleWriter
+) -> dict[str, Json]:
+    """A call, and how far the program's answer to it is from the module's own."""
+    judge = Judge(placed.module)
+    ours, truth = (judge.answer(call, answering).leaves for answering in (program, placed.own))
+    args, kwargs = call
+    flat = program.flatten(tuple(args), dict(kwargs))
+    return {"leaves": bundle.leaves(flat), "error": relative_error(ours, truth)}
+
+
+def example_from_json(program: Compiled, example: Mapping[str, Any], bundle: Bundle) -> Call:
+    """The call that `example_to_json` wrote."""
+    call: Call = pytree.tree_unflatten(bundle.leaves(example["leaves"]), program.lowered.in_spec)
+    return call
+
+
+def fault_of(module: nn.Module, program: Compiled, call: Call, error: float) -> str | None:
+    """How a program answers unlike a module, in a clause; in shorter arithmetic it may be off as it was."""
+    judge, lowered = Judge(module), program.lowered
+    try:
+        example = judged_example(judge, lowered, Example(call, example_inputs(lowered, *call)))
+    except Exception as raised:
+        raise ArchiveError(
+            f"it fails on the call that it was tuned with: {type(raised).__name__}: {raised}"
+        ) from raised
+    is_short = any(name in short_engines() for name in program.plan.engines)
+    return whole_fault(judge, lowered, program, [example], 0.0, 2 * error if is_short else None)
+
+
+_FORMAT, _VERSION = "intarsia-tuned", 4
 
 
 def save(tuned: Tuned, path: str | os.PathLike[str]) -> None:
     """Write the programs of all tuned modules into one file; a file that fails is not left behind."""
     if not tuned.placed:
         raise ArchiveError("nothing is tuned, so there is nothing to save")
-    members: dict[str, Compiled] = {}
-    modules: dict[str, list[str]] = {}
-    examples: dict[str, Json] = {}
-    tensors: dict[str, bytes] = {}
+    bundle = BundleWriter()
+    modules: dict[str, list[Json]] = {}
     generating: dict[str, Json] = {}
-    for number, (where, placed) in enumerate(tuned.placed.items()):
+    for where, placed in tuned.placed.items():
         if _generates(placed):
-            from intarsia.generation.archive import packed
+            from intarsia.generation.archive import forward_to_json
 
-            generating[where], found = packed(placed, f"modules/{number}.")
-            members.update(found)
+            generating[where] = forward_to_json(placed, bundle)
             continue
-        for place, program in enumerate(placed.programs):
+        modules[where] = []
+        for number, program in enumerate(placed.programs):
             assert isinstance(program, Compiled)
-            check_member(where, program)
-            name = f"modules/{number}.{place}.intarsia"
-            members[name] = program
-            modules.setdefault(where, []).append(name)
-            if (call := placed.examples.get(id(program))) is not None:
-                held = f"{name}.safetensors"
-                examples[name], tensors[held] = pack_example(placed, program, call, held)
+            check_shareable(where, program)
+            call = placed.examples.get(id(program))
+            entry = {
+                "program": bundle.add(f"{where} {number}", program),
+                "example": None if call is None else example_to_json(placed, program, call, bundle),
+            }
+            modules[where].append(entry)
     weights: dict[str, Json] = {where: weight_digests(one.module) for where, one in tuned.placed.items()}
-    told: dict[str, Json] = {"modules": dict(modules), "generating": generating, "weights": weights}
-    write_bundle(path, _FORMAT, _VERSION, {**told, "examples": examples}, members, tensors)
+    bundle.write(path, _FORMAT, _VERSION, {"modules": modules, "generating": generating, "weights": weights})
 
 
 def load(path: str | os.PathLike[str], target: Any) -> Tuned:
@@ -71,48 +97,50 @@ def load(path: str | os.PathLike[str], target: Any) -> Tuned:
     """
     held = held_modules(target)
     placed: dict[str, PlacedForward] = {}
-    with complaining(f"{os.fspath(path)} cannot be loaded"):
-        reader = open_bundle(path, _FORMAT, _VERSION)
-        modules, generating = _modules(reader.manifest), reader.manifest["generating"]
+    complaint = f"{os.fspath(path)} cannot be loaded"
+    with complaining(complaint), open_bundle(path, _FORMAT, _VERSION) as bundle:
+        modules, generating = _modules(bundle.manifest), bundle.manifest["generating"]
         for where in (*modules, *generating):
             if where not in held:
                 raise ArchiveError(f"it tunes {where}, which this {type(target).__name__} has not")
-            check_weights(where, held[where], reader.manifest["weights"][where])
+            check_weights(where, held[where], bundle.manifest["weights"][where])
             if held[where].training:
                 raise ArchiveError(f"{where} is in training mode; call eval() on it first")
-        for where, told in generating.items():
-            from intarsia.generation.archive import unpacked
+        for where, description in generating.items():
+            from intarsia.generation.archive import forward_from_json
 
-            placed[where], _ = unpacked(where, held[where], told, reader.member)
-        for where, names in modules.items():
-            found = [_program(where, held[where], name, reader) for name in names]
-            programs, calls = [program for program, _ in found], [call for _, call in found]
+            placed[where], _ = forward_from_json(where, held[where], description, bundle)
+        for where, entries in modules.items():
+            pairs = [_program(where, held[where], entry, bundle) for entry in entries]
+            programs, calls = [program for program, _ in pairs], [call for _, call in pairs]
             placed[where] = PlacedForward(where, held[where], programs, calls)
     for one in placed.values():
         one.put()
     unseen = [where for where in modules if None in placed[where].examples.values()]
-    reason = "was not compared with its programs: the file is an older one, without calls to do so"
+    reason = "was not compared with its programs: the file has no calls to do so"
     return Tuned(placed, {}, notes=[f"{where} {reason}" for where in unseen])
 
 
-def _program(where: str, module: nn.Module, name: str, reader: Reader) -> tuple[Compiled, Call | None]:
-    """A program, and the call on which it answers as the module does; files of old have no call."""
-    program, told = load_bytes(reader.member(name)), (reader.manifest.get("examples") or {}).get(name)
-    if told is None:
+def _program(
+    where: str, module: nn.Module, entry: Mapping[str, Json], bundle: Bundle
+) -> tuple[Compiled, Call | None]:
+    """A program, and the call on which it answers as the module does, if the file has one."""
+    program, example = bundle.program(entry["program"]), entry["example"]
+    if example is None:
         return program, None
-    call = unpack_example(program, told, reader.member)
-    fault = fault_of(module, program, call, float(told["error"]))
+    call = example_from_json(program, example, bundle)
+    fault = fault_of(module, program, call, float(example["error"]))
     if fault is not None:
         raise ArchiveError(f"{where} is another module than when it was saved: the program {fault}")
     return program, call
 
 
-def _modules(manifest: Mapping[str, Any]) -> dict[str, list[str]]:
+def _modules(manifest: Mapping[str, Any]) -> dict[str, list[Json]]:
     modules = manifest.get("modules")
     if not isinstance(modules, dict):
         raise ArchiveError("its list of modules is damaged")
-    for where, names in modules.items():
-        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    for where, entries in modules.items():
+        if not isinstance(entries, list) or not entries:
             raise ArchiveError(f"its list of the programs of {where!r} is damaged")
     return modules
 

@@ -1,9 +1,11 @@
-"""A module compiled for its recorded calls, verified on them and timed; or why not."""
+"""A module compiled for its recorded calls, or for generation, verified on them and timed; or why not."""
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,10 +22,15 @@ from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.placed import PlacedForward
 from intarsia.timing import PAUSE_S, race
-from intarsia.tuning.generating import generates, generating_forward
 from intarsia.tuning.recorded import CallsOfKind, Recorded, RecordedCall, foreign
 
+if TYPE_CHECKING:
+    from intarsia.generation import Generation
+    from intarsia.generation.forward import GeneratingForward
+
+
 _MOST_KINDS = 4  # of calls, each of which costs a compile
+_TOKENS = 8  # that are timed after a prompt
 _LEAST_SHARE = 0.1  # of a module's time: a rarer kind of call is not worth a program
 
 
@@ -45,11 +52,11 @@ def compiled_for(
     for kind in calls.kinds[:_MOST_KINDS]:
         if kind.seconds < _LEAST_SHARE * calls.seconds:
             continue
-        made = _program(module, kind, options, only_if_faster)
-        if isinstance(made, str):
-            reasons.append(made)
+        outcome = _program(module, kind, options, only_if_faster)
+        if isinstance(outcome, str):
+            reasons.append(outcome)
         else:
-            programs.append(made)
+            programs.append(outcome)
             examples.append((kind.example.args, kind.example.kwargs))
     return PlacedForward(path, module, programs, examples) if programs else reasons[0]
 
@@ -87,7 +94,7 @@ def _program(
     for shapes in dict.fromkeys((kind.dynamic_shapes is not None, False)):
         try:
             with torch.inference_mode(False), torch.no_grad():
-                made = compile_whole(
+                compiled = compile_whole(
                     options,
                     module,
                     example.args,
@@ -101,42 +108,43 @@ def _program(
             continue
         device = device_kind(module, example.args, example.kwargs)
         engines, _ = resolve_engines(options.engines, device)
-        reason = _fault(module, made, kind, engines, only_if_faster) or ""
+        reason = _fault(module, compiled, kind, engines, only_if_faster) or ""
         if not reason:
-            return made
+            return compiled
     return reason
 
 
 def _fault(
-    module: nn.Module, made: Compiled, kind: CallsOfKind, engines: Sequence[Engine], only_if_faster: bool
+    module: nn.Module, compiled: Compiled, kind: CallsOfKind, engines: Sequence[Engine], only_if_faster: bool
 ) -> str | None:
     """Why the program must not, or need not, take the module's place."""
-    if set(made.plan.engines) <= {PYTORCH}:
+    if set(compiled.plan.engines) <= {PYTORCH}:
         return "all of it would run in PyTorch"
-    changed = next((note for note in made.notes if note.startswith("frozen by capture")), None)
+    changed = next((note for note in compiled.notes if note.startswith("frozen by capture")), None)
     if changed is not None:
         return changed
     judge, coarsest = Judge(module), max(engine.coarsest for engine in engines)
     for recorded in kind.calls:
         call = (recorded.args, recorded.kwargs)
         try:
-            judge.answer(call, made)
+            judge.answer(call, compiled)
         except InputError:
             continue  # the module's own forward answers such calls
-        example = judged_example(judge, made.lowered, Example(call, example_inputs(made.lowered, *call)))
-        wrong = whole_fault(judge, made.lowered, made, [example], coarsest)
+        lowered = compiled.lowered
+        example = judged_example(judge, lowered, Example(call, example_inputs(lowered, *call)))
+        wrong = whole_fault(judge, lowered, compiled, [example], coarsest)
         if wrong is not None:
             return f"compiled, it {wrong}"
-    return _slower(module, made, kind.example) if only_if_faster else None
+    return _slower(module, compiled, kind.example) if only_if_faster else None
 
 
-def _slower(module: nn.Module, made: Compiled, call: RecordedCall) -> str | None:
+def _slower(module: nn.Module, compiled: Compiled, call: RecordedCall) -> str | None:
     """That the program is not faster, in a clause."""
     with torch.no_grad():
         times = race(
             {
                 "own": lambda: module(*call.args, **call.kwargs),
-                "compiled": lambda: made(*call.args, **call.kwargs),
+                "compiled": lambda: compiled(*call.args, **call.kwargs),
             },
             rounds=15,
             budget_s=3,
@@ -144,3 +152,81 @@ def _slower(module: nn.Module, made: Compiled, call: RecordedCall) -> str | None
         )
     own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
     return None if ours < own else f"compiled, it takes {ours:.3g} ms; as it is, {own:.3g} ms"
+
+
+def generates(module: nn.Module, calls: Recorded) -> bool:
+    """Whether the module is a decoder of transformers, and was given prompts and a cache to fill."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel) and module.can_generate() and bool(_prompts(calls))
+
+
+def generating_forward(
+    path: str, module: nn.Module, calls: Recorded, options: CompileOptions, *, only_if_faster: bool
+) -> GeneratingForward | str:
+    """A `forward` for the model, for the rows seen and up to twice the tokens; or why it stays as it is."""
+    from intarsia.generation import compile_generation
+    from intarsia.generation.check import LEAST
+
+    prompts = _prompts(calls)
+    keywords = {name: v for name, v in options.keywords().items() if name not in ("examples", "fallback")}
+    most = getattr(module.config, "max_position_embeddings", None) or 2 * calls.tokens
+    try:
+        generation = compile_generation(
+            module,
+            max_length=max(LEAST, calls.tokens, min(2 * calls.tokens, most)),
+            batch=sorted({ids.shape[0] for ids in prompts}),
+            padding=True if any(_is_padded(call.kwargs) for call in calls) else None,
+            examples=[ids for ids in prompts if ids.shape[1] >= LEAST][:2],
+            **keywords,
+        )
+    except IntarsiaError as error:
+        return str(error).splitlines()[0]
+    reason = None if generation.forward.enabled else generation.notes[-1]
+    if reason is None and only_if_faster:
+        reason = _slower_generation(generation, prompts[0])
+    if reason is not None:
+        generation.restore()
+        return reason
+    generation.forward.path = path
+    return generation.forward
+
+
+def _prompts(calls: Recorded) -> list[torch.Tensor]:
+    """The token ids of calls that fill a cache with several tokens, the longest first."""
+    prompts = [
+        ids
+        for kind in calls.kinds
+        for call in kind.calls
+        if isinstance(ids := call.kwargs.get("input_ids"), torch.Tensor)
+        and call.kwargs.get("past_key_values") is not None
+    ]
+    return sorted((ids for ids in prompts if ids.shape[1] > 1), key=lambda ids: -ids.shape[1])
+
+
+def _is_padded(kwargs: Mapping[str, Any]) -> bool:
+    mask = kwargs.get("attention_mask")
+    return isinstance(mask, torch.Tensor) and not bool(mask.all())
+
+
+def _slower_generation(generation: Generation, prompt: torch.Tensor) -> str | None:
+    """That generating by programs is not faster, in a clause."""
+
+    def timed(on: bool) -> Any:
+        def run() -> Any:
+            generation.enable(on)
+            count = {"max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS}
+            return generation.generate(prompt, **count, do_sample=False)
+
+        return run
+
+    times = race(
+        {"own": timed(False), "compiled": timed(True)}, rounds=5, warmup=1, budget_s=5, pause_s=PAUSE_S
+    )
+    generation.enable()
+    own, ours = times["own"].median * 1e3, times["compiled"].median * 1e3
+    if ours < own:
+        return None
+    return f"{_TOKENS} tokens take {ours:.3g} ms compiled, and {own:.3g} ms as it is"

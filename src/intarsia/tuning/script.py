@@ -24,8 +24,7 @@ from intarsia.errors import InputError
 from intarsia.options import CompileOptions
 from intarsia.runtime.placed import PlacedForward
 from intarsia.tuning.candidate import compiled_for
-from intarsia.tuning.recorded import Recorded
-from intarsia.tuning.recording import new_recorded, watch
+from intarsia.tuning.recorded import Recorded, new_recorded, watch
 
 
 @dataclass

@@ -5,16 +5,14 @@ The graph runs operator by operator inside a CUDA graph, so that kernels are tim
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
-from intarsia.cache.directory import cache_directory
-from intarsia.cache.machine import package_version
-from intarsia.cache.store import JsonStore
+from intarsia.cache.machine import digest, package_version
+from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.engines.graph_rewrites.apply import apply_rewrites, own_copy
 from intarsia.engines.graph_rewrites.replayed import ratio, recorded
 
@@ -78,4 +76,4 @@ def _key(module: fx.GraphModule, names: Sequence[str]) -> str:
             if isinstance(value, torch.Tensor)
         ]
         lines.append(f"{node.format_node()} {laid_out}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return digest(*lines)

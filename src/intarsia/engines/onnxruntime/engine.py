@@ -57,7 +57,7 @@ class OnnxRuntime(NetworkEngine):
         prepack: pack weights for faster products, for one copy of each.
         device: `"cpu"` or `"cuda"`. On a GPU, weights, inputs and results stay there.
         options: entries of the session's configuration.
-        guards: watch for values that ONNX Runtime treats otherwise than PyTorch (NaN, infinities, indices),
+        guards: watch for values that ONNX Runtime treats differently from PyTorch (NaN, infinities, indices),
             and leave such a call to PyTorch.
         tensorrt: ask ONNX Runtime's TensorRT provider first. This has not been tested.
 

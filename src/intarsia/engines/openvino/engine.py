@@ -42,7 +42,7 @@ class OpenVINO(NetworkEngine):
             processor has it.
         threads: by default, `torch.get_num_threads()`.
         options: properties of the compiled model.
-        guards: watch for values that OpenVINO treats otherwise than PyTorch (NaN, integers beyond its
+        guards: watch for values that OpenVINO treats differently from PyTorch (NaN, integers beyond its
             arithmetic, indices out of range), and leave such a call to PyTorch.
 
     >>> from intarsia.engines import OpenVINO

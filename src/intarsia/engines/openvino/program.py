@@ -40,7 +40,7 @@ _NARROW = (-(2**31), 2**31 - 1)
 def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | None:
     """The model, compiled; None for one with bodies, or constants of one name, whose places cannot be told,
     and for one that OpenVINO cannot read again (Swin's, in 2026.4; integers that are divided; weights of more
-    than 32 bits) or that then answers otherwise.
+    than 32 bits) or that then answers differently.
 
     The model is written as OpenVINO's own description, in which every constant is then said to lie in our
     file; read from there and compiled, it is exported without weights.

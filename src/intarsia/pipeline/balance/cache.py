@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from intarsia.cache.directory import cache_directory
 from intarsia.cache.machine import machine_key
-from intarsia.cache.store import JsonStore
+from intarsia.cache.store import JsonStore, cache_directory
 from intarsia.pipeline.balance.probe import LayerProbe
 
 # More than this many costs are never kept; the oldest go.

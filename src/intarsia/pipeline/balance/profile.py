@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 
+from intarsia.logs import counted
 from intarsia.pipeline.balance.cache import CostCache, probe_key
 from intarsia.pipeline.balance.probe import LayerProbe, detach, layerwise_sandbox, live_bytes, probes
 from intarsia.pipeline.gpipe.microbatch import Batch
 
 __all__ = ["detach", "layerwise_sandbox", "profile_sizes", "profile_times"]
 
-Item = TypeVar("Item")
 WARM_UPS = 2
 LEAST_RUNS = 3
 
@@ -41,7 +39,8 @@ def profile_times(
     costs = CostCache(cache)
     seconds = []
     kind = f"time recompute={recompute}"
-    for probe in _shown(probes(module, sample, device), len(module), "profiling time", progress):
+    layers = probes(module, sample, device)
+    for probe in counted(layers, len(module), "profiling time") if progress else layers:
         key = probe_key(probe, device, kind) if cache else None
         known = costs.get(key)
         if known is None:
@@ -120,7 +119,8 @@ def profile_sizes(
 
 def _alive(module: nn.Sequential, sample: Any, device: torch.device, progress: bool) -> list[int]:
     alive = []
-    for probe in _shown(probes(module, sample, device), len(module), "profiling memory", progress):
+    layers = probes(module, sample, device)
+    for probe in counted(layers, len(module), "profiling memory") if progress else layers:
         batch, tracker = probe.inputs()
         if device.type != "cuda":
             alive.append(live_bytes(probe, batch, tracker))
@@ -149,13 +149,3 @@ def _distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def _storage_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _shown(items: Iterator[Item], total: int, title: str, progress: bool) -> Iterator[Item]:
-    """The items, with a progress bar where somebody is watching."""
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
-        task = bar.add_task(title, total=total)
-        for item in items:
-            yield item
-            bar.advance(task)

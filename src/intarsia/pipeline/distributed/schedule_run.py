@@ -21,6 +21,7 @@ from intarsia.pipeline.distributed.sharded import is_sharded
 from intarsia.pipeline.distributed.wire import WiredStage, wire_spec
 from intarsia.pipeline.gpipe.keyed_random import RandomKey, using_key
 from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.tracing import traced
 
 # Before 2.13 torch's separate pass for the weights adds up the gradients of a node's several outputs as if
 # they were one, so there the whole backward pass runs where the inputs' would.
@@ -192,7 +193,7 @@ class _GuardedStage(PipelineStage):
         """The forward pass of a micro-batch, whose random numbers come by its key."""
         key = self.submod.run.key
         with using_key(None if key is None else key.of(key.micro_batch + fwd_chunk_id)):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            return self._traced("", fwd_chunk_id, super().forward_one_chunk, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a micro-batch, or of its inputs alone."""
@@ -202,7 +203,7 @@ class _GuardedStage(PipelineStage):
         failure = self.submod.run.failure
         if failure.error is None:
             try:
-                super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+                self._traced(", backward", bwd_chunk_id, super().backward_one_chunk, *args, **kwargs)
                 return
             except Exception as error:
                 failure.note(error, f"the backward pass of stage {self.stage_index}")
@@ -216,12 +217,17 @@ class _GuardedStage(PipelineStage):
         failure = self.submod.run.failure
         if failure.error is None:
             try:
-                super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+                weights = super().backward_weight_one_chunk
+                self._traced(", weight gradients", bwd_chunk_id, weights, *args, **kwargs)
                 return
             except Exception as error:
                 failure.note(error, f"the backward pass of the weights of stage {self.stage_index}")
         self.dw_runner.pop(bwd_chunk_id, None)
         self.backward_state.pop(bwd_chunk_id, None)
+
+    def _traced(self, kind: str, chunk: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = f"stage {self.stage_index}, micro-batch {chunk}{kind}"
+        return traced(name, f"stage {self.stage_index}", run, chunk, *args, **kwargs)
 
     # On a fold neighbouring stages of one rank hand gradients over by these two, also where there are none:
     # torch runs the backward slots of a schedule without a loss too, and asserts here that there is one.

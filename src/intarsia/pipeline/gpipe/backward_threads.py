@@ -25,6 +25,7 @@ from torch import Tensor
 from intarsia.pipeline.gpipe.microbatch import Batch
 from intarsia.pipeline.gpipe.phony import get_phony
 from intarsia.pipeline.gpipe.worker import StageThreads
+from intarsia.tracing import traced
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -94,7 +95,7 @@ class BackwardTask:
         def job() -> None:
             if later is not None:
                 later.result()
-            recompute()
+            traced(f"stage {j}, micro-batch {i}, recomputation", f"stage {j}", recompute)
 
         self.threads.recomputed[(i, j)] = self.threads.submit(j, job)
 
@@ -109,7 +110,8 @@ class BackwardTask:
                 recomputed.result()
             arrived = grads if later is None else later.result()
             try:
-                return backward(arrived)
+                name = f"stage {j}, micro-batch {i}, backward"
+                return traced(name, f"stage {j}", backward, arrived)
             except BaseException as error:
                 error.add_note(f"in the backward pass of stage {j} of the pipeline, on micro-batch {i}")
                 raise

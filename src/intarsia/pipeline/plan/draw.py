@@ -1,9 +1,11 @@
-"""Pictures of schedules: text for a terminal, SVG and HTML for a page."""
+"""Pictures of schedules: text for a terminal, charts for documents."""
 
 from __future__ import annotations
 
-from html import escape
+import os
+from pathlib import Path
 
+from intarsia.drawing.chart import new_figure, save_figure
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.plan.simulate import Simulation, simulate
 from intarsia.pipeline.schedules import Action, Schedule, Slot
@@ -58,57 +60,29 @@ def ascii_gantt(subject: Schedule | Simulation, width: int | None = None) -> str
     return "\n".join([*lines, f"bubble {simulation.bubble:.0%}"])
 
 
-def svg_gantt(subject: Schedule | Simulation, width: int = 960, row: int = 30) -> str:
-    """The same as an SVG picture, with a legend and, on hover, what each box is."""
+def save_gantt(subject: Schedule | Simulation, path: str | os.PathLike[str]) -> None:
+    """Write the same as a picture: .svg, .png or .pdf, with matplotlib (`intarsia[charts]`)."""
     simulation = _simulated(subject)
-    left, top = 60, 26
-    ranks = len(simulation.schedule.ranks)
-    scale = (width - left - 10) / simulation.step_time if simulation.step_time else 1.0
-    name_stage = ranks != simulation.schedule.stages
-    height = top + ranks * row + 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        ' font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{left}" y="16" font-size="13">{escape(_title(simulation))}</text>',
-    ]
-    for rank in range(ranks):
-        y = top + rank * row
-        parts.append(f'<text x="8" y="{y + row * 0.62:.1f}">rank {rank}</text>')
-        parts.append(
-            f'<rect x="{left}" y="{y}" width="{width - left - 10}" height="{row - 4}" fill="#eeeeee"/>'
-        )
+    ranks, stages = len(simulation.schedule.ranks), simulation.schedule.stages
+    width = 14
+    figure = new_figure(width, 1.3 + 0.4 * ranks)
+    axes = figure.subplots()
     for span in simulation.timeline:
-        x, y = left + span.start * scale, top + span.rank * row
-        wide = max((span.end - span.start) * scale, 0.5)
-        text = _label(span.slot, name_stage)
-        shade = 1.0 - 0.35 * (span.slot.stage // ranks) / max(1, simulation.schedule.stages // ranks)
-        tooltip = f"stage {span.slot.stage}, {_WORDS[span.slot.action]}, micro-batch {span.slot.microbatch}"
-        parts += [
-            f"<g><title>{tooltip}: {span.start:.4g} to {span.end:.4g}</title>",
-            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{row - 4}" stroke="#ffffff"'
-            f' fill="{_COLOURS[span.slot.action]}" fill-opacity="{shade:.2f}"/>',
-        ]
-        if wide > 7 * len(text):
-            parts.append(
-                f'<text x="{x + wide / 2:.2f}" y="{y + row * 0.58:.1f}" text-anchor="middle"'
-                f' fill="#ffffff">{text}</text>'
-            )
-        parts.append("</g>")
-    x = left
-    for action in (a for a in Action if any(s.slot.action is a for s in simulation.timeline)):
-        parts.append(f'<rect x="{x}" y="{height - 20}" width="12" height="12" fill="{_COLOURS[action]}"/>')
-        parts.append(f'<text x="{x + 17}" y="{height - 10}">{action} {_WORDS[action]}</text>')
-        x += 110
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def html_gantt(*pictures: Schedule | Simulation) -> str:
-    """One page with a picture for each."""
-    body = "\n".join(f"<p>{svg_gantt(p)}</p>" for p in pictures)
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Schedules</title>\n{body}\n</html>\n'
-    )
+        length, text = span.end - span.start, _label(span.slot, ranks != stages)
+        shade = 1.0 - 0.35 * (span.slot.stage // ranks) / max(1, stages // ranks)
+        colour = _COLOURS[span.slot.action], shade
+        axes.barh(span.rank, length, left=span.start, height=0.86, color=colour, edgecolor="white")
+        if length * 65 * width > 4.5 * len(text) * simulation.step_time:  # points of the box and of its text
+            middle = span.start + length / 2
+            axes.text(middle, span.rank, text, ha="center", va="center", color="white", fontsize=7)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.set(title=_title(simulation), xlim=(0, simulation.step_time), facecolor="#eeeeee")
+    axes.invert_yaxis()
+    used = [action for action in Action if any(span.slot.action is action for span in simulation.timeline)]
+    for action in used:
+        axes.bar(0, 0, color=_COLOURS[action], label=f"{action} {_WORDS[action]}")
+    figure.legend(loc="outside lower left", ncols=len(used), frameon=False)
+    save_figure(figure, Path(path))
 
 
 def _title(simulation: Simulation) -> str:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from intarsia.errors import PartitionError
 from intarsia.graph.nodes import is_compute
+from intarsia.logs import tell_share, working
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.devices import META, on_device, to_meta
 from intarsia.pipeline.stages.stopwatch import costs_in_step, measure_node, share_apart
@@ -151,10 +152,11 @@ def profile(
     runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress, source)
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
-        for _ in range(_PASSES):
-            runner.known.clear()
-            values = _placeholders(trace, tensors)
-            runner.run(*(values if source.real else to_meta(values)))
+        with working("timing each node"):
+            for _ in range(_PASSES):
+                runner.known.clear()
+                values = _placeholders(trace, tensors)
+                runner.run(*(values if source.real else to_meta(values)))
         saved, weights = saved_bytes(trace), weight_bytes(trace)
         costs = [
             replace(runner.costs.get(n, Cost()), saved=saved[i], weights=weights[i])
@@ -228,6 +230,7 @@ class _Profiler(fx.Interpreter):
                 self.known[key] = cost
         self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])
         self.done += 1
+        tell_share(self.done, self.count)
         if self.progress is not None:
             self.progress(self.done, self.count)
         grows = any(

@@ -96,7 +96,7 @@ def difference_in_halves(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
     """How the model's answer for two batches at once differs from its answers for each; empty if it does not.
 
     The model runs in evaluation mode, and in training mode too where no batch norm normalises by the batch's
-    own statistics. What draws random numbers answers otherwise each time, and is not compared.
+    own statistics. What draws random numbers answers differently each time, and is not compared.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
@@ -214,7 +214,7 @@ def _agree(whole: Any, halves: tuple[Any, Any]) -> bool | None:
 
 
 def _lockstep(captured: Trace, tensors: Sequence[Tensor]) -> str:
-    """The first node that differs, where the graph answers otherwise for two batches at once."""
+    """The first node that differs, where the graph answers differently for two batches at once."""
     axes = [captured.signature.axis(spec) for spec in captured.signature.tensors]
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
 

@@ -37,7 +37,7 @@ class TreeStage(nn.Module):
     """A stage that calls the model's own modules, which keep their names.
 
     The values at its borders may be anything. The last stage gives the tensors of the model's answer; what is
-    no tensor in it is fixed by the example, and a call that would answer otherwise is refused.
+    no tensor in it is fixed by the example, and a call that would answer differently is refused.
     """
 
     def __init__(self, piece: Piece, root: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:

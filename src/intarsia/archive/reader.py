@@ -1,4 +1,4 @@
-"""A file to a compiled module: none of it is code, engines are built from what it describes."""
+"""A file to compiled modules: none of it is code, engines are built from what it describes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from intarsia.archive.captured import captured_from_json
+from intarsia.archive.call import check_from_json, lowered_from_json
+from intarsia.archive.codec import Devices, Json, from_json, same_device, signature_from_json
 from intarsia.archive.container import Reader
-from intarsia.archive.engines import engines_from_json, packed_for
-from intarsia.archive.graphs import ReadGraph, graph_from_json
-from intarsia.archive.input_checks import check_from_json, ranges_from_json
-from intarsia.archive.results import layouts_from_json, views_from_json
-from intarsia.archive.save import FORMAT, VERSION
-from intarsia.archive.structure import signature_from_json, spec_from_json
+from intarsia.archive.engines import Unpacker, engines_from_json, packed_for
+from intarsia.archive.graphs import ReadGraph, captured_from_json, graph_from_json
 from intarsia.archive.tensors import WEIGHTS, read_tensors
-from intarsia.archive.unpack import Unpacker
-from intarsia.archive.values import Devices, Json, from_json, same_device
+from intarsia.archive.writer import FORMAT, MODEL, VERSION
 from intarsia.engines import Engine, GraphEngine, NetworkEngine, Program, PyTorch
 from intarsia.errors import ArchiveError, EngineError, IntarsiaError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import PYTORCH, Segment
-from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
+from intarsia.lower.lowered import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.runtime.compiled import Compiled, Source
 from intarsia.runtime.cuda_graphs import CudaGraphs
@@ -43,39 +39,9 @@ if TYPE_CHECKING:
 Place = str | torch.device | Mapping[str, str]
 
 
-def load_whole(
-    reader: Reader,
-    engines: Sequence[Engine | str] | Engine | str | None,
-    map_location: Place | None,
-    packed: bool,
-    module: nn.Module | None = None,
-    native: bool = False,
-) -> Compiled:
-    """The compiled module of a file; with the weights of the `module` it was made of, if that is given.
-
-    If `native`, machine code in the file is run.
-    """
-    check_version(reader.manifest, FORMAT, VERSION)
-    notes: list[str] = []
-    contents = reader.manifest["contents"]
-    engines_in_file = engines_from_json(reader.manifest["engines"], engines, notes, native)
-    with _undisturbed(), reader.checking(WEIGHTS) as weights:
-        loader = _Loader(reader, weights, engines_in_file, _devices(map_location), notes, native)
-        if module is not None:
-            loader.take(contents["state"], plain_state(module.state_dict()))
-        with loader.unpacking(contents["inlay"], packed):
-            return loader.compiled(contents, module)
-
-
-def load_bytes(data: bytes | memoryview) -> Compiled:
-    """Read what `save_bytes` made."""
-    with complaining("the archive in memory cannot be loaded"):
-        return load_whole(Reader(data), None, None, packed=False)
-
-
 @dataclass(frozen=True)
 class Pieces:
-    """What was made of a graph: who runs what, and what a user was told."""
+    """A graph in pieces: who runs what, and what a user is told."""
 
     plan: Plan
     pieces: list[Piece]
@@ -84,26 +50,74 @@ class Pieces:
     notes: list[str]
 
 
-def load_pieces(
-    path: str | os.PathLike[str], lowered: Lowered, state: Mapping[str, torch.Tensor], seal: str
-) -> Pieces:
-    """The pieces of a graph that is at hand, with its model's weights, out of the file with that seal.
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the caller of `load` chooses."""
 
-    Whatever is not as it was raises.
-    """
-    reader, notes = Reader(path), list[str]()
-    if reader.seal != seal:
-        raise ArchiveError("it is another archive")
-    contents = reader.manifest["contents"]
-    engines = engines_from_json(reader.manifest["engines"], None, notes)
+    engines: Sequence[Engine | str] | Engine | str | None = None
+    map_location: Place | None = None
+    packed: bool = True  # use what engines have compiled, where version and machine are the same
+    native: bool = False  # run machine code that is in the file
+
+
+class Bundle:
+    """Programs by name, over one table of tensors, as `BundleWriter` wrote them."""
+
+    def __init__(self, reader: Reader, weights: memoryview, options: LoadOptions) -> None:
+        self._reader, self._options, self._devices = reader, options, _devices(options.map_location)
+        self.manifest = reader.manifest
+        self._tensors = read_tensors(weights, self.manifest["tensors"], self._devices)
+
+    def program(self, name: str, module: nn.Module | None = None) -> Compiled:
+        """The compiled module of that name; over the weights of `module`, which it was made of, if given."""
+        loader = self._loader(name)
+        if module is not None:
+            loader.take(plain_state(module.state_dict()))
+        with loader.unpacking(self._options.packed):
+            return loader.compiled(module)
+
+    def pieces(self, name: str, lowered: Lowered, state: Mapping[str, torch.Tensor]) -> Pieces:
+        """The pieces of a graph that is at hand, with its model's weights; what is not as it was raises."""
+        loader = self._loader(name)
+        loader.take(state)
+        with loader.unpacking():
+            pieces = loader.pieces(loader.contents["inlay"], lowered.module)
+        if loader.notes:
+            raise ArchiveError(loader.notes[0])
+        return Pieces(*pieces, [str(note) for note in loader.contents["notes"]])
+
+    def leaves(self, written: Sequence[Json]) -> list[Any]:
+        """What `BundleWriter.leaves` wrote; tensors are copies, since a call may write to them."""
+        return [
+            self._tensors[item["tensor"]].clone() if "tensor" in item else from_json(item["value"])
+            for item in written
+        ]
+
+    def _loader(self, name: str) -> _Loader:
+        contents, native, notes = self.manifest["programs"][name], self._options.native, list[str]()
+        engines = engines_from_json(contents["engines"], self._options.engines, notes, native)
+        return _Loader(self._reader, dict(self._tensors), contents, engines, self._devices, notes, native)
+
+
+@contextmanager
+def open_bundle(
+    source: Reader | str | os.PathLike[str] | bytes | memoryview,
+    name: str = FORMAT,
+    version: int = VERSION,
+    options: LoadOptions = LoadOptions(),  # noqa: B008  # frozen
+) -> Iterator[Bundle]:
+    """A file of the format `name`; ArchiveError at the end, too, where its weights turn out to be damaged."""
+    reader = source if isinstance(source, Reader) else Reader(source)
+    check_version(reader.manifest, name, version)
     with _undisturbed(), reader.checking(WEIGHTS) as weights:
-        loader = _Loader(reader, weights, engines, same_device, notes)
-        loader.take(contents["state"], state)
-        with loader.unpacking(contents["inlay"]):
-            plan, pieces, programs, body_plans = loader.pieces(contents["inlay"], lowered.module)
-    if notes:
-        raise ArchiveError(notes[0])
-    return Pieces(plan, pieces, programs, body_plans, [str(note) for note in contents["notes"]])
+        yield Bundle(reader, weights, options)
+
+
+def load_bytes(data: bytes | memoryview) -> Compiled:
+    """Read what `save_bytes` wrote."""
+    options = LoadOptions(packed=False)
+    with complaining("the archive in memory cannot be loaded"), open_bundle(data, options=options) as bundle:
+        return bundle.program(MODEL)
 
 
 @contextmanager
@@ -141,18 +155,20 @@ def _undisturbed() -> Iterator[None]:
         gc.enable()
 
 
-def check_version(manifest: Mapping[str, Json], name: str, newest: int) -> None:
-    """ArchiveError unless the file is of this format, and not of a newer version."""
+def check_version(manifest: Mapping[str, Json], name: str, current: int) -> None:
+    """ArchiveError unless the file is of this format, in its current version."""
     if manifest.get("format") != name:
         raise ArchiveError(f"it is not a file of the format {name!r} of Intarsia's")
     version = manifest.get("version")
     if type(version) is not int or version < 1:
         raise ArchiveError(f"it has the version {version!r}")
-    if version > newest:
-        made_by = manifest.get("made by")
-        by = made_by.get("intarsia") if isinstance(made_by, dict) else None
+    if version != current:
+        writer = manifest.get("made by")
+        by = writer.get("intarsia") if isinstance(writer, dict) else None
+        advice = "" if version > current else "; compile the model again and save it"
         raise ArchiveError(
-            f"it has version {version} of the format, made by intarsia {by}; this one reads up to {newest}"
+            f"it has version {version} of the format, made by intarsia {by}; this one reads version {current}"
+            f"{advice}"
         )
 
 
@@ -179,57 +195,44 @@ class _Loader:
     def __init__(
         self,
         reader: Reader,
-        weights: memoryview,
+        tensors: dict[str, torch.Tensor],
+        contents: Json,
         engines: Mapping[str, Engine],
         devices: Devices,
         notes: list[str],
-        native: bool = False,
+        native: bool,
     ) -> None:
         self._reader, self._engines, self._devices, self._native = reader, engines, devices, native
-        self._tensors = read_tensors(weights, reader.manifest["tensors"], devices)
-        self.notes = notes
+        self._tensors = tensors
+        self.contents, self.notes = contents, notes
         self._bodies: dict[nn.Module, tuple[Plan, dict[str, Plan]]] = {}  # of control flow, with their plans
         self._unpacker: Unpacker | None = None
 
     @contextmanager
-    def unpacking(self, inlay: Json, packed: bool = True) -> Iterator[None]:
+    def unpacking(self, packed: bool = True) -> Iterator[None]:
         """Take what engines have packed, if it is wanted; they begin at once."""
         if not packed:
             yield
             return
         with Unpacker(self._reader, self._engines, self._tensors) as self._unpacker:
-            self._unpacker.begin(inlay["pieces"])
+            self._unpacker.begin(self.contents["inlay"]["pieces"])
             yield
 
-    def take(self, keys: Mapping[str, str], state: Mapping[str, torch.Tensor]) -> None:
+    def take(self, state: Mapping[str, torch.Tensor]) -> None:
         """Use weights that are in memory already, by the model's names for them."""
-        for name, key in keys.items():
+        for name, key in self.contents["state"].items():
             held, own = self._tensors[key], state[name].detach()
             parts = [(t.shape, t.dtype, t.stride(), t.device) for t in (held, own)]
             if parts[0] != parts[1]:
                 raise ArchiveError(f"{name} is another weight, or laid out otherwise, or on another device")
             self._tensors[key] = own
 
-    def compiled(self, contents: Json, model: nn.Module | None = None) -> Compiled:
+    def compiled(self, model: nn.Module | None) -> Compiled:
+        contents = self.contents
         call, inlay = contents["call"], contents["inlay"]
-        results_table = contents.get("results") or {"views": [], "orders": [], "images": []}  # files of old
         module = self._graph(inlay["graph"]).module
         buffers = {name: self._tensors[key] for name, key in contents["buffers"].items()}
-        lowered = Lowered(
-            module,
-            tuple(_input(*item) for item in call["inputs"]),
-            tuple(_output(*item) for item in call["outputs"]),
-            spec_from_json(call["in_spec"]),
-            spec_from_json(call["out_spec"]),
-            buffers,
-            tuple(call["names"]),
-            ranges_from_json(call["ranges"]),
-            tuple(call["guards"]),
-            views=views_from_json(
-                results_table["views"], len(call["checks"]), lambda graph: self._graph(graph).module
-            ),
-            layouts=layouts_from_json(results_table, len(call["checks"])),
-        )
+        lowered = lowered_from_json(call, module, buffers, lambda graph: self._graph(graph).module)
         plan, pieces, programs, body_plans = self.pieces(inlay, module)
         notes = [*contents["notes"], *(f"loaded: {note}" for note in self.notes)]
         state = {name: self._tensors[key] for name, key in contents["state"].items()}
@@ -240,7 +243,7 @@ class _Loader:
             notes,
             checks=[check_from_json(check, self._devices) for check in call["checks"]],
         )
-        captured = contents.get("captured") or {}
+        captured = contents["captured"]
         if "member" in captured:
             self._reader.member(captured["member"])  # damage is told now, not at a refit
         compiled.captured = partial(self._captured, captured)
@@ -249,17 +252,15 @@ class _Loader:
             compiled.run_by(CudaGraphs(compiled.inlay.results, module.graph, results))
         return compiled
 
-    def _captured(self, told: Json) -> fx.GraphModule:
-        if "member" not in told:
-            raise RefitError(
-                f"the file holds no program to refit: {told.get('reason', 'it is an older one')}"
-            )
+    def _captured(self, entry: Json) -> fx.GraphModule:
+        if "member" not in entry:
+            raise RefitError(f"the file holds no program to refit: {entry['reason']}")
         with complaining("the captured program of the file cannot be read"):
-            data = self._reader.member(told["member"])
+            data = self._reader.member(entry["member"])
             return captured_from_json(data, self._tensors, self._body, self._devices)
 
-    def _graph(self, found: Json) -> ReadGraph:
-        return graph_from_json(found, self._tensors, self._body, self._devices)
+    def _graph(self, entry: Json) -> ReadGraph:
+        return graph_from_json(entry, self._tensors, self._body, self._devices)
 
     def _body(self, held: Json) -> nn.Module:
         if "graph" in held:
@@ -271,14 +272,14 @@ class _Loader:
         return inlay
 
     def pieces(
-        self, found: Json, owner: fx.GraphModule
+        self, inlay: Json, owner: fx.GraphModule
     ) -> tuple[Plan, list[Piece], list[Program], dict[str, Plan]]:
         nodes = {node.name: node for node in owner.graph.nodes}
         pieces, programs = [], []
         body_plans: dict[str, Plan] = {}
-        for item in found["pieces"]:
+        for item in inlay["pieces"]:
             name = item["engine"]
-            if name != PYTORCH and name not in self._reader.manifest["engines"]:
+            if name != PYTORCH and name not in self.contents["engines"]:
                 raise ArchiveError(f"a segment runs on {name!r}, which is not among its engines")
             graph = self._graph(item["module"])
             engine, program = self._program(item, graph)
@@ -294,7 +295,7 @@ class _Loader:
             pieces.append(Piece(segment, owner, graph.graph, inputs, outputs))
             programs.append(program)
         segments = tuple(piece.segment for piece in pieces if piece.segment.nodes)
-        return Plan(segments, str(found["strategy"])), pieces, programs, body_plans
+        return Plan(segments, str(inlay["strategy"])), pieces, programs, body_plans
 
     def _plans_of_bodies(self, read: ReadGraph) -> dict[str, Plan]:
         plans: dict[str, Plan] = {}
@@ -322,8 +323,8 @@ class _Loader:
 
     def _on_engine(self, item: Json, graph: ReadGraph, engine: Engine) -> Program:
         makes: list[Made | None] = [
-            None if made is None else (from_json(made[0]), None if made[1] is None else torch.Size(made[1]))
-            for made in item["makes"]
+            None if make is None else (from_json(make[0]), None if make[1] is None else torch.Size(make[1]))
+            for make in item["makes"]
         ]
         only_full = bool(item["only_full"])
         if isinstance(engine, NetworkEngine):
@@ -368,13 +369,3 @@ class _Loader:
         except EngineError as error:
             self.notes.append(f"a segment is built anew: {next(iter(str(error).splitlines()), '')}")
             return None
-
-
-def _input(name: str, index: int | None, buffer: str | None, constant: Json, is_constant: bool) -> GraphInput:
-    return GraphInput(name, index, buffer, from_json(constant), is_constant)
-
-
-def _output(
-    role: str, target: str | None, constant: Json, is_constant: bool, is_input: bool, twin: int | None
-) -> GraphOutput:
-    return GraphOutput(Role[role], target, from_json(constant), is_constant, is_input, twin)

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim
 
-from intarsia.archive.save import made_by
+from intarsia.archive.writer import made_by
 from intarsia.engines import NetworkEngine, known_engines
 from intarsia.errors import ArchiveError, EngineError
 from intarsia.graph.piece import Piece

@@ -1,0 +1,201 @@
+"""Files of compiled modules: `save` and `load`, of a whole model or of its parts.
+
+Of a model compiled in parts, the rest is Python code, which could be carried only as a pickle or as source
+text, and either is code. So the user makes the model, and all weights are compared by digest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from intarsia.archive.codec import Json
+from intarsia.archive.container import Reader
+from intarsia.archive.reader import LoadOptions, Place, complaining, open_bundle
+from intarsia.archive.writer import MODEL, BundleWriter
+from intarsia.engines import Engine
+from intarsia.errors import ArchiveError
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.partly import PartlyCompiled, assembled
+from intarsia.runtime.weights import tensor_digest
+
+_PARTS, _PARTS_VERSION = "intarsia-parts", 2
+
+
+def save(
+    compiled: nn.Module, path: str | os.PathLike[str], *, inductor: Literal["rebuilt", "aot"] = "rebuilt"
+) -> None:
+    """Write a compiled module to a file that `load` reads, in any process, without the model or its code.
+
+    The file appears whole or not at all. It holds graphs, networks, weights, the plan, and what engines have
+    compiled, which is used where their versions and the machine are the same, and elsewhere built again.
+    Of a model compiled in parts it holds the parts; `load` is given the model to put them in.
+    With `inductor="aot"`, segments on Inductor are compiled once more, to packages of AOTInductor: machine
+    code that `load` runs if it is told to, needing no compiler.
+
+    >>> import intarsia, pathlib, tempfile, torch
+    >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     intarsia.save(fast, pathlib.Path(folder, "relu.intarsia"))
+    ...     intarsia.load(pathlib.Path(folder, "relu.intarsia"))(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
+    if inductor not in ("rebuilt", "aot"):
+        raise ArchiveError(
+            f"inductor={inductor!r}: Inductor is 'rebuilt' when a file is loaded, or saved as 'aot'"
+        )
+    if isinstance(compiled, PartlyCompiled):
+        if inductor == "aot":
+            raise ArchiveError("a model compiled in parts is saved without packages of AOTInductor")
+        _save_parts(compiled, path)
+        return
+    bundle = BundleWriter(native=inductor == "aot")
+    bundle.add(MODEL, compiled)
+    bundle.write(path)
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    engines: Sequence[Engine | str] | Engine | str | None = None,
+    map_location: Place | None = None,
+    *,
+    packed: bool = True,
+    trust_native_code: bool = False,
+    model: None = None,
+) -> Compiled: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    engines: Sequence[Engine | str] | Engine | str | None = None,
+    map_location: Place | None = None,
+    *,
+    packed: bool = True,
+    trust_native_code: bool = False,
+    model: nn.Module,
+) -> PartlyCompiled: ...
+
+
+def load(
+    path: str | os.PathLike[str],
+    engines: Sequence[Engine | str] | Engine | str | None = None,
+    map_location: Place | None = None,
+    *,
+    packed: bool = True,
+    trust_native_code: bool = False,
+    model: nn.Module | None = None,
+) -> Compiled | PartlyCompiled:
+    """Read a compiled module that `save` wrote; ArchiveError, in a sentence, for any other file.
+
+    Engines are those the file names, with its options; `engines` gives others of the same names, with options
+    of your own. A segment whose engine is not here runs in PyTorch, and `notes` say so. `map_location` puts
+    everything on another device, or each device of a mapping on another.
+    What engines have compiled is taken from the file if the same versions made it on such a machine; with
+    `packed=False` they are built again, as they are anywhere else.
+    Nothing in the file is run as code, with one exception: where it holds packages of AOTInductor
+    (`save(..., inductor="aot")`) and `trust_native_code=True` says that you trust who made it, as you would
+    trust a program, their machine code is loaded. Otherwise Inductor compiles those segments anew.
+    Types of arguments and results, and custom operators, must be known in this process: import what defines
+    them first. The file is mapped into memory, so it must stay as it is while the module lives.
+    A model that was compiled in parts needs its own code: make it, with the weights it had, and give it as
+    `model`; a copy that shares its weights gets the parts.
+
+    >>> import intarsia, pathlib, tempfile, torch
+    >>> fast = intarsia.compile(nn.Tanh(), (torch.ones(2),))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     intarsia.save(fast, pathlib.Path(folder, "tanh.intarsia"))
+    ...     intarsia.load(pathlib.Path(folder, "tanh.intarsia")).plan.engines == fast.plan.engines
+    True
+    """
+    with complaining(f"{os.fspath(path)} cannot be loaded"):
+        reader = Reader(path)
+        options = LoadOptions(engines, map_location, packed, native=trust_native_code)
+        if reader.manifest.get("format") == _PARTS:
+            return _load_parts(reader, model, options)
+        if model is not None:
+            raise ArchiveError("it holds a model that was compiled as a whole; load it without model=")
+        with open_bundle(reader, options=options) as bundle:
+            return bundle.program(MODEL)
+
+
+def _save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
+    """Write the compiled parts; the rest is the model's own Python code, which no file holds."""
+    if not partly.parts:
+        raise ArchiveError("nothing of this model is compiled: it runs as it is, by its own Python code")
+    bundle = BundleWriter()
+    for where, program in partly.parts.items():
+        check_shareable(where, program)
+        bundle.add(where, program)
+    about = {
+        "model": _kind(partly.model),
+        "reason": partly.plan.reason,
+        "notes": list(partly.own_notes),
+        "weights": weight_digests(partly.model),
+        "types": {where: _kind(partly.model.get_submodule(where)) for where in partly.parts},
+    }
+    bundle.write(path, _PARTS, _PARTS_VERSION, about)
+
+
+def _load_parts(reader: Reader, model: nn.Module | None, options: LoadOptions) -> PartlyCompiled:
+    """The parts of a file in a copy of `model`, which must be what they were made of, to the weight."""
+    with open_bundle(reader, _PARTS, _PARTS_VERSION, options) as bundle:
+        manifest = bundle.manifest
+        if model is None:
+            raise ArchiveError(
+                f"it holds parts of a {manifest['model']}, whose other modules run by their own Python code,"
+                " which no file holds; make that model with the same weights, and give it:"
+                " load(path, model=...)"
+            )
+        if _kind(model) != manifest["model"]:
+            raise ArchiveError(f"it holds parts of a {manifest['model']}, not of a {_kind(model)}")
+        modules = {where: module for where, module in model.named_modules() if where}
+        for where, expected in manifest["types"].items():
+            kind = _kind(modules[where]) if where in modules else "nothing"
+            if kind != expected:
+                raise ArchiveError(f"the model has {kind} at {where!r}; the file has a {expected} for it")
+        check_weights("the model", model, manifest["weights"])
+        parts = {str(where): bundle.program(where, modules[where]) for where in manifest["types"]}
+        return assembled(model, parts, [str(note) for note in manifest["notes"]], str(manifest["reason"]))
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__qualname__
+
+
+def check_shareable(where: str, program: Compiled) -> None:
+    """ArchiveError for a program that changes buffers, or returns weights, of a module outside the file."""
+    program.weights.check(thorough=True)
+    if program.lowered.buffers:
+        changed = ", ".join(program.lowered.buffers)
+        raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")
+    if any(view is not None and view.held for view in program.lowered.views):
+        raise ArchiveError(f"{where} returns weights of its own, which a file cannot share")
+
+
+def weight_digests(module: nn.Module) -> dict[str, Json]:
+    """A digest of each parameter and buffer, those that a state dict leaves out among them."""
+    return {name: tensor_digest(tensor) for name, tensor in _weights(module).items()}
+
+
+def check_weights(where: str, module: nn.Module, digests: Mapping[str, Any]) -> None:
+    """ArchiveError for a module with other weights than a file was written with."""
+    weights = _weights(module)
+    for name in {**digests, **weights}:
+        if name not in digests or name not in weights:
+            whose = "the file" if name in digests else "the model"
+            raise ArchiveError(f"{where} has other weights than when it was saved: only {whose} has {name}")
+        if tensor_digest(weights[name]) != digests[name]:
+            raise ArchiveError(f"{where} has other weights than when it was saved: {name} differs")
+
+
+def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
