@@ -83,7 +83,7 @@ from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
 from intarsia.options import CompileOptions, Placement
 from intarsia.partition import Piece, Plan, SupportTable
-from intarsia.partition.atomic import unmatched_chains
+from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import refused_table, support_table
 from intarsia.runtime.compiled import Compiled, Source

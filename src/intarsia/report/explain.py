@@ -29,7 +29,7 @@ from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PartitionOptions, Plan, Strategy, SupportTable
 from intarsia.partition.advice import advise
-from intarsia.partition.atomic import unmatched_chains
+from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
 from intarsia.partition.support import support_table
 from intarsia.report.explanation import Explanation, NodeReport, SegmentReport

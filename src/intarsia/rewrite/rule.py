@@ -11,8 +11,7 @@ import onnx_ir as ir
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network.edit.redirect import replace_value
-from intarsia.rewrite.bindings import Bindings
-from intarsia.rewrite.match import Matcher
+from intarsia.rewrite.match import Bindings, Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 from intarsia.rewrite.term import OpTerm, Root, build, depth, feeders, kinds, parts
 
@@ -70,14 +69,14 @@ class Rule(PatternRewriter):
             return "it matches"
         return matcher.miss[1] or "the pattern has no such output"
 
-    def _bindings(self, found: Bindings) -> dict[str, Any]:
+    def _bindings(self, match: Bindings) -> dict[str, Any]:
         bound: dict[str, Any] = {}
         for name in self._wanted:
             if name in self._named:
-                node = found.nodes.get(self._named[name])
+                node = match.nodes.get(self._named[name])
                 bound[name] = None if node is None else Layer(node)
             else:
-                value = found.variables.get(name)
+                value = match.variables.get(name)
                 bound[name] = None if value is None else Tensor.of(value)
         return bound
 

@@ -47,9 +47,9 @@ class VaryingInputs:
 
     def check(self) -> None:
         """EngineError where what was compiled would be right for some of the sizes only."""
-        found = [str(guard.expr) for guard in self._env.guards[self._told :]]
-        if found:
-            raise EngineError(f"its code would hold only where {' and '.join(found)}")
+        results = [str(guard.expr) for guard in self._env.guards[self._told :]]
+        if results:
+            raise EngineError(f"its code would hold only where {' and '.join(results)}")
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         sizes, strides = ([_hint(size) for size in sizes] for sizes in (value.shape, value.stride()))
