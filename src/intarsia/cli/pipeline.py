@@ -161,8 +161,7 @@ def run(
 
             find_factory(model)  # a name that means nothing is refused here, and not on every rank
         raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
-    from intarsia.cli.pipeline_demo import make_demo
-    from intarsia.cli.pipeline_model import make_job
+    from intarsia.cli.pipeline_model import make_demo, make_job
     from intarsia.cli.pipeline_train import Training, train_rank
 
     job = make_demo(microbatches) if model is None else make_job(model, text, batch, length)
