@@ -36,7 +36,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         # The memory of all layers, if this one's is a part of it, and which.
         self.stack: tuple[torch.Tensor | None, int] = None, 0
         self.is_sliding = is_sliding
-        self.dtype, self.device = key_store.dtype, key_store.device
+        self.dtype: torch.dtype = key_store.dtype
+        self.device: torch.device = key_store.device
         self.is_initialized = True
         self.show(0)
 
@@ -119,7 +120,7 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
             self.is_initialized = True
             return joined[0], joined[1]
         if self._views()[0] is None and key_states.shape[0] != self.key_store.shape[0]:
-            self.is_initialized: bool = True  # after `reset`, for another number of rows
+            self.is_initialized = True  # after `reset`, for another number of rows
             self.show(0)
             self.move(_longer(key_states[:, :, :0], self.room), _longer(value_states[:, :, :0], self.room))
         self.settle()
@@ -129,8 +130,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take other memory."""
-        self.key_store: torch.Tensor = keys
-        self.value_store: torch.Tensor = values
+        self.key_store = keys
+        self.value_store = values
         self.stack = (None, 0)
         self._handed = False
         self.show(self._length)

@@ -99,9 +99,9 @@ def _check_known(overload: torch._ops.OpOverload) -> None:
         )
 
 
-torch_enabled_decompositions = OperatorSet("torch_enabled_decompositions", _check_known)
+torch_enabled_decompositions: OperatorSet = OperatorSet("torch_enabled_decompositions", _check_known)
 torch_enabled_decompositions.__doc__ = "Operators that are decomposed even though they have a converter."
-torch_disabled_decompositions = OperatorSet("torch_disabled_decompositions")
+torch_disabled_decompositions: OperatorSet = OperatorSet("torch_disabled_decompositions")
 torch_disabled_decompositions.__doc__ = "Operators that torch's decompositions leave whole."
 torch_enabled_decompositions.rival = torch_disabled_decompositions
 torch_disabled_decompositions.rival = torch_enabled_decompositions

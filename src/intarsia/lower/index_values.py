@@ -225,8 +225,9 @@ def _cast(values: IndexValues, node: fx.Node) -> Known:
 
 @_rule(aten.slice.Tensor)
 def _slice(values: IndexValues, node: fx.Node) -> Known:
-    dim, start, _, step = [*node.args[1:], *[None] * (4 - len(node.args[1:]))]
-    axis = (0 if dim is None else int(dim)) % node.meta["val"].dim()  # type: ignore[arg-type]
+    arguments: list[Any] = [*node.args[1:], *[None] * (4 - len(node.args[1:]))]
+    dim, start, _, step = arguments
+    axis = (0 if dim is None else int(dim)) % node.meta["val"].dim()
     first = values.of(0 if start is None else start)
     if (
         step not in (None, 1)

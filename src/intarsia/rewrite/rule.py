@@ -31,7 +31,7 @@ class Rule(PatternRewriter):
         self.function = function
         self.variables = variables
         # What a further output of the pattern looks like is decided beside the root, not above it.
-        self.reach = depth(self.roots[0]) if len(self.roots) == 1 else None
+        self.reach: int | None = depth(self.roots[0]) if len(self.roots) == 1 else None
         operators = [term for term in parts(self.roots) if isinstance(term, OpTerm)]
         self.inner_kinds = frozenset(term.kind for term in operators)
         self.fed_by = feeders(self.roots[0])

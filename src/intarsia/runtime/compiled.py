@@ -236,7 +236,7 @@ class Compiled(nn.Module):
             )
         refitted = self._refit(self, weights)
         self._fit = refitted._fit
-        self.inlay: Inlay = refitted._fit.inlay
+        self.inlay = refitted._fit.inlay
 
     def refit_by(self, refit: Refit, program: ExportedProgram | None = None) -> None:
         """Let `refit` make the module with other weights, from the program if one is given."""

@@ -31,7 +31,8 @@ class UnlessEmpty:
     """A program for calls whose tensors all have elements, and PyTorch for the others."""
 
     def __init__(self, program: Program, otherwise: Program) -> None:
-        self.program, self.otherwise = program, otherwise
+        self.program: Program = program
+        self.otherwise: Program = otherwise
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         return self.otherwise(*inputs) if has_empty(inputs) else self.program(*inputs)

@@ -80,7 +80,7 @@ class PlacedForward(Replacement):
 
     def enable(self, on: bool = True) -> None:
         """Let the programs answer, or the module's own forward, for now."""
-        self.enabled: bool = on
+        self.enabled = on
 
     def put(self) -> None:
         """Put it in the module's place."""

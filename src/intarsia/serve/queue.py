@@ -33,6 +33,10 @@ SHARED = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's own: where several wo
 class Metrics:
     """The figures of one server process; with several workers, of all of them."""
 
+    requests: Counter
+    split: Counter
+    gone: Counter
+
     def __init__(self, in_flight: Callable[[], float], fallen_back: Callable[[], float]) -> None:
         self._registry = CollectorRegistry()
         several = SHARED in os.environ

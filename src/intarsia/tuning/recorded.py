@@ -136,7 +136,7 @@ class Recorded(Sequence[RecordedCall]):
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallsOfKind:
         """Keep a call, if none of its sizes was kept yet."""
         self.total += 1
-        self.tokens: int = max(self.tokens, _tokens(kwargs))
+        self.tokens = max(self.tokens, _tokens(kwargs))
         kind = self._kinds.setdefault(kind_of(args, kwargs), CallsOfKind(self._signature))
         sizes = sizes_of(args, kwargs)
         if sizes not in kind.seen and len(kind.calls) < _KEPT:

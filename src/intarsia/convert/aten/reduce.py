@@ -28,7 +28,8 @@ from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+prims = torch.ops.prims
 
 Layer = Callable[..., Tensor]
 
@@ -118,7 +119,8 @@ def _extreme(layer: Layer, worst: float) -> Layer:
     return extreme
 
 
-largest, smallest = _extreme(F.reduce_max, -math.inf), _extreme(F.reduce_min, math.inf)
+largest: Layer = _extreme(F.reduce_max, -math.inf)
+smallest: Layer = _extreme(F.reduce_min, math.inf)
 
 
 def _comparable(x: Tensor) -> Tensor:

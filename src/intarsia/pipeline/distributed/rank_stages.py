@@ -35,7 +35,7 @@ class RankStages:
         self.stage_ranks: list[int] = list(stage_ranks)
         self.world: World = world
         self.device: torch.device = device
-        self.rank = world.rank
+        self.rank: int = world.rank
         # What random numbers depend on, with the number of the micro-batch; `steps` counts those of training.
         self.seed, self.steps = 0, 0
 
@@ -100,8 +100,8 @@ class RankStages:
         """Read this rank's share of a checkpoint, whatever cut wrote it. All ranks call it."""
         names = dict(self.named_parameters())
         counters = load_checkpoint(path, self.state_dict(), names, optimizer, self.world.everyone)
-        self.seed: int = counters.get("seed", self.seed)
-        self.steps: int = counters.get("steps", self.steps)
+        self.seed = counters.get("seed", self.seed)
+        self.steps = counters.get("steps", self.steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this rank's parameters."""

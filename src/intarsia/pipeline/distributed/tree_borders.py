@@ -95,7 +95,7 @@ class FlatStage(nn.Module):
         self.stage: nn.Module = stage
         self.takes: BorderForm = takes
         self.gives: BorderForm = gives
-        self.training = stage.training
+        self.training: bool = stage.training
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the next border."""

@@ -71,7 +71,7 @@ class StageRun:
         try:
             with use_skip_tracker(self.skip_tracker), using_key(self.key):
                 output = self.stage(batch.value)
-            self.mutated: bool = versions(batch) != before
+            self.mutated = versions(batch) != before
             if self.mutated and not self.mutates_input:
                 raise RuntimeError("the stage changed its input in place, but not on its first micro-batch")
         except BaseException:

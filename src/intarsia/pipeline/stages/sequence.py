@@ -97,7 +97,7 @@ class StageSequence(nn.Module):
         self.tied: tuple[Tied, ...] = find_tied(stages)
         # Of a model on the meta device: values of buffers that no file of weights holds.
         self.buffer_values: dict[str, Any] = dict(buffer_values or {})
-        self.training = stages[0].training
+        self.training: bool = stages[0].training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer."""

@@ -65,7 +65,7 @@ class Stage(nn.Module):
         try:
             self.recompute(())
         except PartitionError as error:
-            self.unheeded: str = str(error)
+            self.unheeded = str(error)
             object.__setattr__(self, "runner", keyed_program(program, form.draws))
         object.__setattr__(self, "captured_training", training)
         self.training = training

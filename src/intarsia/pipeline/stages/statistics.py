@@ -48,7 +48,7 @@ class DeferredCount(nn.Module):
     def forward(self, batches: Tensor) -> Tensor:
         """Count the batch, once."""
         if not self.counted and not is_recomputing():
-            self.counted: bool = True
+            self.counted = True
             batches.add_(1)
         return batches
 

@@ -47,7 +47,7 @@ class TreeStage(nn.Module):
         self.results: tuple[Any, ...] = tuple(node.name for node in piece.outputs)
         self.input_names: tuple[str, ...] = tuple(inputs)
         self.output_names: tuple[str, ...] = tuple(outputs)
-        self.captured_training = root.training
+        self.captured_training: bool = root.training
         self.mean_node: str | None = None  # the call that averages over tokens itself
         self.writes = False  # whether the example changed a buffer
         self.answer: tuple[Any, ...] | None = None  # of the last stage: the example's leaves
@@ -58,7 +58,7 @@ class TreeStage(nn.Module):
                 graft_module(self, str(node.target), root.get_submodule(str(node.target)))
             elif node.op == "get_attr":
                 share(self, str(node.target), root)
-        self.training = root.training
+        self.training: bool = root.training
 
     graph: fx.Graph
     # A module may use a weight in several places without showing it.
