@@ -13,9 +13,9 @@ from torch import nn
 from intarsia.engines.graph_rewrites import (
     REWRITES,
     apply_rewrites,
-    epilogues,
+    fused_products,
     measured,
-    split_products,
+    products,
 )
 
 aten = torch.ops.aten
@@ -170,7 +170,7 @@ class Conv1D(nn.Module):
 def test_activations_of_products(
     product: nn.Module, activation: nn.Module, gelu: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epilogues, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(fused_products, "_on_gpu", lambda node: True)
     module = lowered(nn.Sequential(product, activation), torch.randn(2, 3, 8))
     assert apply_rewrites(module, ["activation_epilogues"]) == {"activation_epilogues": int(gelu is not None)}
     fused = [n.args[3] for n in module.graph.nodes if n.target is torch.ops.intarsia.addmm_activation.default]
@@ -187,7 +187,7 @@ def test_a_product_that_is_read_elsewhere_keeps_its_activation(monkeypatch: pyte
             y = self.product(x)
             return NewGelu()(y) + y
 
-    monkeypatch.setattr(epilogues, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(fused_products, "_on_gpu", lambda node: True)
     assert apply_rewrites(lowered(Both(), torch.randn(2, 8)), ["activation_epilogues"]) == {
         "activation_epilogues": 0
     }
@@ -254,7 +254,7 @@ def test_split_products(model: nn.Module, count: int, slices: int, monkeypatch: 
     module = lowered(model, x)
     with torch.no_grad():
         expected = module(x)
-        assert split_products.split_by(module, lambda *given: slices) == count
+        assert products.split_by(module, lambda *given: slices) == count
         for node in module.graph.find_nodes(op="call_function", target=aten.bmm.dtype):
             node.target, node.args = aten.bmm.default, node.args[:2]
         module.recompile()
@@ -265,11 +265,11 @@ def test_split_products(model: nn.Module, count: int, slices: int, monkeypatch: 
 def test_slices_of_weights_are_views_of_them() -> None:
     module = lowered(Residuals(), torch.randn(2, 3, 8))
     before = {value.untyped_storage().data_ptr() for value in module.buffers()}
-    split_products.split_by(module, lambda *given: 2)
+    products.split_by(module, lambda *given: 2)
     sliced = [value for name, value in module.named_buffers() if name.startswith("_sliced")]
     assert len(sliced) == 2
     assert {value.untyped_storage().data_ptr() for value in sliced} <= before
 
 
 def test_products_on_the_cpu_are_not_measured() -> None:
-    assert split_products.measured_slices(128, 768, 3072, torch.float16, torch.device("cpu")) == 1
+    assert products.measured_slices(128, 768, 3072, torch.float16, torch.device("cpu")) == 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import intarsia
-from intarsia.engines.graph_rewrites.batch_norm import fold_batch_norms
+from intarsia.engines.graph_rewrites.convolutions import fold_batch_norms
 
 IMAGE, ROWS = (1, 4, 2, 2), (1, 4)
 

@@ -133,7 +133,7 @@ fast = intarsia.load(sys.argv[1])
 assert fast.plan.engines == ("mnn",), fast.plan
 torch.save(fast(torch.load(sys.argv[2])), sys.argv[3])
 assert not any(name.startswith(("MNN.tools", "aliyun")) for name in sys.modules)
-assert "intarsia.engines.mnn.converter" not in sys.modules, "a packed program is not converted again"
+assert "intarsia.engines.mnn.layers" not in sys.modules, "a packed program is not converted again"
 """
     torch.save(X, tmp_path / "x.pt")
     paths = [str(tmp_path / name) for name in ("images.intarsia", "x.pt", "y.pt")]

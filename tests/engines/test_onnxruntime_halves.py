@@ -17,7 +17,7 @@ from tests.convert.one_node import answers, network_of
 from torch import nn
 
 import intarsia
-from intarsia.engines.onnxruntime.halves import compute_in_float32
+from intarsia.engines.onnxruntime.corrections import compute_in_float32
 from intarsia.engines.onnxruntime.model import guarded
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network

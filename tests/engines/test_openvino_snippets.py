@@ -12,7 +12,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import intarsia
 from intarsia.engines import OpenVINO
-from intarsia.engines.openvino.snippets import settings
+from intarsia.engines.openvino.core import settings
 
 openvino = pytest.importorskip("openvino")
 ov = pytest.importorskip("openvino.opset13")

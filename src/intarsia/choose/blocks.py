@@ -18,8 +18,8 @@ from intarsia.graph.line import Line, placement_line
 from intarsia.graph.nodes import module_path, op_name
 from intarsia.graph.piece import Piece, extract
 from intarsia.graph.plan import Plan
-from intarsia.partition.atomic import find_groups
 from intarsia.partition.blocks import work
+from intarsia.partition.constrain import find_groups
 from intarsia.partition.options import Atomic
 
 _FIRST = (

@@ -22,8 +22,7 @@ from intarsia.choose.findings import Trial
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import MOVED
 from intarsia.engines import Engine, Program, Workload
-from intarsia.graph.devices import uses_gpu
-from intarsia.graph.nodes import is_control_flow
+from intarsia.graph.nodes import is_control_flow, uses_gpu
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
 from intarsia.partition.constrain import constrain
 from intarsia.runtime.compiled import Compiled

@@ -66,7 +66,7 @@ def _to_json(port: Port) -> list[Any]:
 
 
 def _from_json(name: str, dtype: str, shape: list[int] | None) -> Port:
-    found = getattr(torch, str(dtype))
-    if not isinstance(found, torch.dtype):
+    match = getattr(torch, str(dtype))
+    if not isinstance(match, torch.dtype):
         raise ValueError(f"{dtype} is no dtype")
-    return Port(str(name), found, None if shape is None else tuple(int(size) for size in shape))
+    return Port(str(name), match, None if shape is None else tuple(int(size) for size in shape))

@@ -29,10 +29,10 @@ def with_quantize_layers(net: Network) -> Network:
     """
     copy = Network.of(net.graph.clone())
     for layer in list(copy.get_layers()):
-        found = _rounding(layer)
-        if found is None:
+        match = _rounding(layer)
+        if match is None:
             continue
-        x, scale, zero_point = found
+        x, scale, zero_point = match
         (old,) = layer.get_outputs()
         with net_guard(copy), copy.before(layer):
             step = _own_scale(old, scale) or F.constant(scale, x.dtype)

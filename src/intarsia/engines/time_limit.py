@@ -25,7 +25,7 @@ def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
     """
     if seconds is None:
         return work()
-    made: list[T] = []
+    results: list[T] = []
     failed: list[BaseException] = []
     threads, grad, inference = (
         torch.get_num_threads(),
@@ -40,7 +40,7 @@ def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
             if torch.get_num_threads() != threads:  # what belongs to a thread is as it is in the caller's
                 torch.set_num_threads(threads)
             with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.cuda.stream(stream):
-                made.append(work())
+                results.append(work())
         except BaseException as error:
             failed.append(error)
 
@@ -51,4 +51,4 @@ def within(seconds: float | None, what: str, work: Callable[[], T]) -> T:
         raise OutOfTime(f"{what} did not end within {seconds:g} s; it is left behind")
     if failed:
         raise failed[0]
-    return made[0]
+    return results[0]

@@ -81,12 +81,12 @@ class PartitionOptions:
                 raise PartitionError(f"memory_budget of {engine} is {budget!r} bytes; it must be at least 1")
 
 
-def _names(option: str, given: Any) -> tuple[Any, ...]:
+def _names(option: str, source: Any) -> tuple[Any, ...]:
     """A list of names, read once: an iterator gives its items to the first who asks."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        example = [given] if isinstance(given, str) else ["aten::relu"]
-        raise PartitionError(f"{option}={given!r} is not a list of names; give e.g. {example!r}")
-    return tuple(given)
+    if isinstance(source, str) or not isinstance(source, Iterable):
+        example = [source] if isinstance(source, str) else ["aten::relu"]
+        raise PartitionError(f"{option}={source!r} is not a list of names; give e.g. {example!r}")
+    return tuple(source)
 
 
 def _given_to(engine: str, names: Any) -> tuple[OpName, ...]:

@@ -150,12 +150,12 @@ class Driver:
             level.undecided[node, number] = len(self._log)
         return False
 
-    def _act(self, entry: Entry, node: ir.Node, found: Any) -> bool:
+    def _act(self, entry: Entry, node: ir.Node, match: Any) -> bool:
         """Let a pattern act where it matches; whether it did."""
         label, inputs = entry.label, node.inputs
         loop = self._loop(label, node)
         try:
-            change = attempt(self.net, entry.pattern, node, found, keep=loop is None)
+            change = attempt(self.net, entry.pattern, node, match, keep=loop is None)
         except RewriteError as error:
             if self._strict:
                 raise

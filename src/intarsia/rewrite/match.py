@@ -1,4 +1,4 @@
-"""Matching terms against a network, with backtracking, and the reason of the nearest miss."""
+"""Matching a term against a network: what it is bound to, or why the nearest try failed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import onnx_ir as ir
 
 from intarsia.network.ops import COMMUTATIVE
 from intarsia.network.text import kind_of
-from intarsia.rewrite.bindings import Bindings, outside_read
-from intarsia.rewrite.equality import holds, is_transparent, odd_attribute, see_through
 from intarsia.rewrite.term import (
     Either,
     Maybe,
@@ -20,9 +18,59 @@ from intarsia.rewrite.term import (
     Root,
     Term,
     Var,
+    holds,
+    is_transparent,
     kinds,
+    odd_attribute,
+    see_through,
     symmetric_operators,
 )
+
+# What a pattern is bound to where it matches: its variables, its layers, and who else reads of them.
+
+
+class Bindings:
+    """One way a pattern matches: variables, named layers, and the layers of the match."""
+
+    __slots__ = ("layers", "nodes", "roots", "variables")
+
+    def __init__(self, *roots: ir.Value) -> None:
+        self.variables: dict[str, ir.Value | None] = {}
+        self.nodes: dict[OpTerm, ir.Node] = {}
+        self.layers: dict[ir.Node, bool] = {}  # whether others may read it
+        self.roots = list(roots)
+
+    def copy(self) -> Bindings:
+        other = Bindings()
+        other.variables, other.nodes = dict(self.variables), dict(self.nodes)
+        other.layers, other.roots = dict(self.layers), list(self.roots)
+        return other
+
+
+def outside_read(state: Bindings) -> tuple[Any, ...] | None:
+    """What layers outside the match read of it besides its outputs: a message and its parts, or None."""
+    layers, roots = state.layers, state.roots
+    for node, shared in layers.items():
+        if shared:
+            continue
+        for value in node.outputs:
+            if value in roots:
+                continue
+            if value.is_graph_output():
+                return ("{} is an output of the network", value)
+            uses = value.uses()
+            if len(uses) <= 1 and len(node.outputs) == 1:
+                continue  # the one reader is the layer of the match it was reached from
+            if len(uses) > sum(len(other.inputs) for other in layers):
+                return ("{} is read by {} layers", value, len(uses))
+            for user, _ in uses:
+                if user not in layers:
+                    return ("{} is also read by {}", value, user)
+    return None
+
+
+# Matching terms against a network, with backtracking, and the reason of the nearest miss.
+
 
 _SOLUTIONS = 16  # ways to match one layer that are tried before giving up
 _READERS = 64  # readers of a tensor among which a further output of a pattern is looked for

@@ -8,15 +8,14 @@ import torch
 from torch import fx, nn
 
 from intarsia.engines.graph_rewrites.attention import flash_attention
-from intarsia.engines.graph_rewrites.batch_norm import fold_batch_norms
-from intarsia.engines.graph_rewrites.channels_last import channels_last
-from intarsia.engines.graph_rewrites.cudnn import fuse_convolutions
-from intarsia.engines.graph_rewrites.epilogues import activation_epilogues
-from intarsia.engines.graph_rewrites.merged_products import merge_products
-from intarsia.engines.graph_rewrites.patch_convolution import patch_convolutions_as_products
-from intarsia.engines.graph_rewrites.row_products import row_products
-from intarsia.engines.graph_rewrites.split_products import split_products
-from intarsia.engines.graph_rewrites.vector_products import vector_products
+from intarsia.engines.graph_rewrites.convolutions import (
+    channels_last,
+    fold_batch_norms,
+    fuse_convolutions,
+    patch_convolutions_as_products,
+)
+from intarsia.engines.graph_rewrites.fused_products import activation_epilogues, row_products
+from intarsia.engines.graph_rewrites.products import merge_products, split_products, vector_products
 
 Rewrite = Callable[[fx.GraphModule], int]
 

@@ -29,12 +29,12 @@ def attach(module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument of an operator by the name its schema gives it, defaults filled in."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for place, argument in enumerate(node.target._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
-        given = node.args[place] if place < len(node.args) else default
-        found[argument.name] = node.kwargs.get(argument.name, given)
-    return found
+        source = node.args[place] if place < len(node.args) else default
+        results[argument.name] = node.kwargs.get(argument.name, source)
+    return results
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
@@ -44,10 +44,10 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
     """The sizes a node is known to have, where all of them are numbers."""
-    made = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(made, torch.Tensor) or not all(isinstance(size, int) for size in made.shape):
+    described = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(described, torch.Tensor) or not all(isinstance(size, int) for size in described.shape):
         return None
-    return tuple(made.shape)
+    return tuple(described.shape)
 
 
 def pair(value: Any) -> list[int]:

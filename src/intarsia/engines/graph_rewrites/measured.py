@@ -27,27 +27,27 @@ def paying(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
     if isinstance(known, list) and all(name in names for name in known):
         return tuple(known)
     try:
-        kept = _measured(module, names)
+        remaining = _measured(module, names)
     except RuntimeError as error:  # no room for it, or nothing that a CUDA graph can hold
         said = next(iter(str(error).splitlines()), "")
         warnings.warn(
             f"rewrites could not be measured, so all are made: {type(error).__name__}: {said}", stacklevel=3
         )
         return tuple(names)
-    store.update({key: list(kept)})
-    return kept
+    store.update({key: list(remaining)})
+    return remaining
 
 
 def _measured(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
-    kept: tuple[str, ...] = ()
-    best = _recorded(module, kept)
+    remaining: tuple[str, ...] = ()
+    best = _recorded(module, remaining)
     for name in names:
-        if not apply_rewrites(own_copy(module), (*kept, name))[name]:
+        if not apply_rewrites(own_copy(module), (*remaining, name))[name]:
             continue
-        tried = _recorded(module, (*kept, name))
+        tried = _recorded(module, (*remaining, name))
         if ratio(tried, best) < PAYS:
-            kept, best = (*kept, name), tried
-    return kept
+            remaining, best = (*remaining, name), tried
+    return remaining
 
 
 def _recorded(module: fx.GraphModule, names: Sequence[str]) -> Callable[[], float]:
@@ -68,8 +68,8 @@ def _key(module: fx.GraphModule, names: Sequence[str]) -> str:
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {package_version('intarsia')}"]
     lines += names
     for node in module.graph.nodes:
-        made = node.meta.get("val")
-        values = made if isinstance(made, list | tuple) else [made]
+        described = node.meta.get("val")
+        values = described if isinstance(described, list | tuple) else [described]
         laid_out = [
             (value.dtype, tuple(value.shape), tuple(value.stride()))
             for value in values

@@ -27,15 +27,15 @@ REACH = 1 - 2**-10
 _DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
-class _Told(NamedTuple):
+class _Record(NamedTuple):
     of: weakref.ref[torch.Tensor]
-    version: int  # the count of writes when it was told
+    version: int  # the count of writes when it was recorded
     squares: float
 
 
 # By the identity of tensors. torch has a dictionary for it, which takes ten times as long to find one, and a
 # token looks for two in every layer.
-_told: dict[int, _Told] = {}
+_records: dict[int, _Record] = {}
 
 
 def squares_of(array: np.ndarray[Any, Any]) -> float:
@@ -51,7 +51,7 @@ def squares_of(array: np.ndarray[Any, Any]) -> float:
 def tell_zeros(tensor: torch.Tensor) -> None:
     """Say that a tensor holds zeros alone."""
     if _is_countable(tensor):
-        _tell(tensor, 0.0)
+        _record(tensor, 0.0)
 
 
 def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -59,7 +59,7 @@ def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     stack = torch.stack([*parts])
     squares = [known_squares(part) for part in parts]
     if _is_countable(stack) and None not in squares:
-        _tell(stack, sum(number for number in squares if number is not None))
+        _record(stack, sum(number for number in squares if number is not None))
     return stack
 
 
@@ -77,12 +77,12 @@ def write(tensor: torch.Tensor, place: tuple[Any, ...], values: torch.Tensor) ->
     (25.0, [0.0, 3.0, 4.0, 0.0])
     >>> known_squares(memory.mul_(2))
     """
-    told = _known(tensor)
+    record = _known(tensor)
     part = tensor[place]
-    if told is None:
+    if record is None:
         part.copy_(values)
         return
-    whole = told.of()
+    whole = record.of()
     assert whole is not None  # it is the tensor, or what the tensor is a part of
     if _is_alike(values, part):  # it lies together, as a part of a longer memory does not
         added = squares_of(values.detach().numpy())
@@ -90,7 +90,7 @@ def write(tensor: torch.Tensor, place: tuple[Any, ...], values: torch.Tensor) ->
     else:
         part.copy_(values)
         added = squares_of(part.detach().numpy())
-    _tell(whole, told.squares + added)
+    _record(whole, record.squares + added)
 
 
 def _is_alike(values: torch.Tensor, part: torch.Tensor) -> bool:
@@ -101,42 +101,42 @@ def _is_alike(values: torch.Tensor, part: torch.Tensor) -> bool:
 
 def forget(tensor: torch.Tensor) -> None:
     """Know nothing of a tensor any more: others have it, who may write to it unseen."""
-    _told.pop(id(tensor), None)
+    _records.pop(id(tensor), None)
     if tensor._base is not None:
-        _told.pop(id(tensor._base), None)
+        _records.pop(id(tensor._base), None)
 
 
 def known_squares(tensor: torch.Tensor) -> float | None:
     """The most that the squares of a tensor add up to; None where it is not known."""
-    told = _known(tensor)
-    return None if told is None else told.squares
+    record = _known(tensor)
+    return None if record is None else record.squares
 
 
-def _known(tensor: torch.Tensor) -> _Told | None:
-    """What was told of a tensor, or of what it is a part of: a view, whose writes are counted together."""
-    told = _told.get(id(tensor))
-    if told is None:
+def _known(tensor: torch.Tensor) -> _Record | None:
+    """What is recorded of a tensor, or of what it is a part of: a view, whose writes are counted together."""
+    record = _records.get(id(tensor))
+    if record is None:
         base = tensor._base
-        if base is None or (told := _told.get(id(base))) is None or told.of() is not base:
+        if base is None or (record := _records.get(id(base))) is None or record.of() is not base:
             return None
-    elif told.of() is not tensor:
+    elif record.of() is not tensor:
         return None
-    return told if told.version == tensor._version else None
+    return record if record.version == tensor._version else None
 
 
-def _tell(tensor: torch.Tensor, squares: float) -> None:
-    key, told = id(tensor), _told.get(id(tensor))
-    of = told.of if told is not None and told.of() is tensor else weakref.ref(tensor, _forgetting(key))
-    _told[key] = _Told(of, tensor._version, squares)
+def _record(tensor: torch.Tensor, squares: float) -> None:
+    key, record = id(tensor), _records.get(id(tensor))
+    of = record.of if record is not None and record.of() is tensor else weakref.ref(tensor, _forgetting(key))
+    _records[key] = _Record(of, tensor._version, squares)
 
 
 def _forgetting(key: int) -> Callable[[weakref.ref[torch.Tensor]], None]:
     """What takes an entry out when its tensor ends, unless another tensor has its place by then."""
 
     def forget_dead(dead: weakref.ref[torch.Tensor]) -> None:
-        told = _told.get(key)
-        if told is not None and told.of is dead:
-            _told.pop(key, None)
+        record = _records.get(key)
+        if record is not None and record.of is dead:
+            _records.pop(key, None)
 
     return forget_dead
 
@@ -183,18 +183,18 @@ def _wide(array: Array) -> Array:
     return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
-def told_of(broken: Sequence[AnyGuard], names: Sequence[str], tensors: Sequence[Any]) -> str:
+def sentence_about(broken: Sequence[AnyGuard], names: Sequence[str], tensors: Sequence[Any]) -> str:
     """What does not hold, in a sentence, with the values of inputs."""
-    told = []
+    clauses = []
     for guard in broken[:3]:
         name = guard.tensors[0]
-        told.append(f"{guard}{_values(tensors[names.index(name)]) if name in names else ''}")
-    return ", and ".join(told)
+        clauses.append(f"{guard}{_values(tensors[names.index(name)]) if name in names else ''}")
+    return ", and ".join(clauses)
 
 
-def _values(given: Any) -> str:
-    if not isinstance(given, torch.Tensor) or not given.numel():
-        return f"; it is {given}"
-    low, high = torch.aminmax(given)
-    said = f"{low:g} to {high:g}" if given.is_floating_point() else f"{int(low)} to {int(high)}"
+def _values(source: Any) -> str:
+    if not isinstance(source, torch.Tensor) or not source.numel():
+        return f"; it is {source}"
+    low, high = torch.aminmax(source)
+    said = f"{low:g} to {high:g}" if source.is_floating_point() else f"{int(low)} to {int(high)}"
     return f"; it holds {said}"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-
-# The kinds of guard: each says which tensors it watches, and in words what must hold of them.
 
 
 # The longest dimension an input may have where sizes vary; checked at the call.
@@ -38,22 +35,6 @@ class ValueGuard:
         if self.high == float("inf"):
             return f"{self.tensor} must not hold NaN"
         return f"{self.tensor} must lie between {self.low:.10g} and {self.high:.10g}"
-
-
-@dataclass(frozen=True)
-class Largest:
-    """No element of a tensor exceeds a bound; `signed`, in magnitude. NaN is looked for by others."""
-
-    tensor: str
-    high: float
-    signed: bool
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        return (self.tensor,)
-
-    def __str__(self) -> str:
-        return f"{self.tensor} must be at most {self.high:.10g}{' in magnitude' if self.signed else ''}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +98,7 @@ class Quotient:
         return f"{self.tensor} must be finite, and less than 2**24 times {self.divisor}"
 
 
-AnyGuard = ValueGuard | Largest | NonZero | Product | Index | Quotient
+AnyGuard = ValueGuard | NonZero | Product | Index | Quotient
 
 
 @dataclass
@@ -137,11 +118,7 @@ class Guards:
 # Guards as a program looks at them: those of inputs, and those the engine computes a number for.
 
 
-_KINDS = {kind.__name__: kind for kind in (ValueGuard, Largest, NonZero, Product, Index, Quotient)}
-
-
-def _none() -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.zeros(0, np.float32)
+_KINDS = {kind.__name__: kind for kind in (ValueGuard, NonZero, Product, Index, Quotient)}
 
 
 @dataclass(frozen=True)
@@ -150,36 +127,36 @@ class Checks:
 
     >>> one = Checks({"x": [ValueGuard("x", 0.0, 5.0)]}, [NonZero("y")], np.array([0.5], np.float32))
     >>> again = Checks.from_json(one.as_json())
-    >>> again.given == one.given, again.made == one.made, again.most
+    >>> again.inputs == one.inputs, again.computed == one.computed, again.limits
     (True, True, array([0.5], dtype=float32))
     """
 
-    given: dict[str, list[ValueGuard]] = field(default_factory=dict)
-    made: list[AnyGuard] = field(default_factory=list)
-    most: np.ndarray[Any, np.dtype[np.float32]] = field(default_factory=_none)
+    inputs: dict[str, list[ValueGuard]] = field(default_factory=dict)
+    computed: list[AnyGuard] = field(default_factory=list)
+    limits: np.ndarray[Any, np.dtype[np.float32]] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for a file."""
         return {
-            "given": {name: [_to_json(guard) for guard in guards] for name, guards in self.given.items()},
-            "made": [_to_json(guard) for guard in self.made],
-            "most": [repr(float(most)) for most in self.most],
+            "given": {name: [_to_json(guard) for guard in guards] for name, guards in self.inputs.items()},
+            "made": [_to_json(guard) for guard in self.computed],
+            "most": [repr(float(limit)) for limit in self.limits],
         }
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Checks:
+    def from_json(values: Mapping[str, Any]) -> Checks:
         """What `as_json` wrote; LookupError, TypeError or ValueError for anything else."""
-        given: dict[str, list[ValueGuard]] = {}
-        for name, guards in found["given"].items():
-            made = [_from_json(guard) for guard in guards]
-            if not all(isinstance(guard, ValueGuard) for guard in made):
+        inputs: dict[str, list[ValueGuard]] = {}
+        for name, items in values["given"].items():
+            guards = [_from_json(item) for item in items]
+            inputs[name] = [guard for guard in guards if isinstance(guard, ValueGuard)]
+            if len(inputs[name]) < len(guards):
                 raise ValueError(f"{name} has a guard that is none of an input")
-            given[name] = [guard for guard in made if isinstance(guard, ValueGuard)]
-        most = np.array([float(item) for item in found["most"]], dtype=np.float32)
-        checks = Checks(given, [_from_json(guard) for guard in found["made"]], most)
-        if len(checks.made) != len(most):
-            raise ValueError(f"{len(checks.made)} guards have {len(most)} limits")
-        return checks
+        computed = [_from_json(item) for item in values["made"]]
+        limits = np.array([float(item) for item in values["most"]], dtype=np.float32)
+        if len(computed) != len(limits):
+            raise ValueError(f"{len(computed)} guards have {len(limits)} limits")
+        return Checks(inputs, computed, limits)
 
 
 def _to_json(guard: AnyGuard) -> dict[str, Any]:
@@ -189,17 +166,15 @@ def _to_json(guard: AnyGuard) -> dict[str, Any]:
     return {"kind": type(guard).__name__, **fields}  # infinity has no number in JSON
 
 
-def _from_json(found: Mapping[str, Any]) -> AnyGuard:
-    kind, given = _KINDS[found["kind"]], {name: value for name, value in found.items() if name != "kind"}
-    if kind is Index:
-        return Index(str(given["tensor"]), str(given["data"]), tuple(int(axis) for axis in given["axes"]))
-    if kind is ValueGuard:
-        low, high = float(given["low"]), float(given["high"])
-        return ValueGuard(str(given["tensor"]), low, high, bool(given["total"]))
-    if kind is Largest:
-        return Largest(str(given["tensor"]), float(given["high"]), bool(given["signed"]))
-    if kind is Product:
-        return Product(str(given["one"]), str(given["other"]), float(given["high"]))
-    if kind is NonZero:
-        return NonZero(str(given["tensor"]))
-    return Quotient(str(given["tensor"]), str(given["divisor"]))
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "str": str,
+    "float": float,
+    "bool": bool,
+    "tuple[int, ...]": lambda axes: tuple(map(int, axes)),
+}
+
+
+def _from_json(item: Mapping[str, Any]) -> AnyGuard:
+    kind = _KINDS[item["kind"]]
+    guard: AnyGuard = kind(**{f.name: _READERS[str(f.type)](item[f.name]) for f in fields(kind)})
+    return guard

@@ -10,16 +10,54 @@ its fusions, for values that do not come. A network of a hundred layers needs a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import onnx_ir as ir
 
 from intarsia.engines.guards.constants import divides_by_floats, may_be_denormal, merged_out_of_range
 from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
-from intarsia.engines.guards.kinds import LONGEST_INPUT, Guards, Index, NonZero, Product, ValueGuard
-from intarsia.engines.guards.limits import Limits
+from intarsia.engines.guards.kinds import LONGEST_INPUT, AnyGuard, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network.ops import KEEPS_VALUES
+
+# What an engine says of its kernels: the values they treat as PyTorch does.
+
+
+FINITE = Interval(-(2.0**100), 2.0**100)
+
+
+def of_rounded_product(layer: Layer, index: int) -> Interval | None:
+    """What can be rounded to integers: by `QuantizeLinear`, or by a kernel whose weight is constant.
+
+    A row is scaled by its largest magnitude: of NaN and infinities nothing sensible is left.
+    """
+    if layer.kind == "QuantizeLinear" and index == 0:
+        return FINITE  # which integer NaN becomes differs
+    if layer.kind not in ("MatMul", "Gemm") or index != 0:
+        return None
+    weight = layer.get_inputs(1)[0]
+    return FINITE if weight is not None and weight.value.const_value is not None else None
+
+
+class Limits(Protocol):
+    """An engine's own; what it does not speak of, it computes rightly."""
+
+    engine: str
+    by_reciprocals: bool  # divides by multiplying, so that a denormal divisor overflows
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        """Which floats a layer can be given at an input; None for any."""
+
+    def integers(self, layer: Layer) -> Interval | None:
+        """Which integers a layer computes rightly; None for all of them."""
+
+    def index_axes(self, layer: Layer) -> Sequence[int] | None:
+        """The axes that a layer's indices point into, where its kernel does not check them."""
+
+    def others(self, layer: Layer) -> Sequence[AnyGuard]:
+        """What else must hold for a layer of floats."""
+
 
 # Inputs of these are looked at before the engine runs.
 LOOKED_AT = frozenset({ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64})
@@ -74,23 +112,23 @@ class _Planner:
             self.stand_divisors(layer)
             self.stand_indices(layer)
             self.stand_integers(layer)
-            made = self.bound(layer, self.results(layer))
-            made = self.hold_integers(layer, made)
-            self.known.update(zip((t.value for t in layer.get_outputs()), made, strict=True))
+            ranges = self.bound(layer, self.results(layer))
+            ranges = self.hold_integers(layer, ranges)
+            self.known.update(zip((t.value for t in layer.get_outputs()), ranges, strict=True))
             if layer.kind in ("Shape", "Size") or self.is_of_sizes(layer):
                 self.guards.sizes.update(t.name for t in layer.get_outputs())
         return self.guards
 
-    def results(self, layer: Layer, given: dict[Tensor, Interval] | None = None) -> list[Interval]:
-        instead = given or {}
-        found = [
+    def results(self, layer: Layer, bounded: dict[Tensor, Interval] | None = None) -> list[Interval]:
+        instead = bounded or {}
+        operands = [
             None if tensor is None or is_weight(layer, tensor) else instead.get(tensor) or self.range(tensor)
             for tensor in layer.get_inputs()
         ]
-        made = layer_ranges(layer, found)
+        ranges = layer_ranges(layer, operands)
         if layer.kind == "Shape" and self.is_input_size(layer):
-            made = [made[0].cut(Interval(0, LONGEST_INPUT))] if made[0].high > LONGEST_INPUT else made
-        return made
+            ranges = [ranges[0].cut(Interval(0, LONGEST_INPUT))] if ranges[0].high > LONGEST_INPUT else ranges
+        return ranges
 
     def range(self, tensor: Tensor) -> Interval:
         # Weights are looked at only where floats matter, for that takes time.
@@ -258,14 +296,14 @@ class _Planner:
 
     def require(self, layer: Layer, tensor: Tensor, allowed: Interval) -> None:
         """Let a tensor lie inside an interval from here on, by a guard if it is not known to."""
-        found = self.range(tensor)
-        if found.within(allowed) or 0 in tensor.shape:
+        interval = self.range(tensor)
+        if interval.within(allowed) or 0 in tensor.shape:
             return
         if tensor.constant is not None:
             if layer.kind == "Slice":
                 return  # a position that means "to the end"
             raise EngineError(
-                f"a constant of {layer.kind} holds {_values(found)};"
+                f"a constant of {layer.kind} holds {_values(interval)};"
                 f" {self.limits.engine} computes it rightly from {allowed.low} to {allowed.high}"
             )
         room = _roomy(allowed) if tensor.dtype in LONG else allowed
@@ -307,41 +345,41 @@ def _indices(size: int) -> Interval:
     return Interval(-size, size - 1)
 
 
-def _fits(tensors: Sequence[Tensor], made: Sequence[Interval], limit: Interval) -> bool:
+def _fits(tensors: Sequence[Tensor], intervals: Sequence[Interval], limit: Interval) -> bool:
     return all(
         tensor.dtype not in LONG or interval.within(limit)
-        for tensor, interval in zip(tensors, made, strict=True)
+        for tensor, interval in zip(tensors, intervals, strict=True)
     )
 
 
-def _values(found: Interval) -> str:
-    if found.nan:
+def _values(interval: Interval) -> str:
+    if interval.nan:
         return "NaN"
-    return str(found.low) if found.low == found.high else f"{found.low} to {found.high}"
+    return str(interval.low) if interval.low == interval.high else f"{interval.low} to {interval.high}"
 
 
 def _chain(tensor: Tensor) -> list[Tensor]:
     """A tensor, and those before it that hold the same elements, up to where they come from."""
-    found = [tensor]
+    chain = [tensor]
     while True:
-        parent = found[-1].get_parent()
+        parent = chain[-1].get_parent()
         if parent is None or parent.kind not in _HANDED_ON:
-            return found
+            return chain
         source = parent.get_inputs(0)[0]
         if source is None or source.dtype not in LONG or source.constant is not None:
-            return found
-        found.append(source)
+            return chain
+        chain.append(source)
 
 
 def _read_layers(net: Network) -> list[Layer]:
     """The layers that the outputs depend on; engines drop the others."""
     needed = {tensor.value for tensor in net.get_outputs()}
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for layer in reversed(list(net.get_layers())):
         if any(tensor.value in needed for tensor in layer.get_outputs()):
             needed.update(tensor.value for tensor in layer.get_inputs() if tensor is not None)
-            found.append(layer)
-    return found[::-1]
+            layers.append(layer)
+    return layers[::-1]
 
 
 def _wanted(layers: Sequence[Layer], limits: Limits) -> set[ir.Value]:

@@ -1,4 +1,4 @@
-"""The one place that names TorchInductor's own module; it is imported when a piece is built, not before."""
+"""What TorchInductor makes of a graph; its own module is imported when a piece is built, not before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.engines.inductor.described import empty_like, has_fixed_sizes
+from intarsia.engines.inductor.described import LEAST, empty_like, has_fixed_sizes, too_small
 
 Compiled = Callable[..., Sequence[Any]]
 
@@ -23,18 +23,18 @@ def compile_graph(
     """What Inductor makes of a graph that it may change, for tensors as described."""
     import torch._inductor
 
-    made: Compiled
+    result: Compiled
     if all(map(has_fixed_sizes, described)):
         with torch.no_grad():
-            made = torch._inductor.compile(module, list(map(empty_like, described)), options=dict(options))
-        return made
+            result = torch._inductor.compile(module, list(map(empty_like, described)), options=dict(options))
+        return result
     from intarsia.engines.inductor.varying import VaryingInputs
 
     inputs = VaryingInputs(described)
     with torch.no_grad(), inputs.tracing():
-        made = torch._inductor.compile(module, inputs.tensors, options=dict(options))
+        result = torch._inductor.compile(module, inputs.tensors, options=dict(options))
     inputs.check()
-    return made
+    return result
 
 
 def package_graph(module: fx.GraphModule, example: Sequence[Any], options: Mapping[str, Any]) -> bytes:
@@ -68,3 +68,47 @@ def unknown_option(options: Mapping[str, Any]) -> str | None:
             hint = f"; near are {', '.join(near)}" if near else ""
             return f"Inductor of torch {torch.__version__} has no option {name!r}{hint}"
     return None
+
+
+# Calls of what Inductor compiled: its code presumes the strides that it was compiled for.
+
+
+class InductorProgram:
+    """A compiled graph; an input laid out otherwise is copied into the layout that it was compiled for.
+
+    That is contiguous where sizes vary. Of sizes below 2 its code knows nothing: calls of them run the graph
+    itself, operator by operator.
+    """
+
+    def __init__(
+        self, compiled: Compiled, described: Sequence[torch.Tensor], graph: fx.GraphModule | None = None
+    ) -> None:
+        self._compiled = compiled
+        self._strides = [tensor.stride() if has_fixed_sizes(tensor) else None for tensor in described]
+        varying = [
+            (place, axis)
+            for place, tensor in enumerate(described)
+            for axis, size in enumerate(tensor.shape)
+            if isinstance(size, torch.SymInt) and too_small(size) is not None
+        ]
+        self._small = (graph, varying) if graph is not None and varying else None
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        if self._small is not None:
+            graph, varying = self._small
+            if any(inputs[place].shape[axis] < LEAST for place, axis in varying):
+                with torch.no_grad():
+                    return tuple(graph(*inputs))
+        laid_out = [
+            tensor if tensor.stride() == strides else _restride(tensor, strides)
+            for tensor, strides in zip(inputs, self._strides, strict=True)
+        ]
+        with torch.no_grad():
+            return tuple(self._compiled(*laid_out))
+
+
+def _restride(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    if strides is None:
+        return tensor.contiguous()
+    result = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return result.copy_(tensor)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.graph.devices import uses_gpu
+from intarsia.graph.nodes import uses_gpu
 
 LEAST = 2  # of a size that is a symbol of Inductor's: 0 and 1 are numbers there
 
@@ -23,8 +23,8 @@ def unfit_size(node: fx.Node) -> str | None:
     A size that is computed from others, such as one less than another, is known by those. On a GPU sizes
     below 2 may be: there the graph itself, in a CUDA graph, answers such calls.
     """
-    made = node.meta.get("val")
-    values = made if isinstance(made, list | tuple) else [made]
+    described = node.meta.get("val")
+    values = described if isinstance(described, list | tuple) else [described]
     sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
     for size in (*sizes, *values):
         if not isinstance(size, torch.SymInt):
@@ -46,8 +46,8 @@ def too_small(size: torch.SymInt) -> str | None:
 
 def bounds(size: torch.SymInt) -> tuple[Any, Any]:
     """The least and the largest that a size may be; the latter may be without bound."""
-    found = size.node.shape_env.bound_sympy(size.node.expr)
-    return found.lower, found.upper
+    match = size.node.shape_env.bound_sympy(size.node.expr)
+    return match.lower, match.upper
 
 
 def empty_like(described: torch.Tensor) -> torch.Tensor:

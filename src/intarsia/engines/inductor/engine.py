@@ -25,9 +25,14 @@ from intarsia.engines.graph_rewrites import (
     has_only_one_row_products,
     own_copy,
 )
-from intarsia.engines.inductor.compiler import compile_graph, package_graph, read_package, unknown_option
+from intarsia.engines.inductor.compiler import (
+    InductorProgram,
+    compile_graph,
+    package_graph,
+    read_package,
+    unknown_option,
+)
 from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
-from intarsia.engines.inductor.program import InductorProgram
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
 
@@ -118,8 +123,8 @@ class Inductor(GraphEngine):
         for read in (*node.all_input_nodes, node):
             if (reason := unfit_size(read)) is not None:
                 return reason
-        made = node.meta.get("val")
-        for value in made if isinstance(made, list | tuple) else [made]:
+        described = node.meta.get("val")
+        for value in described if isinstance(described, list | tuple) else [described]:
             if isinstance(value, torch.SymInt):
                 continue  # a size, which others of its piece read
             if not isinstance(value, torch.Tensor):

@@ -33,7 +33,7 @@ class VaryingInputs:
     def __init__(self, described: Sequence[torch.Tensor]) -> None:
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
-        self.tensors = [self._tensor(value) for value in described]
+        self.tensors: list[Any] = [self._tensor(value) for value in described]
         known: dict[str, torch.SymInt] = {}
         for value, tensor in zip(described, self.tensors, strict=True):
             for old, new in zip(value.shape, tensor.shape, strict=True):
@@ -47,9 +47,9 @@ class VaryingInputs:
 
     def check(self) -> None:
         """EngineError where what was compiled would be right for some of the sizes only."""
-        found = [str(guard.expr) for guard in self._env.guards[self._told :]]
-        if found:
-            raise EngineError(f"its code would hold only where {' and '.join(found)}")
+        results = [str(guard.expr) for guard in self._env.guards[self._told :]]
+        if results:
+            raise EngineError(f"its code would hold only where {' and '.join(results)}")
 
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         sizes, strides = ([_hint(size) for size in sizes] for sizes in (value.shape, value.stride()))

@@ -18,7 +18,7 @@ from torch import nn
 from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
 from intarsia.engines.mnn.program import MnnProgram
 from intarsia.engines.ports import Ports
-from intarsia.engines.threads import thread_count
+from intarsia.engines.processor import thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -75,13 +75,13 @@ class MNN(NetworkEngine):
         reason = self.probe(net)
         if reason is not None:
             raise EngineError(reason)
-        from intarsia.engines.mnn.converter import converted
+        from intarsia.engines.mnn.layers import converted
 
         return self._program(converted(net), Ports.of(net))
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """MNN's own file, weights and all: it lays them out anew, so they cannot stay where they are."""
-        from intarsia.engines.mnn.converter import converted
+        from intarsia.engines.mnn.layers import converted
 
         return Packed(converted(net), {"ports": Ports.of(net).as_json()})
 
@@ -132,12 +132,12 @@ def _silent_stdout() -> Iterator[None]:
     flush = ctypes.CDLL(None).fflush
     with _stdout_lock:
         flush(None)
-        kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        remaining, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, 1)
             yield
         finally:
             flush(None)
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(remaining, 1)
+            os.close(remaining)
             os.close(nowhere)

@@ -11,8 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, ValueGuard
-from intarsia.engines.guards.limits import FINITE, of_rounded_product
-from intarsia.engines.guards.planner import LOOKED_AT
+from intarsia.engines.guards.planner import FINITE, LOOKED_AT, of_rounded_product
 from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
@@ -89,31 +88,31 @@ def add_checks(net: Network, model: Any, guards: Guards, *, look_at_inputs: bool
     """Let the model compute what is not looked at before it runs."""
     inputs = {t.name for t in net.get_inputs() if look_at_inputs and t.dtype in LOOKED_AT}
     types = {value.name: value.dtype for value in _values(net)}
-    given: dict[str, list[ValueGuard]] = {}
-    made: list[AnyGuard] = []
-    most: list[float] = []
+    on_inputs: dict[str, list[ValueGuard]] = {}
+    computed: list[AnyGuard] = []
+    limits: list[float] = []
     nodes = _Nodes(model.graph)
     numbers = []
     for guard in guards.all():
         if not isinstance(guard, ValueGuard):
             raise EngineError(f"a guard that ONNX Runtime has no layers for: {guard}")
         if guard.tensor in inputs:
-            given.setdefault(guard.tensor, []).append(guard)
+            on_inputs.setdefault(guard.tensor, []).append(guard)
             continue
         number, limit = _number(nodes, guard, types[guard.tensor])
-        made.append(guard)
-        most.append(limit)
+        computed.append(guard)
+        limits.append(limit)
         numbers.append(number)
     if numbers:
         flat = [nodes.add("Reshape", number, nodes.constant(np.array([1], np.int64))) for number in numbers]
         model.graph.node.append(helper.make_node("Concat", flat, [OUTPUT], axis=0))
         model.graph.output.append(helper.make_tensor_value_info(OUTPUT, TensorProto.FLOAT, [len(flat)]))
-    return Checks(given, made, np.array(most, dtype=np.float32))
+    return Checks(on_inputs, computed, np.array(limits, dtype=np.float32))
 
 
 def _values(net: Network) -> list[ir.Value]:
-    made = [value for layer in net.get_layers() for value in layer.node.outputs]
-    return [*(tensor.value for tensor in net.get_inputs()), *made]
+    outputs = [value for layer in net.get_layers() for value in layer.node.outputs]
+    return [*(tensor.value for tensor in net.get_inputs()), *outputs]
 
 
 def _number(nodes: _Nodes, guard: ValueGuard, dtype: ir.DataType | None) -> tuple[str, float]:

@@ -1,7 +1,9 @@
-"""Layers in the place of those that ONNX Runtime gets wrong: casts, signed zeros, reciprocals."""
+"""Layers in the place of those that ONNX Runtime gets wrong: casts, signed zeros, reciprocals, float16."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network, dtypes
-from intarsia.network.ops import KEEPS_VALUES
+from intarsia.network.ops import KEEPS_VALUES, MOVES_DATA
 
 # What a graph of ONNX's own format holds: bodies of its nodes, and the names that are read.
 
@@ -26,11 +28,11 @@ def bodies_in(node: Any) -> list[Any]:
 
 def names_read(graph: Any) -> set[str]:
     """Names that are read in a graph, in the bodies of its nodes too."""
-    found = {value.name for value in graph.output}
+    names = {value.name for value in graph.output}
     for node in graph.node:
-        found.update(node.input)
-        found.update(*map(names_read, bodies_in(node)))
-    return found
+        names.update(node.input)
+        names.update(*map(names_read, bodies_in(node)))
+    return names
 
 
 # Casts to integers that hold less than what is cast to them.
@@ -55,8 +57,8 @@ _SHORT = frozenset({
 def cast_through_int64(net: Network, model: Any) -> None:
     """Let floats become 64 bits before they become bytes, where it makes a difference."""
     wide = dtypes.FLOATS if is_arm() else {ir.DataType.DOUBLE}
-    made = [tensor for layer in net.get_layers() for tensor in layer.get_outputs()]
-    floats = {tensor.name for tensor in (*net.get_inputs(), *made) if tensor.dtype in wide}
+    tensors = [tensor for layer in net.get_layers() for tensor in layer.get_outputs()]
+    floats = {tensor.name for tensor in (*net.get_inputs(), *tensors) if tensor.dtype in wide}
     nodes: list[NodeProto] = []
     for node in model.graph.node:
         if _target(node) == TensorProto.UINT8 and node.input[0] in floats:
@@ -70,12 +72,12 @@ def cast_through_int64(net: Network, model: Any) -> None:
 
 def keep_casts_apart(graph: Any) -> None:
     """Put a layer that changes nothing between a cast and another of what it made."""
-    made = {node.output[0]: node for node in graph.node}
+    producers = {node.output[0]: node for node in graph.node}
     nodes: list[NodeProto] = []
     for node in graph.node:
         for body in bodies_in(node):
             keep_casts_apart(body)
-        middle = _cast_before(node, made)
+        middle = _cast_before(node, producers)
         if _target(node) in _SHORT or (_target(node), middle) == (TensorProto.FLOAT16, TensorProto.BFLOAT16):
             nodes += _copied(node, middle, graph)
         nodes.append(node)
@@ -83,12 +85,12 @@ def keep_casts_apart(graph: Any) -> None:
     graph.node.extend(nodes)
 
 
-def _cast_before(node: NodeProto, made: dict[str, NodeProto]) -> int:
-    """The dtype of the cast whose result a layer reads, be it moved; 0 where there is none."""
-    before = made.get(node.input[0]) if node.input else None
+def _cast_before(node: NodeProto, producers: dict[str, NodeProto]) -> int:
+    """The dtype of the cast whose producers a layer reads, be it moved; 0 where there is none."""
+    before = producers.get(node.input[0]) if node.input else None
     # ONNX Runtime may take such layers out, and then two casts are neighbours.
     while before is not None and before.op_type in KEEPS_VALUES:
-        before = made.get(before.input[0])
+        before = producers.get(before.input[0])
     return 0 if before is None else _target(before)
 
 
@@ -103,15 +105,15 @@ def _copied(node: NodeProto, dtype: int, graph: Any) -> list[NodeProto]:
     """Layers that give what a cast is given, and that no optimiser knows to do so; the cast reads them."""
     if dtype in (0, TensorProto.BOOL):
         return []
-    given, name = node.input[0], f"{_CAST}_{node.output[0]}"
+    source, name = node.input[0], f"{_CAST}_{node.output[0]}"
     node.input[0] = name
     if dtype in _FLOATS:
-        return [helper.make_node("Max", [given], [name], name=name)]
+        return [helper.make_node("Max", [source], [name], name=name)]
     if dtype == TensorProto.BFLOAT16:  # of which there are no extremes
-        wide = helper.make_node("Cast", [given], [f"{name}_wide"], name=f"{name}_wide", to=TensorProto.FLOAT)
+        wide = helper.make_node("Cast", [source], [f"{name}_wide"], name=f"{name}_wide", to=TensorProto.FLOAT)
         return [wide, helper.make_node("Max", [f"{name}_wide"], [name], name=name)]
     graph.initializer.append(helper.make_tensor(f"{name}_bits", dtype, [], [_all_bits(dtype)]))
-    return [helper.make_node("BitwiseAnd", [given, f"{name}_bits"], [name], name=name)]
+    return [helper.make_node("BitwiseAnd", [source, f"{name}_bits"], [name], name=name)]
 
 
 def _all_bits(dtype: int) -> int:
@@ -131,15 +133,15 @@ _ONE = "intarsia_one"
 def divide_for_reciprocals(net: Network, model: Any) -> None:
     """Let the model divide 1 by what it would take the reciprocal of."""
     dtypes = {tensor.name: tensor.dtype for layer in net.get_layers() for tensor in layer.get_outputs()}
-    made: set[str] = set()
+    ones: set[str] = set()
     for node in model.graph.node:
         if node.op_type != "Reciprocal" or node.output[0] not in dtypes:
             continue
         dtype = dtypes[node.output[0]]
         one = f"{_ONE}_{dtype.name}"
-        if one not in made:
+        if one not in ones:
             model.graph.initializer.append(helper.make_tensor(one, int(dtype), [], [1.0]))
-            made.add(one)
+            ones.add(one)
         node.op_type = "Div"
         node.input.insert(0, one)
 
@@ -169,17 +171,17 @@ def keep_signed_zeros(net: Network, model: Any) -> None:
         condition, first, second = layer.get_inputs()
         assert condition is not None and first is not None and second is not None
         parent = condition.get_parent()
-        given, chosen = node.input[0], list(node.input[1:])
+        source, chosen = node.input[0], list(node.input[1:])
         if parent is not None and parent.kind == "Not":  # ONNX Runtime itself takes out such a `Not`
             before = parent.get_inputs(0)[0]
             assert before is not None
-            given, chosen, first, second = before.name, chosen[::-1], second, first
+            source, chosen, first, second = before.name, chosen[::-1], second, first
         if _holds_none(first.constant):
-            nodes.append(helper.make_node("Where", [given, *chosen], list(node.output), name=node.name))
+            nodes.append(helper.make_node("Where", [source, *chosen], list(node.output), name=node.name))
             continue
         count += 1
-        made = _exchanged if _holds_none(second.constant) else _by_product
-        nodes += made(f"{_SIGNED_ZERO}_{count}", given, chosen, node, first.dtype, model.graph)
+        rewrite = _exchanged if _holds_none(second.constant) else _by_product
+        nodes += rewrite(f"{_SIGNED_ZERO}_{count}", source, chosen, node, first.dtype, model.graph)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
 
@@ -193,30 +195,137 @@ def _holds_none(constant: np.ndarray[Any, Any] | None) -> bool:
 
 
 def _exchanged(
-    name: str, given: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
+    name: str, source: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
 ) -> list[NodeProto]:
     """The choices the other way round: what may be -0.0 comes third."""
     return [
-        _opposite(name, given, graph),
+        _opposite(name, source, graph),
         helper.make_node("Where", [f"{name}_not", chosen[1], chosen[0]], list(node.output), name=node.name),
     ]
 
 
 def _by_product(
-    name: str, given: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
+    name: str, source: str, chosen: list[str], node: NodeProto, dtype: ir.DataType, graph: Any
 ) -> list[NodeProto]:
     """Each choice comes third in a `Where` of its own, beside 1; their product is exact."""
     one = helper.make_tensor(f"{name}_one", int(dtype), [], [1.0])
     graph.initializer.append(one)
     return [
-        _opposite(name, given, graph),
+        _opposite(name, source, graph),
         helper.make_node("Where", [f"{name}_not", one.name, chosen[0]], [f"{name}_first"]),
-        helper.make_node("Where", [given, one.name, chosen[1]], [f"{name}_second"]),
+        helper.make_node("Where", [source, one.name, chosen[1]], [f"{name}_second"]),
         helper.make_node("Mul", [f"{name}_first", f"{name}_second"], list(node.output), name=node.name),
     ]
 
 
-def _opposite(name: str, given: str, graph: Any) -> NodeProto:
+def _opposite(name: str, source: str, graph: Any) -> NodeProto:
     """The condition turned round; not by `Not`, which ONNX Runtime would take out and exchange back."""
     graph.initializer.append(numpy_helper.from_array(np.array(True), f"{name}_true"))
-    return helper.make_node("Xor", [given, f"{name}_true"], [f"{name}_not"])
+    return helper.make_node("Xor", [source, f"{name}_true"], [f"{name}_not"])
+
+
+# float16 computed in float32, on processors of ARM.
+#
+# There ONNX Runtime has kernels that add up in float16: a product of 1024 terms is off by 1 % of its largest
+# element, GELU by 6 %, and grouped convolutions are wrong altogether. Elsewhere it has none of them: it casts
+# by itself, and rounds where float16 is asked for, not between two layers that compute. So it is done here.
+
+
+_PREFIX = "intarsia_float"
+# fmt: off
+# Layers that make what they are told to, whatever they read; those of 8 bits have one kernel everywhere.
+_TOLD = frozenset({
+    "Bernoulli", "BitCast", "Cast", "CastLike", "Constant", "ConstantOfShape", "DequantizeLinear", "EyeLike",
+    "OneHot", "QuantizeLinear", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+    "Shape", "Size",
+})
+# fmt: on
+
+
+def compute_in_float32(net: Network, model: Any) -> None:
+    """Let every layer of the model that computes with float16 do so in float32.
+
+    Values that are still read keep their names and dtypes. The casts of weights are folded when a session is
+    made.
+    """
+    values = [value for node in net.graph for value in (*node.inputs, *node.outputs) if value is not None]
+    halves = {str(value.name) for value in values if value.dtype == ir.DataType.FLOAT16}
+    halves |= _names(model.graph, TensorProto.FLOAT16)
+    if halves or any(map(bodies_in, model.graph.node)):
+        _Floats(model.graph, halves, {}, set(), itertools.count(1)).rewrite()
+
+
+class _Floats:
+    """The float32 values of one graph, by the names of the float16 ones that they stand for."""
+
+    def __init__(
+        self, graph: Any, halves: set[str], known: dict[str, str], constants: set[str], numbers: Iterator[int]
+    ) -> None:
+        self._graph = graph
+        self._halves = halves
+        self._known = known  # those that were cast, and those that were computed
+        self._constants = constants | {tensor.name for tensor in graph.initializer}
+        self._numbers = numbers
+        self._nodes: list[NodeProto] = []
+
+    def rewrite(self) -> None:
+        for node in self._graph.node:
+            for body in bodies_in(node):
+                self._rewrite_body(body)
+            if node.op_type in MOVES_DATA and not self._halves.isdisjoint(node.input):
+                self._halves.update(node.output)  # which nobody may have told the type of
+            self._give(node) if self._is_computed(node) else self._nodes.append(node)
+        self._keep(self._nodes)
+        read = names_read(self._graph)
+        self._keep([node for node in self._nodes if not _is_own(node) or node.output[0] in read])
+
+    def _keep(self, nodes: list[NodeProto]) -> None:
+        del self._graph.node[:]
+        self._graph.node.extend(nodes)
+
+    def _rewrite_body(self, body: Any) -> None:
+        own = _names(body)
+        halves = self._halves - own | _names(body, TensorProto.FLOAT16)
+        known = {half: result for half, result in self._known.items() if half not in own}
+        _Floats(body, halves, known, self._constants - own, self._numbers).rewrite()
+
+    def _is_computed(self, node: NodeProto) -> bool:
+        if bodies_in(node) or node.op_type in _TOLD:
+            return False
+        reduces = any(one.name == "reduction" and one.s != b"none" for one in node.attribute)
+        if reduces or node.op_type not in MOVES_DATA:
+            return True
+        moved = {name for name in node.input if name in self._halves} - self._constants
+        return bool(moved) and moved <= self._known.keys()
+
+    def _give(self, node: NodeProto) -> None:
+        """Append a layer that reads and makes float32 in place of float16."""
+        for place, name in enumerate(node.input):
+            if name not in self._halves:
+                continue
+            if name not in self._known:
+                self._known[name] = self._cast(name, f"{_PREFIX}_{next(self._numbers)}", TensorProto.FLOAT)
+            node.input[place] = self._known[name]
+        self._nodes.append(node)
+        for place, name in enumerate(node.output):
+            if name in self._halves:
+                node.output[place] = self._known[name] = f"{_PREFIX}_{next(self._numbers)}"
+                self._cast(node.output[place], name, TensorProto.FLOAT16)
+
+    def _cast(self, source: str, result: str, dtype: int) -> str:
+        self._nodes.append(
+            helper.make_node("Cast", [source], [result], name=f"{_PREFIX}_to_{result}", to=dtype)
+        )
+        return result
+
+
+def _is_own(node: NodeProto) -> bool:
+    return node.op_type == "Cast" and node.name.startswith(_PREFIX)
+
+
+def _names(graph: Any, dtype: int | None = None) -> set[str]:
+    """The values that a graph says the type of, of one dtype or all."""
+    described = [*graph.input, *graph.value_info, *graph.output]
+    types = [(one.name, one.type.tensor_type.elem_type) for one in described]
+    types += [(tensor.name, tensor.data_type) for tensor in graph.initializer]
+    return {name for name, kind in types if dtype is None or kind == dtype}

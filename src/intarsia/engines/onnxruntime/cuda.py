@@ -58,9 +58,9 @@ class CudaSession(BoundSession):
 
     def _as_torch(self, value: Any) -> torch.Tensor:
         """A copy in torch's memory: the session would use its own again in the order of its stream only."""
-        made = super()._as_torch(value).clone()
+        result = super()._as_torch(value).clone()
         self._stream.wait_stream(torch.cuda.current_stream(self.index))
-        return made
+        return result
 
     def _run_bound(self, binding: Any) -> None:
         callers = torch.cuda.current_stream(self.index)
@@ -69,7 +69,7 @@ class CudaSession(BoundSession):
             self._session.run_with_iobinding(binding, self._options)
         finally:
             callers.wait_stream(self._stream)
-        if self._made:
+        if self._computed:
             self._stream.synchronize()
 
 

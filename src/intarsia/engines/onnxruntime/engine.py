@@ -24,7 +24,7 @@ from intarsia.engines.onnxruntime.cuda import CudaSession, missing_provider, pro
 from intarsia.engines.onnxruntime.session import session_program, weight_value
 from intarsia.engines.onnxruntime.weight_names import named_weights, names_files, without_weights
 from intarsia.engines.ports import Ports
-from intarsia.engines.threads import thread_count
+from intarsia.engines.processor import thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class OnnxRuntime(NetworkEngine):
 
         try:
             model = plain(net)
-            given = {name: value for name, (value, _) in {**model.weights, **model.on_gpu}.items()}
-            self._session(model.data, model.weights, given, static=is_static(net), optimize=False)
+            shared = {name: value for name, (value, _) in {**model.weights, **model.on_gpu}.items()}
+            self._session(model.data, model.weights, shared, static=is_static(net), optimize=False)
         except Exception as error:
             return f"ONNX Runtime refuses it: {_first_line(error)}"
         return None
@@ -131,10 +131,10 @@ class OnnxRuntime(NetworkEngine):
 
         try:
             model = self._guarded(net)
-            given = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
-            given |= {name: value for name, (value, _) in model.on_gpu.items()}
+            shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
+            shared |= {name: value for name, (value, _) in model.on_gpu.items()}
             session = self._session(
-                model.data, model.weights, given, static=is_static(net), float64=has_float64(net)
+                model.data, model.weights, shared, static=is_static(net), float64=has_float64(net)
             )
             return self._program(Ports.of(net), session, (model.weights, model.on_gpu), model.checks)
         except Exception as error:
@@ -147,7 +147,7 @@ class OnnxRuntime(NetworkEngine):
         return {}
 
     def open(self, path: Path) -> RuntimeFile:
-        from intarsia.engines.onnxruntime.file import OnnxFile
+        from intarsia.engines.onnxruntime.session import OnnxFile
 
         return OnnxFile(path)
 
@@ -161,14 +161,14 @@ class OnnxRuntime(NetworkEngine):
         if self.device != "cpu":
             return None
         model = self._guarded(net)
-        told = {
+        metadata = {
             "ports": Ports.of(net).as_json(),
             "checks": model.checks.as_json(),
             "shared": sorted(self._shared(net, model.weights)),
             "float64": has_float64(net),
         }
         data = without_weights(model.proto, model.weights)
-        return None if names_files(data) else Packed(data, told)
+        return None if names_files(data) else Packed(data, metadata)
 
     def unpack(
         self,
@@ -184,14 +184,14 @@ class OnnxRuntime(NetworkEngine):
         if names_files(blob):
             raise EngineError("the packed model names files of its own")
         values = {key: weight_value(weights[key]) for key in weights if key not in file.places}
-        given = {key: values[key][0] for key in about["shared"] if key in values}
+        shared = {key: values[key][0] for key in about["shared"] if key in values}
         try:
             model = bytes(blob) + named_weights(weights, file.places, name)
             float64 = about.get("float64", False)
-            session = self._session(model, values, given, static=True, folder=folder, float64=float64)
+            session = self._session(model, values, shared, static=True, folder=folder, float64=float64)
         except Exception as error:
             raise EngineError(f"ONNX Runtime refuses the packed model: {_first_line(error)}") from error
-        if len(session.get_outputs()) != len(ports.outputs) + bool(checks.made):
+        if len(session.get_outputs()) != len(ports.outputs) + bool(checks.computed):
             raise EngineError(f"the packed model has {len(session.get_outputs())} outputs")
         return self._program(ports, session, values, checks)
 
@@ -220,7 +220,7 @@ class OnnxRuntime(NetworkEngine):
         self,
         model: bytes,
         weights: Mapping[str, tuple[Any, object]],
-        given: Mapping[str, Any],
+        shared: Mapping[str, Any],
         *,
         static: bool,
         optimize: bool = True,
@@ -245,7 +245,7 @@ class OnnxRuntime(NetworkEngine):
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         if weights:
             options.add_external_initializers(list(weights), [value for value, _ in weights.values()])
-        for name, value in given.items():
+        for name, value in shared.items():
             options.add_initializer(name, value)
         return ort.InferenceSession(
             model,

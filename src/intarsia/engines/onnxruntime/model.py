@@ -16,11 +16,11 @@ from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.onnxruntime.checks import OnnxRuntimeLimits, RoundedProductLimits, add_checks
 from intarsia.engines.onnxruntime.corrections import (
     cast_through_int64,
+    compute_in_float32,
     divide_for_reciprocals,
     keep_casts_apart,
     keep_signed_zeros,
 )
-from intarsia.engines.onnxruntime.halves import compute_in_float32
 from intarsia.engines.processor import is_arm
 from intarsia.network import Network
 from intarsia.network.ops import MULTIPLIES_WEIGHTS, RECURRENT
@@ -145,10 +145,10 @@ def _weights_on_gpu(weights: Weights) -> Values:
     """Views of the weights that are on a GPU, for ONNX Runtime to read where they lie."""
     import onnxruntime as ort
 
-    found: Values = {}
+    results: Values = {}
     for name, array in weights.items():
         raw = getattr(array, "raw", None)
         if isinstance(raw, torch.Tensor) and raw.is_cuda:
             tensor = raw.detach()
-            found[name] = (ort.OrtValue.from_dlpack(tensor), tensor)
-    return found
+            results[name] = (ort.OrtValue.from_dlpack(tensor), tensor)
+    return results

@@ -63,8 +63,8 @@ def with_short_weights(net: Network, *, bits: int, block: int) -> tuple[Any, Wei
         if matrix is None:
             nodes.append(node)
             continue
-        made, held = _product(node, matrix, bits, block)
-        nodes += made
+        result, held = _product(node, matrix, bits, block)
+        nodes += result
         proto.graph.initializer.extend(held)
         size += sum(tensor.ByteSize() for tensor in held)
         if size > _LARGEST:
@@ -83,11 +83,11 @@ def _matrix(node: NodeProto, weights: Weights) -> np.ndarray[Any, Any] | None:
     weight = weights[node.input[1]]
     if weight.dtype != ir.DataType.FLOAT or len(weight.shape) != 2:
         return None
-    told = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-    if told.get("transA", 0) or told.get("alpha", 1.0) != 1.0 or told.get("beta", 1.0) != 1.0:
+    text = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if text.get("transA", 0) or text.get("alpha", 1.0) != 1.0 or text.get("beta", 1.0) != 1.0:
         return None
     matrix = torch.as_tensor(weight.numpy())  # which is turned round by several threads
-    return (matrix.t() if told.get("transB", 0) else matrix).contiguous().numpy()
+    return (matrix.t() if text.get("transB", 0) else matrix).contiguous().numpy()
 
 
 def _product(
@@ -108,17 +108,17 @@ def _product(
             helper.make_model(graph), bits=bits, block_size=block, accuracy_level=_INTEGER_PRODUCTS
         )
         tool.process()
-    made = tool.model.model.graph
-    nodes = list(made.node)
+    output = tool.model.model.graph
+    nodes = list(output.node)
     if added:
         nodes.append(helper.make_node("Add", [product, added[0]], [result], name=f"{node.name}_added"))
-    return nodes, list(made.initializer)
+    return nodes, list(output.initializer)
 
 
 def _still_read(proto: Any, weights: Weights) -> Weights:
     """The weights that are still read; the others leave the model."""
     unread = set(weights) - names_read(proto.graph)
-    kept = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
+    remaining = [tensor for tensor in proto.graph.initializer if tensor.name not in unread]
     del proto.graph.initializer[:]
-    proto.graph.initializer.extend(kept)
+    proto.graph.initializer.extend(remaining)
     return {name: array for name, array in weights.items() if name not in unread}

@@ -1,22 +1,26 @@
-"""Calls of an ONNX Runtime session from torch tensors, without copies.
-
-Results stay in ONNX Runtime's arena and torch wraps them. Binding outputs to fresh torch tensors looked like
-the way without a copy, but fresh pages are faulted in at every call.
-"""
+"""Sessions of ONNX Runtime as programs, and over files whoever wrote them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils.dlpack
 
-from intarsia.engines.base import GuardedProgram, Program
-from intarsia.engines.guards.inputs import input_check, is_known_to_hold, told_of
+from intarsia.engines.base import Arrays, GuardedProgram, Program
+from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
+from intarsia.errors import EngineError
+
+# Calls of an ONNX Runtime session from torch tensors, without copies.
+#
+# Results stay in ONNX Runtime's arena and torch wraps them. Binding outputs to fresh torch tensors looked
+# like the way without a copy, but fresh pages are faulted in at every call.
+
 
 OUTPUT = "intarsia_guards"  # the last output, which has a number for each guard
 # numpy has no types for these; ONNX Runtime takes ONNX's own numbers.
@@ -45,31 +49,31 @@ class Session(GuardedProgram):
         self._names = [port.name for port in ports.inputs]
         self._dtypes = [port.dtype for port in ports.inputs]
         self._refusal = refusal()
-        self._made, self._most = checks.made, checks.most
+        self._computed, self._limits = checks.computed, checks.limits
         self._given = [
-            (place, [(guard, input_check(guard)) for guard in checks.given[name]])
+            (place, [(guard, input_check(guard)) for guard in checks.inputs[name]])
             for place, name in enumerate(self._names)
-            if name in checks.given
+            if name in checks.inputs
         ]
 
     @property
     def guards(self) -> list[str]:
         """What must hold for the engine to answer, in words."""
-        return [str(g) for _, checks in self._given for g, _ in checks] + [str(g) for g in self._made]
+        return [str(g) for _, checks in self._given for g, _ in checks] + [str(g) for g in self._computed]
 
     def _broken_input(self, array_at: Callable[[int], Any], tensors: Sequence[Any]) -> str | None:
         for place, checks in self._given:
             for guard, holds in checks:
                 if not is_known_to_hold(guard, tensors[place]) and not holds(array_at(place)):
-                    return told_of([guard], self._names, tensors)
+                    return sentence_about([guard], self._names, tensors)
         return None
 
     def _broken(self, numbers: Any, tensors: Sequence[Any]) -> str | None:
-        held = numbers <= self._most
+        held = numbers <= self._limits
         if held.all():
             return None
-        broken = [guard for guard, fine in zip(self._made, held, strict=True) if not fine]
-        return told_of(broken, self._names, tensors)
+        broken = [guard for guard, fine in zip(self._computed, held, strict=True) if not fine]
+        return sentence_about(broken, self._names, tensors)
 
 
 class ArraySession(Session):
@@ -83,7 +87,7 @@ class ArraySession(Session):
         super().__init__(ports, session, weights, checks)
         # The session's own `run` checks names that cannot be wrong here, at a price a small model feels.
         self._run = _bare_run(session)
-        self._outputs = [port.name for port in ports.outputs] + [OUTPUT] * bool(checks.made)
+        self._outputs = [port.name for port in ports.outputs] + [OUTPUT] * bool(checks.computed)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         try:
@@ -95,14 +99,14 @@ class ArraySession(Session):
             if broken is not None:
                 return self._left(tensors, broken)
         try:
-            made = self._run(self._outputs, feed, None)
+            result = self._run(self._outputs, feed, None)
         except self._refusal as error:  # an index out of range, which torch may refuse in its own words
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
-        if self._made:
-            broken = self._broken(made.pop(), tensors)
+        if self._computed:
+            broken = self._broken(result.pop(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)
-        return (torch.from_numpy(made[0]),) if len(made) == 1 else tuple(map(torch.from_numpy, made))
+        return (torch.from_numpy(result[0]),) if len(result) == 1 else tuple(map(torch.from_numpy, result))
 
     def direct(self, shapes: Sequence[tuple[int, ...]]) -> Callable[..., torch.Tensor] | None:
         """The call of one result, for plain tensors of just these shapes; it raises at any others.
@@ -178,16 +182,16 @@ class BoundSession(Session):
         if binding is None:
             binding = self._bindings.binding = self._session.io_binding()
         where = torch.device(self.device, self.index)
-        kept = []  # copies made here must outlive the run
+        remaining = []  # copies made here must outlive the run
         for (name, element, dtype), tensor in zip(self._inputs, tensors, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 tensor = torch.tensor(tensor, dtype=dtype, device=where)
             if not tensor.is_contiguous():
                 tensor = tensor.contiguous()
-            kept.append(tensor.detach())
+            remaining.append(tensor.detach())
             binding.bind_input(name, self.device, self.index, element, tensor.shape, tensor.data_ptr())
         if self._given:
-            broken = self._broken_input(lambda place: kept[place].numpy(), tensors)
+            broken = self._broken_input(lambda place: remaining[place].numpy(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)
         results: list[torch.Tensor | None] = []
@@ -202,7 +206,7 @@ class BoundSession(Session):
             else:  # an empty tensor has no address, and ONNX Runtime wants one
                 binding.bind_output(name, self.device, self.index)
             results.append(out)
-        if self._made:
+        if self._computed:
             binding.bind_output(OUTPUT, "cpu")
         try:
             self._run_bound(binding)
@@ -210,13 +214,13 @@ class BoundSession(Session):
             if not isinstance(error, self._refusal) and not _names_a_value(error):
                 raise
             return self._left(tensors, f"ONNX Runtime refuses it: {str(error).splitlines()[0]}")
-        made = binding.get_outputs() if self._some_unknown or self._made else []
-        if self._made:
-            broken = self._broken(made[-1].numpy(), tensors)
+        result = binding.get_outputs() if self._some_unknown or self._computed else []
+        if self._computed:
+            broken = self._broken(result[-1].numpy(), tensors)
             if broken is not None:
                 return self._left(tensors, broken)
         if self._some_unknown:
-            results = [self._as_torch(made[i]) if out is None else out for i, out in enumerate(results)]
+            results = [self._as_torch(result[i]) if out is None else out for i, out in enumerate(results)]
         return tuple(results)  # type: ignore[arg-type]
 
     def _as_torch(self, value: Any) -> torch.Tensor:
@@ -230,14 +234,51 @@ class BoundSession(Session):
 
 def _names_a_value(error: Exception) -> bool:
     """Whether a layer refused what it was given; a bound run has no type of error for it."""
-    told = str(error)
+    text = str(error)
     return (
         isinstance(error, RuntimeError)
-        and "Non-zero status code returned while running" in told
-        and "allocate" not in told
+        and "Non-zero status code returned while running" in text
+        and "allocate" not in text
     )
 
 
 def _element_type(dtype: torch.dtype) -> Any:
     number = _ONNX_TYPES.get(dtype)
     return torch.empty(0, dtype=dtype).numpy().dtype.type if number is None else number
+
+
+# An ONNX file, whoever wrote it, as ONNX Runtime runs it on the CPU.
+
+
+_CPU = ["CPUExecutionProvider"]
+
+
+class OnnxFile:
+    """A session, with its inputs in the order of the file."""
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime as ort
+
+        self._path = path
+        try:
+            self._session = ort.InferenceSession(path, providers=_CPU)
+        except Exception as error:  # ONNX Runtime raises classes of its own
+            said = next(iter(str(error).splitlines()), "")
+            raise EngineError(f"ONNX Runtime cannot load {path}: {said}") from error
+        self.inputs = [item.name for item in self._session.get_inputs()]
+
+    def run(self, values: Mapping[str, Any]) -> list[Any]:
+        """The outputs, in the order of the file."""
+        return list(self._session.run(None, dict(values)))
+
+    def run_inside(self, values: Mapping[str, Any]) -> Arrays:
+        """Every value of the main graph. ONNX Runtime fuses less where all values are asked for."""
+        import onnx
+        import onnxruntime as ort
+
+        model = onnx.load(self._path)
+        names = [name for node in model.graph.node for name in node.output if name]
+        del model.graph.output[:]
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        session = ort.InferenceSession(model.SerializeToString(), providers=_CPU)
+        return dict(zip(names, session.run(names, dict(values)), strict=True))

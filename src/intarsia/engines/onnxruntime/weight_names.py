@@ -57,9 +57,9 @@ def without_weights(proto: Any, weights: Collection[str]) -> bytes:
     """The model as a file that lacks these weights."""
     copy = type(proto)()
     copy.CopyFrom(proto)
-    kept = [tensor for tensor in copy.graph.initializer if tensor.name not in weights]
+    remaining = [tensor for tensor in copy.graph.initializer if tensor.name not in weights]
     del copy.graph.initializer[:]
-    copy.graph.initializer.extend(kept)
+    copy.graph.initializer.extend(remaining)
     return bytes(copy.SerializeToString(deterministic=True))
 
 
@@ -107,9 +107,9 @@ def _field(field: int, data: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    made = bytearray()
+    result = bytearray()
     while value >= 0x80:
-        made.append(value & 0x7F | 0x80)
+        result.append(value & 0x7F | 0x80)
         value >>= 7
-    made.append(value)
-    return bytes(made)
+    result.append(value)
+    return bytes(result)

@@ -41,11 +41,11 @@ def add_up_in_parts(model: Any) -> None:
 def _split_product(product: Any) -> None:
     from openvino import opset13 as ov
 
-    given = product.get_attributes()
+    source = product.get_attributes()
     x, weight = product.input_value(0), _constant(product.input_value(1))
-    if weight is None or weight.ndim != 2 or given["transpose_a"]:
+    if weight is None or weight.ndim != 2 or source["transpose_a"]:
         return
-    rows = weight.T if given["transpose_b"] else weight
+    rows = weight.T if source["transpose_b"] else weight
     sizes = _sizes(rows.shape[0], rows.shape[0], _MOST_TERMS)
     if len(sizes) == 1:
         return
@@ -61,11 +61,11 @@ def _split_product(product: Any) -> None:
 def _split_convolution(convolution: Any) -> None:
     from openvino import opset13 as ov
 
-    given = convolution.get_attributes()
+    source = convolution.get_attributes()
     x, weight = convolution.input_value(0), _constant(convolution.input_value(1))
     if weight is None:
         return
-    steps = [*given["strides"], *given["dilations"]]
+    steps = [*source["strides"], *source["dilations"]]
     transformed = weight[0, 0].size > 1 and all(step == 1 for step in steps)
     sizes = _sizes(weight[0].size, weight.shape[1], _MOST_TRANSFORMED if transformed else _MOST_TERMS)
     if len(sizes) == 1:
@@ -76,11 +76,11 @@ def _split_convolution(convolution: Any) -> None:
         ov.convolution(
             part,
             ov.constant(np.ascontiguousarray(weight[:, end - size : end])),
-            given["strides"],
-            given["pads_begin"],
-            given["pads_end"],
-            given["dilations"],
-            given["auto_pad"],
+            source["strides"],
+            source["pads_begin"],
+            source["pads_end"],
+            source["dilations"],
+            source["auto_pad"],
         )
         for part, size, end in zip(parts, sizes, ends, strict=True)
     ]
@@ -148,8 +148,8 @@ def mend(model: Any) -> None:
     for operation in model.get_ordered_ops():
         if operation.get_type_name() == "TopK":
             _order_floats(ov, operation)
-        elif (made := _exact(ov, operation)) is not None:
-            replace(operation.output(0), made.output(0))
+        elif (result := _exact(ov, operation)) is not None:
+            replace(operation.output(0), result.output(0))
     for operation in model.get_ordered_ops():
         if operation.get_type_name() == "Convert":
             _keep_apart(ov, operation)
@@ -248,26 +248,26 @@ def _quotient(ov: Any, division: Any) -> Any:
 
 def _as_plane(ov: Any, convolution: Any) -> Any:
     """A transposed convolution of one dimension as one of two; of one, OpenVINO gets all wrong."""
-    data, kernel, *told = convolution.input_values()
-    if told:
+    data, kernel, *text = convolution.input_values()
+    if text:
         raise EngineError("a transposed convolution of one dimension that is told its size is not handled")
     kind = convolution.get_type_name()
-    made = (
+    result = (
         ov.convolution_backprop_data
         if kind == "ConvolutionBackpropData"
         else ov.group_convolution_backprop_data
     )
-    given = convolution.get_attributes()
+    source = convolution.get_attributes()
     before = ov.constant(np.array([-2]))
-    plane = made(
+    plane = result(
         ov.unsqueeze(data, before),
         ov.unsqueeze(kernel, before),
-        [1, *given["strides"]],
-        pads_begin=[0, *given["pads_begin"]],
-        pads_end=[0, *given["pads_end"]],
-        dilations=[1, *given["dilations"]],
-        auto_pad=given["auto_pad"],
-        output_padding=[0, *given["output_padding"]],
+        [1, *source["strides"]],
+        pads_begin=[0, *source["pads_begin"]],
+        pads_end=[0, *source["pads_end"]],
+        dilations=[1, *source["dilations"]],
+        auto_pad=source["auto_pad"],
+        output_padding=[0, *source["output_padding"]],
     )
     return ov.squeeze(plane, before)
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.guards.half_layers import LARGEST_HALF
+from intarsia.engines.guards.float16 import LARGEST_HALF
 from intarsia.engines.guards.kinds import (
     AnyGuard,
     Checks,
     Guards,
     Index,
-    Largest,
     NonZero,
     Product,
     Quotient,
@@ -43,13 +42,15 @@ def add_checks(net: Network, model: Any, guards: Guards, *, float16: bool = Fals
     inputs = {t.name for t in net.get_inputs() if t.dtype in LOOKED_AT}
     # Sizes that the reader knows it has computed itself, with 64 bits.
     folded = guards.sizes - set(tensors)
-    given: dict[str, list[ValueGuard]] = {}
-    made: list[AnyGuard] = []
+    on_inputs: dict[str, list[ValueGuard]] = {}
+    computed: list[AnyGuard] = []
     for guard in guards.all():
         if isinstance(guard, ValueGuard) and guard.tensor in inputs:
-            given.setdefault(guard.tensor, []).append(guard)  # cheaper than a layer, and int64 is seen whole
+            on_inputs.setdefault(guard.tensor, []).append(
+                guard
+            )  # cheaper than a layer, and int64 is seen whole
         elif not folded.intersection(guard.tensors):
-            made.append(guard)
+            computed.append(guard)
     for name, index in guards.held.items():
         if name in tensors:
             _hold(ov, tensors[name], index, tensors)
@@ -57,12 +58,12 @@ def add_checks(net: Network, model: Any, guards: Guards, *, float16: bool = Fals
         if name in tensors:
             _enlarge(ov, tensors[name].get_node())
     number_of = _number_in_float16 if float16 else _number
-    numbers = [number_of(ov, guard, tensors) for guard in made]
+    numbers = [number_of(ov, guard, tensors) for guard in computed]
     if numbers:
         flat = [ov.reshape(number, ov.constant(np.array([1], np.int64)), False) for number, _ in numbers]
         model.add_results([ov.result(ov.concat(flat, 0) if len(flat) > 1 else flat[0])])
         model.validate_nodes_and_infer_types()
-    return Checks(given, made, np.array([most for _, most in numbers], dtype=np.float32))
+    return Checks(on_inputs, computed, np.array([most for _, most in numbers], dtype=np.float32))
 
 
 def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
@@ -76,15 +77,12 @@ def _number(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, flo
 def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tuple[Any, float]:
     """The same in float16, where a limit that is larger than all numbers would hold for infinity, too."""
     x = tensors[guard.tensors[0]]
-    if not isinstance(guard, ValueGuard | Largest) or x.get_element_type().is_integral_number():
+    if not isinstance(guard, ValueGuard) or x.get_element_type().is_integral_number():
         raise EngineError(f"{guard}, and float16 does not hold such numbers exactly")
-    x = _float(ov, x)
-    if isinstance(guard, Largest):
-        return _reduced(ov, ov.reduce_max, ov.abs(x) if guard.signed else x), guard.high
     if guard.total:
         # Whether rounding leaves small numbers is all the same: infinities and NaN stay.
-        scaled = ov.multiply(x, _scalar(ov, _HALF_SCALE))
-        return _reduced(ov, ov.reduce_l1, scaled), min(guard.high * _HALF_SCALE, LARGEST_HALF)
+        scaled = ov.multiply(_float(ov, x), _scalar(ov, _HALF_SCALE))
+        return _magnitudes(ov, scaled), min(guard.high * _HALF_SCALE, LARGEST_HALF)
     low, high = (
         bound if math.isinf(bound) else min(max(bound, -LARGEST_HALF), LARGEST_HALF)
         for bound in (guard.low, guard.high)
@@ -92,20 +90,18 @@ def _number_in_float16(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> tup
     return _count(ov, _holds(ov, ValueGuard(guard.tensor, low, high), tensors)), 0.5
 
 
-def _reduced(ov: Any, reduce: Any, x: Any) -> Any:
-    """Reduce to one number; images within each channel first, as they lie in memory."""
-    rank = len((x.output(0) if hasattr(x, "output") else x).get_partial_shape())
-    if rank == 4:
-        within = reduce(x, ov.constant(np.array([2, 3])), True)
-        return reduce(within, ov.constant(np.array([0, 1])), True)
-    return reduce(ov.reshape(x, ov.constant(np.array([1, -1])), False), ov.constant(np.array([1])), True)
+def _magnitudes(ov: Any, x: Any) -> Any:
+    """Their sum; of images within each channel first, as they lie in memory."""
+    if len(x.get_output_partial_shape(0)) == 4:
+        within = ov.reduce_l1(x, ov.constant(np.array([2, 3])), True)
+        return ov.reduce_l1(within, ov.constant(np.array([0, 1])), True)
+    return ov.reduce_l1(
+        ov.reshape(x, ov.constant(np.array([1, -1])), False), ov.constant(np.array([1])), True
+    )
 
 
 def _holds(ov: Any, guard: AnyGuard, tensors: dict[str, Any]) -> Any:
     """Where a guard holds, element by element; of NaN no comparison holds."""
-    if isinstance(guard, Largest):
-        x = _float(ov, tensors[guard.tensor])
-        return ov.less_equal(ov.abs(x) if guard.signed else x, _scalar(ov, guard.high))
     if isinstance(guard, Product):
         product = ov.multiply(_float(ov, tensors[guard.one]), _float(ov, tensors[guard.other]))
         return ov.less_equal(ov.abs(product), _scalar(ov, guard.high))

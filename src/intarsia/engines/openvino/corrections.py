@@ -104,7 +104,7 @@ def separate(model: Any) -> None:
 
 def _readers(model: Any) -> dict[object, dict[object, list[Any]]]:
     """The ports of products, by the place of the weight that they read and its packed sizes, and the way."""
-    found: dict[object, dict[object, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    results: dict[object, dict[object, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for product in model.get_ordered_ops():
         if product.get_type_name() not in _PRODUCTS:
             continue
@@ -117,8 +117,8 @@ def _readers(model: Any) -> dict[object, dict[object, list[Any]]]:
             shape = tuple(value.get_shape())
             place, changes = _origin(value.get_node())
             way = (product.get_type_name(), port.get_index(), *flags, shape, changes)
-            found[place, _packed_sizes(shape, way)][way].append(port)
-    return found
+            results[place, _packed_sizes(shape, way)][way].append(port)
+    return results
 
 
 def _packed_sizes(shape: tuple[int, ...], way: tuple[object, ...]) -> tuple[int, ...]:
@@ -134,9 +134,9 @@ def _origin(node: Any) -> tuple[int, tuple[object, ...]]:
     """Where the weight lies that a constant value is made of, and by which layers it is."""
     changes: list[object] = []
     while node.get_type_name() != "Constant":
-        told = [value.get_node() for value in node.input_values()[1:]]
+        text = [value.get_node() for value in node.input_values()[1:]]
         numbers = [
-            one.data.tobytes() if one.get_type_name() == "Constant" else one.get_name() for one in told
+            one.data.tobytes() if one.get_type_name() == "Constant" else one.get_name() for one in text
         ]
         changes.append((node.get_type_name(), repr(node.get_attributes()), *numbers))
         node = node.input_value(0).get_node()
@@ -166,8 +166,8 @@ def correct(model: Any) -> None:
             replace(operation.output(0), rest.output(0))
         elif kind == "Convert" and operation.get_element_type().get_type_name() in ("i16", "u16"):
             # OpenVINO holds them in 32 bits.
-            if (made := last_bits(ov, operation)) is not None:
-                replace(operation.output(0), made.output(0))
+            if (result := last_bits(ov, operation)) is not None:
+                replace(operation.output(0), result.output(0))
         elif kind == "Add" and (other := _plus_zero(operation)) is not None:
             # OpenVINO leaves out a sum with 0, which makes 0 of -0.0.
             zero = ov.constant(np.array(0.0), other.get_element_type())
@@ -206,8 +206,8 @@ def last_bits(ov: Any, convert: Any) -> Any:
     source, kind = convert.input_value(0), convert.get_element_type().get_type_name()
     if source.get_element_type().is_real():
         source = ov.convert(source, "i32").output(0)  # guards keep it in there
-    bits, given = _BITS.get(kind), source.get_element_type()
-    if bits is None or not given.is_integral_number() or given.bitwidth <= bits:
+    bits, operand = _BITS.get(kind), source.get_element_type()
+    if bits is None or not operand.is_integral_number() or operand.bitwidth <= bits:
         return None
     number = functools.partial(scalar, ov, source)
     last = ov.bitwise_and(source, number(2**bits - 1))

@@ -18,11 +18,10 @@ from intarsia.engines.base import (
     Workload,
 )
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.openvino.core import core, last_line
+from intarsia.engines.openvino.core import core, last_line, settings
 from intarsia.engines.openvino.program import CompiledModel, export, imported
-from intarsia.engines.openvino.snippets import settings
 from intarsia.engines.ports import Ports
-from intarsia.engines.threads import thread_count
+from intarsia.engines.processor import thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -96,8 +95,8 @@ class OpenVINO(NetworkEngine):
 
         try:
             model, weights, checks = self._guarded(net)
-            made = compiled(model, {**self._config(), **settings(model)})
-            return CompiledModel(Ports.of(net), made, weights, checks)
+            result = compiled(model, {**self._config(), **settings(model)})
+            return CompiledModel(Ports.of(net), result, weights, checks)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to build {net.name}: {last_line(error)}") from error
 
@@ -112,7 +111,7 @@ class OpenVINO(NetworkEngine):
         return {"INFERENCE_PRECISION_HINT": self.precision}
 
     def open(self, path: Path) -> RuntimeFile:
-        from intarsia.engines.openvino.file import OpenvinoFile
+        from intarsia.engines.openvino.core import OpenvinoFile
 
         return OpenvinoFile(path)
 
@@ -126,8 +125,8 @@ class OpenVINO(NetworkEngine):
             blob = export(model, {**self._config(), **settings(model)}, file)
         except Exception as error:
             raise EngineError(f"OpenVINO failed to pack {net.name}: {last_line(error)}") from error
-        told = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}
-        return None if blob is None else Packed(blob, told)
+        metadata = {"ports": Ports.of(net).as_json(), "checks": None if checks is None else checks.as_json()}
+        return None if blob is None else Packed(blob, metadata)
 
     def unpack(
         self,
@@ -139,12 +138,12 @@ class OpenVINO(NetworkEngine):
         ports = Ports.from_json(about["ports"])
         checks = None if about["checks"] is None else Checks.from_json(about["checks"])
         try:
-            made, kept = imported(blob, self._config(), file.path)
+            result, remaining = imported(blob, self._config(), file.path)
         except Exception as error:
             raise EngineError(f"OpenVINO refuses the packed model: {last_line(error)}") from error
-        if len(made.outputs) != len(ports.outputs) + bool(checks and checks.made):
-            raise EngineError(f"the packed model has {len(made.outputs)} outputs")
-        return CompiledModel(ports, made, kept, checks)
+        if len(result.outputs) != len(ports.outputs) + bool(checks and checks.computed):
+            raise EngineError(f"the packed model has {len(result.outputs)} outputs")
+        return CompiledModel(ports, result, remaining, checks)
 
     def _guarded(self, net: Network) -> tuple[Any, object, Checks | None]:
         from intarsia.engines.openvino.model import guarded

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from intarsia.engines.openvino import snippets
-from intarsia.engines.openvino.core import capabilities, core
+from intarsia.engines.openvino.core import capabilities, compile_model, core
 from intarsia.engines.openvino.halves import is_short, is_widened
 from intarsia.errors import EngineError
 
@@ -41,12 +40,12 @@ def compiled(model: Any, config: Mapping[str, Any]) -> Any:
     """
     hint = config["INFERENCE_PRECISION_HINT"]
     if hint == "f32" and _suits(model) and _threads(config) % 2 == 0:
-        made = core().compile_model(model, "CPU", {**config, **_HINT})
-        if _rounds_no_more(made, model):
-            return made
+        result = core().compile_model(model, "CPU", {**config, **_HINT})
+        if _rounds_no_more(result, model):
+            return result
     if hint != "f32" and is_gated(model) and (threads := _threads(config)) % 2:
         raise EngineError(f"its kernel for gated layers takes pairs of threads, and there are {threads}")
-    return snippets.compiled(model, config)
+    return compile_model(model, config)
 
 
 def is_gated(model: Any) -> bool:
@@ -104,24 +103,24 @@ def _threads(config: Mapping[str, Any]) -> int:
     from openvino import opset13 as ov
 
     value = ov.parameter([1], np.float32)
-    made = core().compile_model(openvino.Model([ov.relu(value)], [value]), "CPU", dict(config))
-    return int(made.get_property("INFERENCE_NUM_THREADS"))
+    result = core().compile_model(openvino.Model([ov.relu(value)], [value]), "CPU", dict(config))
+    return int(result.get_property("INFERENCE_NUM_THREADS"))
 
 
-def _rounds_no_more(made: Any, model: Any) -> bool:
+def _rounds_no_more(result: Any, model: Any) -> bool:
     """Whether the kernel is there, and what computes in float32 does so still, or might as well not."""
-    long, short, norms, found = set[str](), set[str](), set[str](), False
-    for operation in made.get_runtime_model().get_ops():
-        told = {key: value.astype(str) for key, value in operation.get_rt_info().items() if key in _TOLD}
-        names = told["originalLayersNames"].split(",")
-        found = found or told["layerType"] == _KERNEL
-        if told["layerType"] == _NORM:
+    long, short, norms, match = set[str](), set[str](), set[str](), False
+    for operation in result.get_runtime_model().get_ops():
+        text = {key: value.astype(str) for key, value in operation.get_rt_info().items() if key in _TOLD}
+        names = text["originalLayersNames"].split(",")
+        match = match or text["layerType"] == _KERNEL
+        if text["layerType"] == _NORM:
             norms.update(names)
-        elif "bf16" in told["runtimePrecision"] + told["outputPrecisions"]:
+        elif "bf16" in text["runtimePrecision"] + text["outputPrecisions"]:
             short.update(names)
         else:
             long.update(names)
-    if not found:
+    if not match:
         return False
     touching = [operation for operation in model.get_ops() if _touches_float32(operation)]
     for operation in touching:
@@ -147,9 +146,9 @@ def _may_round(operation: Any) -> bool:
 
     A layer that moves numbers needs one of both, and what makes truth values or integers the first.
     """
-    given = all(map(_holds_short, operation.input_values()))
+    source = all(map(_holds_short, operation.input_values()))
     rounded = all(_type(value) != "f32" or _is_rounded(value) for value in operation.outputs())
-    return (given or rounded) if operation.get_type_name() in _MOVES else (given and rounded)
+    return (source or rounded) if operation.get_type_name() in _MOVES else (source and rounded)
 
 
 def _holds_short(value: Any) -> bool:
@@ -179,13 +178,13 @@ def _layers_of_norm(last: Any, norms: set[str]) -> list[str]:
     layers = [last]
     for kind in ("Multiply", "Divide", "Sqrt", "Add", "ReduceMean", "Power"):
         read = [value.get_node() for value in layers[-1].input_values()]
-        found = [node for node in read if node.get_type_name() == kind]
-        if len(found) != 1:
+        results = [node for node in read if node.get_type_name() == kind]
+        if len(results) != 1:
             return []
         # Squares are computed once more for whoever else reads them, as guards do.
-        if kind != "Power" and len(found[0].output(0).get_target_inputs()) != 1:
+        if kind != "Power" and len(results[0].output(0).get_target_inputs()) != 1:
             return []
-        layers += found
+        layers += results
     source, names = layers[-1].input_value(0), [layer.get_friendly_name() for layer in layers]
     if names[1] not in norms or source not in layers[1].input_values() or not is_widened(source):
         return []

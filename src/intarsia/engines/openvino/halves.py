@@ -98,19 +98,19 @@ def _added_before_rounding(operation: Any, takes_bias: bool) -> list[Any] | None
 
     On the way of a product are its bias and moves.
     """
-    found: list[Any] = []
+    results: list[Any] = []
     value = operation.output(0)
     while len(readers := _readers_of_numbers(value)) == 1:
         (port,) = readers
         step = port.get_node()
         kind = step.get_type_name()
         if kind == "Convert":
-            return found if _rounds(step) else None
+            return results if _rounds(step) else None
         if kind == "Add" and takes_bias:
             other = step.input(1 - port.get_index())
             if not _is_constant(other.get_source_output()):
                 return None
-            found.append(other)
+            results.append(other)
         elif kind not in _MOVES:
             return None
         value = step.output(0)

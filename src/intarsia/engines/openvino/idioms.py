@@ -65,9 +65,9 @@ def _part(value: Any) -> tuple[Any, int, int] | None:
     kind = node.get_type_name()
     if kind not in ("Slice", "Split", "VariadicSplit"):
         return None
-    source, *told = node.input_values()
+    source, *text = node.input_values()
     shape = source.get_partial_shape()
-    numbers = [_integers(one) for one in told]
+    numbers = [_integers(one) for one in text]
     if shape.rank.is_dynamic or shape.rank.get_length() != 4 or shape[3].is_dynamic or None in numbers:
         return None
     size = int(shape[3].get_length())
@@ -99,18 +99,18 @@ def _integers(value: Any) -> list[int] | None:
 
 def _spans(angle: Any, whole: Any) -> bool:
     """Whether there is an angle for each number of a row, and none beyond what is turned."""
-    given, shape = angle.get_partial_shape(), whole.get_partial_shape()
-    if given.rank.is_dynamic or given.rank.get_length() != 4 or given[3] != shape[3]:
+    source, shape = angle.get_partial_shape(), whole.get_partial_shape()
+    if source.rank.is_dynamic or source.rank.get_length() != 4 or source[3] != shape[3]:
         return False
-    return all(given[axis] == shape[axis] or given[axis] == 1 for axis in range(3))
+    return all(source[axis] == shape[axis] or source[axis] == 1 for axis in range(3))
 
 
 def drop_neutral(model: Any) -> None:
     """Take out the factors 1 and the summand 0 that the reader of a Gemm makes."""
     for operation in model.get_ordered_ops():
-        kind, made = operation.get_type_name(), operation.get_output_partial_shape(0)
+        kind, result = operation.get_type_name(), operation.get_output_partial_shape(0)
         for value, other in _both_ways(operation) if kind in ("Add", "Multiply") else ():
-            if other.get_partial_shape() != made:
+            if other.get_partial_shape() != result:
                 continue
             # A model's own sum with 0 makes 0 of -0.0.
             is_bias = kind == "Add" and other.get_node().get_type_name() == "MatMul" and _is_scalar(value, 0)
@@ -198,11 +198,11 @@ def keep_rank(model: Any) -> None:
     for operation in model.get_ordered_ops():
         if operation.get_type_name() != "Reshape":
             continue
-        made, bias = operation.input_value(0), None
-        if made.get_node().get_type_name() == "Add" and len(made.get_target_inputs()) == 1:
-            made, bias = made.get_node().input_values()
-        product = made.get_node()
-        if product.get_type_name() != "MatMul" or len(made.get_target_inputs()) != 1:
+        result, bias = operation.input_value(0), None
+        if result.get_node().get_type_name() == "Add" and len(result.get_target_inputs()) == 1:
+            result, bias = result.get_node().input_values()
+        product = result.get_node()
+        if product.get_type_name() != "MatMul" or len(result.get_target_inputs()) != 1:
             continue
         rows, weight = product.input_values()
         flags = product.get_attributes()
@@ -218,7 +218,7 @@ def keep_rank(model: Any) -> None:
         new = ov.matmul(source, weight, False, flags["transpose_b"])
         whole = new if bias is None else ov.add(new, bias)
         rename(rows, source)
-        rename(made, new.output(0))
+        rename(result, new.output(0))
         rename(operation.input_value(0), whole.output(0))
         replace(operation.output(0), whole.output(0))
 

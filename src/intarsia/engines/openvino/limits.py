@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from intarsia.engines.guards.intervals import Interval
 from intarsia.engines.guards.kinds import AnyGuard, Quotient
-from intarsia.engines.guards.limits import FINITE, of_rounded_product
+from intarsia.engines.guards.planner import FINITE, of_rounded_product
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
@@ -83,13 +83,13 @@ def refuses(net: Network) -> str | None:
 
 def _refuses(layer: Layer) -> str | None:
     outputs = layer.get_outputs()
-    for made in outputs:
-        if made.value.dtype == ir.DataType.DOUBLE:
-            return _double(made)
+    for result in outputs:
+        if result.value.dtype == ir.DataType.DOUBLE:
+            return _double(result)
     if layer.kind == "Cast" and outputs[0].dtype in _HELD:
-        given = layer.get_inputs(0)[0]
-        if given is not None and given.dtype in _SHORTS:  # longer ones are watched
-            return f"{outputs[0].name} rounds {given.dtype.name}, which OpenVINO does not do as PyTorch does"
+        source = layer.get_inputs(0)[0]
+        if source is not None and source.dtype in _SHORTS:  # longer ones are watched
+            return f"{outputs[0].name} rounds {source.dtype.name}, which OpenVINO does not do as PyTorch does"
     if is_arm() and (reason := _refuses_on_arm(layer)) is not None:
         return reason
     touched = [tensor for tensor in layer.get_inputs() if tensor is not None]
@@ -102,16 +102,16 @@ def _refuses(layer: Layer) -> str | None:
 
 
 def _refuses_on_arm(layer: Layer) -> str | None:
-    made = layer.get_outputs(0)[0]
+    output = layer.get_outputs(0)[0]
     if layer.kind == "ConvTranspose" and not _is_constant(layer.get_inputs(1)[0]):
-        return f"{made.name} is a transposed convolution by weights that OpenVINO reads but once on ARM"
-    if made.dtype != ir.DataType.BFLOAT16:
+        return f"{output.name} is a transposed convolution by weights that OpenVINO reads but once on ARM"
+    if output.dtype != ir.DataType.BFLOAT16:
         return None
-    given = layer.get_inputs(0)[0]
+    source = layer.get_inputs(0)[0]
     moved = layer.kind in _MOVES and (
-        layer.kind != "Cast" or given is None or given.dtype not in dtypes.FLOATS
+        layer.kind != "Cast" or source is None or source.dtype not in dtypes.FLOATS
     )
-    return None if moved else f"{made.name} is rounded to bfloat16, which OpenVINO does wrongly on ARM"
+    return None if moved else f"{output.name} is rounded to bfloat16, which OpenVINO does wrongly on ARM"
 
 
 class OpenVINOLimits:
@@ -156,31 +156,33 @@ def _is_moved(layer: Layer) -> bool:
     """Whether a layer hands integers on as they are."""
     if layer.kind not in _EXTREMES:
         return layer.kind in _MOVES
-    given = layer.get_inputs(0)[0]
-    return given is None or given.dtype not in _INTEGERS
+    source = layer.get_inputs(0)[0]
+    return source is None or source.dtype not in _INTEGERS
 
 
-def _is_constant(given: Tensor | None) -> bool:
+def _is_constant(source: Tensor | None) -> bool:
     """Whether a tensor is known when a network is made, or made of such by layers that move."""
-    if given is None or given.constant is not None:
-        return given is not None
-    parent = given.get_parent()
+    if source is None or source.constant is not None:
+        return source is not None
+    parent = source.get_parent()
     return parent is not None and parent.kind in _MOVES and all(map(_is_constant, parent.get_inputs()))
 
 
 def _is_finite(layer: Layer, index: int) -> bool:
     """Whether an input is known to hold nothing but numbers that are not huge, as weights do."""
-    given = layer.get_inputs(index)[0]
-    return given is not None and given.constant is not None and bool((abs(given.constant) < 2.0**100).all())
+    source = layer.get_inputs(index)[0]
+    return (
+        source is not None and source.constant is not None and bool((abs(source.constant) < 2.0**100).all())
+    )
 
 
 def _floats(layer: Layer, index: int) -> Interval | None:
     kind = layer.kind
     if kind == "Cast":
-        made = layer.get_outputs(0)[0].dtype
-        if made in dtypes.INTEGERS:
+        output = layer.get_outputs(0)[0].dtype
+        if output in dtypes.INTEGERS:
             return Interval(-(2.0**30), 2.0**30)
-        return _ANY_NUMBER if made == ir.DataType.BOOL else None
+        return _ANY_NUMBER if output == ir.DataType.BOOL else None
     if kind == "Conv" and index == 1 and any(layer.attribute("pads", ())):
         return FINITE  # torch multiplies what is padded too: infinity by 0
     if kind == "ConvTranspose" and index == 1 and not _is_finite(layer, index):
@@ -235,12 +237,12 @@ def _narrow_layers(net: Network) -> set[Layer]:
                 near.setdefault(parent, set()).add(layer)
         if layer.kind not in _NATIVE and not _is_moved(layer):
             open_.append(layer)
-    found = set(open_)
+    results = set(open_)
     while open_:
-        for neighbour in near[open_.pop()] - found:
-            found.add(neighbour)
+        for neighbour in near[open_.pop()] - results:
+            results.add(neighbour)
             open_.append(neighbour)
-    return found
+    return results
 
 
 def _double(tensor: Tensor) -> str:

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from intarsia.engines.guards.float16 import in_float16
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.guards.overflow import in_float16
 from intarsia.engines.guards.planner import plan_guards
 from intarsia.engines.openvino.arm import add_up_in_parts, mend
 from intarsia.engines.openvino.checks import add_checks
-from intarsia.engines.openvino.core import core, last_line
+from intarsia.engines.openvino.core import core, last_line, settings
 from intarsia.engines.openvino.corrections import correct, fold, fold_tables, has_short_weights, separate
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_norms, show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
-from intarsia.engines.openvino.snippets import settings
 from intarsia.engines.processor import is_arm
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
@@ -69,10 +68,10 @@ def read(net: Network) -> tuple[Any, object]:
     weights_as_inputs(proto, weights)
     model = core().read_model(proto.SerializeToString(), b"")
     parameters = {name: p for p in model.get_parameters() for name in p.output(0).get_names()}
-    kept = []
+    remaining = []
     for name, array in weights.items():
         data = np.ascontiguousarray(array.numpy())
-        kept.append(data)
+        remaining.append(data)
         constant = openvino.op.Constant(_shared(openvino, data, array.dtype))
         constant.set_friendly_name(name)
         parameter = parameters[name]
@@ -82,7 +81,7 @@ def read(net: Network) -> tuple[Any, object]:
         model.remove_parameter(parameter)
     correct(model)
     model.validate_nodes_and_infer_types()
-    return model, kept
+    return model, remaining
 
 
 def _shared(openvino: Any, data: np.ndarray[Any, Any], dtype: ir.DataType) -> Any:

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from intarsia.engines.base import GrowingFile, GuardedProgram
-from intarsia.engines.guards.inputs import input_check, is_known_to_hold, told_of
+from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
 from intarsia.engines.guards.kinds import LONGEST_INPUT, Checks
-from intarsia.engines.openvino import snippets
-from intarsia.engines.openvino.core import core
+from intarsia.engines.openvino.core import compile_model, core
 from intarsia.engines.ports import Ports
 
 # A model in OpenVINO's compiled form, whose weights stay in a file of ours.
@@ -56,20 +55,20 @@ def export(model: Any, config: Mapping[str, Any], file: GrowingFile) -> bytes | 
         described = Path(folder, "model.xml")
         openvino.serialize(model, described, os.devnull)
         tree = ElementTree.parse(described)
-        found = [layer for layer in tree.iter("layer") if layer.get("type") == "Const"]
-        names = Counter(str(layer.get("name")) for layer in found)
+        results = [layer for layer in tree.iter("layer") if layer.get("type") == "Const"]
+        names = Counter(str(layer.get("name")) for layer in results)
         if next(tree.iter("body"), None) is not None or names != Counter(list(constants)):
             return None
         inside = {name: op for name, op in constants.items() if name not in file.places}
         places = {**file.places, **_appended(inside, file)}
-        for layer in found:
+        for layer in results:
             data = layer.find("data")
             if data is None or int(data.get("size", -1)) != constants[str(layer.get("name"))].get_byte_size():
                 return None
             data.set("offset", str(places[str(layer.get("name"))]))
         tree.write(described)
         read = core().read_model(described, file.path)
-        compiled = snippets.compiled(read, {**config, **_WITHOUT_WEIGHTS})
+        compiled = compile_model(read, {**config, **_WITHOUT_WEIGHTS})
         blob = bytes(compiled.export_model().getvalue())
         try:
             again, _kept = imported(memoryview(bytearray(blob)), config, file.path)
@@ -156,18 +155,22 @@ class CompiledModel(GuardedProgram):
     def __init__(self, ports: Ports, compiled: Any, weights: object, checks: Checks | None) -> None:
         import openvino
 
-        self._guards = [] if checks is None else checks.made
-        self._most = None if checks is None else checks.most
+        self._guards = [] if checks is None else checks.computed
+        self._limits = None if checks is None else checks.limits
         self._names = [port.name for port in ports.inputs]
         self._vary = [i for i, port in enumerate(ports.inputs) if checks and port.shape is None]
         self._compiled = compiled
         self._weights = weights  # the model reads them where they lie
         self._tensor = openvino.Tensor
         # An input that no layer reads is not an input of the model any more.
-        places = {name: place for place, found in enumerate(compiled.inputs) for name in found.names}
-        given = {} if checks is None else checks.given
+        places = {name: place for place, match in enumerate(compiled.inputs) for name in match.names}
+        input_guards = {} if checks is None else checks.inputs
         self._inputs = [
-            (places.get(port.name), port.dtype, [(g, input_check(g)) for g in given.get(port.name, [])])
+            (
+                places.get(port.name),
+                port.dtype,
+                [(g, input_check(g)) for g in input_guards.get(port.name, [])],
+            )
             for port in ports.inputs
         ]
         self._outputs = [(port.dtype, port.shape) for port in ports.outputs]
@@ -204,7 +207,7 @@ class CompiledModel(GuardedProgram):
             read.append(tensor := tensor.contiguous())
             for guard, holds in checks:
                 if not is_known_to_hold(guard, tensor) and not holds(tensor.numpy()):
-                    return self._left(tensors, told_of([guard], self._names, tensors))
+                    return self._left(tensors, sentence_about([guard], self._names, tensors))
             memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
             if memory != bound[place]:  # a cache of keys and values stands where it stood at the last call
                 request.set_input_tensor(port, self._share(tensor))
@@ -220,9 +223,9 @@ class CompiledModel(GuardedProgram):
                 request.set_output_tensor(index, self._share(out))
             results.append(out)
         request.infer()
-        if self._guards and not (held := own["numbers"] <= self._most).all():
+        if self._guards and not (held := own["numbers"] <= self._limits).all():
             broken = [guard for guard, fine in zip(self._guards, held, strict=True) if not fine]
-            return self._left(tensors, told_of(broken, self._names, tensors))
+            return self._left(tensors, sentence_about(broken, self._names, tensors))
         for index, (dtype, shape) in enumerate(self._outputs):
             if index in small:
                 results[index] = small[index].clone()
@@ -232,13 +235,13 @@ class CompiledModel(GuardedProgram):
 
     def _small_outputs(self, request: Any) -> dict[int, torch.Tensor]:
         """Memory that a request writes small results to, by their place; it is bound for good."""
-        made = {}
+        results = {}
         for index, (dtype, shape) in enumerate(self._outputs):
             if shape is None or not 0 < math.prod(shape) * dtype.itemsize <= _COPIED:
                 continue
-            made[index] = torch.empty(shape, dtype=dtype)
-            request.set_output_tensor(index, self._share(made[index]))
-        return made
+            results[index] = torch.empty(shape, dtype=dtype)
+            request.set_output_tensor(index, self._share(results[index]))
+        return results
 
     @property
     def guards(self) -> list[str]:

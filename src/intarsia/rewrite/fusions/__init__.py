@@ -6,15 +6,14 @@ from intarsia.rewrite.fusions import (
     activation,
     attention,
     cleanup,
-    convolution,
     layout,
-    linear,
     norm,
+    products,
     rotary,
 )
 from intarsia.rewrite.fusions.fusion import Fusion as Fusion
 from intarsia.rewrite.fusions.fusion import NetworkBuilder as NetworkBuilder
 
-_FAMILIES = (cleanup, layout, attention, rotary, norm, activation, convolution, linear)
+_FAMILIES = (cleanup, layout, attention, rotary, norm, activation, products)
 
 FUSIONS: dict[str, Fusion] = {fusion.name: fusion for family in _FAMILIES for fusion in family.FUSIONS}

@@ -8,10 +8,10 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.rewrite.equality import see_through
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers
 from intarsia.rewrite.pattern import refuse
 from intarsia.rewrite.rule import rule
+from intarsia.rewrite.term import see_through
 
 _END = 1 << 31  # a slice's end beyond any size
 
