@@ -43,8 +43,7 @@ from intarsia.build.faithful import (
     whole_fault,
 )
 from intarsia.build.judge import Answer, Judge
-from intarsia.build.rewriter import rewriter
-from intarsia.build.trial import Cases, elements_of
+from intarsia.build.trial import Cases, elements_of, rewriter
 from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind, device_of
