@@ -76,7 +76,7 @@ from intarsia.errors import (
     UnrepeatableError,
     warn,
 )
-from intarsia.graph.devices import uses_gpu
+from intarsia.graph.nodes import uses_gpu
 from intarsia.logs import LOG, log_refusals, stage, torch_logs_kept
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model

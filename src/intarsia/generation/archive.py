@@ -42,8 +42,8 @@ def save(generation: Generation, path: str | os.PathLike[str]) -> None:
     ...     generation.save(fast, path)
     >>> print(generation.load(path, model))
     LlamaForCausalLM generates compiled, up to 8 tokens
-      1 rows, prompt: on onnxruntime
-      1 rows, token: on onnxruntime
+      batch 1, prompt: on onnxruntime
+      batch 1, token: on onnxruntime
     """
     bundle = BundleWriter()
     about: dict[str, Json] = {

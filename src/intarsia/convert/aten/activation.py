@@ -94,21 +94,7 @@ def hardswish(ctx: ConversionContext, self: Tensor) -> Tensor:
     return narrowed(ctx, F.hardswish(*promoted(ctx, self)))
 
 
-@converter(aten.log_sigmoid.default)
-def log_sigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, F.sub(0.0, softplus(F.neg(x))))  # of infinity 0.0, which `neg` would make -0.0
-
-
-@converter(aten.log_sigmoid_forward.default)
-def log_sigmoid_forward(ctx: ConversionContext, self: Tensor) -> tuple[Tensor, None]:
-    # The second result is a buffer for the backward pass; inference does not read it.
-    return log_sigmoid(ctx, self), None
-
-
 # Activations made of several layers: exponential units, shrinkage, gates.
-
-SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 
 
 @converter(aten.elu.default)
@@ -118,18 +104,6 @@ def elu(ctx: ConversionContext, self: Tensor, alpha: Any = 1, scale: Any = 1, in
         return narrowed(ctx, F.elu(x, float(alpha)))
     (x,) = promoted_wide(ctx, self)
     return narrowed(ctx, _exponential(x, alpha * scale, scale, input_scale))
-
-
-@converter(aten.selu.default)
-def selu(ctx: ConversionContext, self: Tensor) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, _exponential(x, SELU_ALPHA * SELU_SCALE, SELU_SCALE, 1))
-
-
-@converter(aten.celu.default)
-def celu(ctx: ConversionContext, self: Tensor, alpha: Any = 1.0) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, _exponential(x, alpha, 1, 1 / alpha))
 
 
 def _exponential(x: Tensor, negative: float, positive: float, inner: float) -> Tensor:
@@ -157,20 +131,6 @@ def softshrink(ctx: ConversionContext, self: Tensor, lambd: Any = 0.5) -> Tensor
     bound = float(lambd)
     outside = F.where(F.greater(x, bound), F.sub(x, bound), F.mul(x, 0.0))
     return narrowed(ctx, F.where(F.less(x, -bound), F.add(x, bound), outside))
-
-
-@converter(aten.hardshrink.default)
-def hardshrink(ctx: ConversionContext, self: Tensor, lambd: Any = 0.5) -> Tensor:
-    (x,) = promoted(ctx, self)
-    return narrowed(ctx, F.where(F.less_equal(F.abs(x), float(lambd)), 0.0, x))
-
-
-@converter(aten.threshold.default)
-def threshold(ctx: ConversionContext, self: Tensor, threshold: Any, value: Any) -> Tensor:
-    (x,) = promoted(ctx, self)
-    return narrowed(
-        ctx, F.where(F.less_equal(x, number(ctx, threshold, x.dtype)), number(ctx, value, x.dtype), x)
-    )
 
 
 @converter(aten.glu.default)

@@ -19,7 +19,8 @@ from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+prims = torch.ops.prims
 BOOL = ir.DataType.BOOL
 
 
@@ -74,15 +75,6 @@ def addcdiv(ctx: ConversionContext, self: Tensor, tensor1: Any, tensor2: Any, va
     x, a, b, scale = promoted_wide(ctx, self, tensor1, tensor2, value)
     quotient = F.div(a, b) if _is_one(value) else F.div(F.mul(scale, a), b)
     return narrowed(ctx, F.add(x, quotient))
-
-
-@converter(aten.lerp.Scalar, aten.lerp.Tensor)
-def lerp(ctx: ConversionContext, self: Tensor, end: Tensor, weight: Any) -> Tensor:
-    a, b, w = promoted_wide(ctx, self, end, weight)
-    span = F.sub(b, a)
-    near, far = F.add(a, F.mul(w, span)), F.sub(b, F.mul(span, F.sub(1.0, w)))
-    # torch starts at the nearer end, so that both ends are met exactly.
-    return narrowed(ctx, F.where(F.less(F.abs(w), 0.5), near, far))
 
 
 @converter(aten.maximum.default, aten.max.other)
@@ -142,14 +134,6 @@ def _ordered(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The larger and the smaller, both of them kept if one is NaN."""
     swap = F.less(a, b)
     return F.where(swap, b, a), F.where(swap, a, b)
-
-
-@converter(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, aten.special_xlogy.default)
-def xlogy(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-    x, y = promoted_wide(ctx, self, other)
-    product = F.mul(x, F.log(y))
-    nothing = F.logical_and(F.equal(x, 0.0), F.logical_not(F.isnan(y)))
-    return narrowed(ctx, F.where(nothing, 0.0, product))
 
 
 @converter(aten.heaviside.default)

@@ -82,18 +82,18 @@ def _flatten(x: Tensor, batch: tuple[Dim, ...]) -> Tensor:
     return F.reshape(whole, [shapes.product(batch), 1, *tail])  # type: ignore[list-item]
 
 
-def _restore(ctx: ConversionContext, made: Tensor, rank: int) -> Tensor:
+def _restore(ctx: ConversionContext, output: Tensor, rank: int) -> Tensor:
     result = _result(ctx)
-    if rank == 3 and made.shape[1] == 1 and result.ndim == 3:
-        return F.squeeze(made, [1])
+    if rank == 3 and output.shape[1] == 1 and result.ndim == 3:
+        return F.squeeze(output, [1])
     if rank == 2:
-        return F.squeeze(made, [0, 1])
+        return F.squeeze(output, [0, 1])
     sizes = [size if isinstance(size, int) else None for size in result.shape]
-    if rank == 4 and (None in sizes or list(made.shape) == sizes):
-        return made
+    if rank == 4 and (None in sizes or list(output.shape) == sizes):
+        return output
     if None in sizes:
         raise ConversionError(f"attention over {rank} dimensions of unknown size is not handled")
-    return F.reshape(made, sizes)
+    return F.reshape(output, sizes)
 
 
 def _full_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -155,12 +155,12 @@ def _repeat(x: Tensor, heads: Dim, shared: Dim) -> Tensor:
     return F.gather(x, np.arange(heads) // (heads // shared), axis=1)
 
 
-def _alone(ctx: ConversionContext, made: Tensor) -> tuple[Tensor | None, ...]:
+def _alone(ctx: ConversionContext, output: Tensor) -> tuple[Tensor | None, ...]:
     """The attention of an operator that also returns what only training reads."""
     for index in range(1, len(ctx.value)):
         if used(ctx.node, index):
             raise ConversionError(f"result {index} of {ctx.name}, made for training, is not handled")
-    return (made, *[None] * (len(ctx.value) - 1))
+    return (output, *[None] * (len(ctx.value) - 1))
 
 
 @converter(aten.scaled_dot_product_attention.default)

@@ -17,7 +17,8 @@ from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 def converted(ctx: ConversionContext, x: Tensor) -> Tensor:

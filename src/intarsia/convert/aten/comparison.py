@@ -13,7 +13,7 @@ import torch
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.arithmetic import floor_of_ints, larger, smaller
 from intarsia.convert.context import ConversionContext
-from intarsia.convert.promotion import narrowed, native, number, promoted, wide
+from intarsia.convert.promotion import narrowed, native, number, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -57,15 +57,10 @@ def greater_equal(a: Any, b: Any) -> Tensor:
 COMPARISONS: dict[str, Compare] = {
     "eq": F.equal,
     "ne": _different,
-    "not_equal": _different,
     "lt": F.less,
-    "less": F.less,
     "le": F.less_equal,
-    "less_equal": F.less_equal,
     "gt": greater,
-    "greater": greater,
     "ge": greater_equal,
-    "greater_equal": greater_equal,
 }
 LOGIC: dict[str, Compare] = {
     "logical_and": F.logical_and,
@@ -131,26 +126,6 @@ def isfinite(ctx: ConversionContext, self: Tensor) -> Tensor:
 def finite(x: Tensor) -> Tensor:
     """Neither infinite nor NaN, which is below nothing."""
     return F.less(F.abs(x), math.inf)
-
-
-@converter(aten.isclose.default)
-def isclose(
-    ctx: ConversionContext,
-    self: Tensor,
-    other: Tensor,
-    rtol: float = 1e-05,
-    atol: float = 1e-08,
-    equal_nan: bool = False,
-) -> Tensor:
-    dtype = wide(self.dtype) if self.dtype in dtypes.FLOATS else ir.DataType.FLOAT
-    same = F.equal(self, other) if self.dtype not in dtypes.FLOATS else None
-    a, b = F.cast(self, dtype), F.cast(other, dtype)
-    close = F.equal(a, b) if same is None else same
-    if equal_nan and same is None:
-        close = F.logical_or(close, F.logical_and(F.isnan(a), F.isnan(b)))
-    gap = F.abs(F.sub(a, b))
-    allowed = F.add(F.abs(F.mul(b, rtol)), atol)
-    return F.logical_or(close, F.logical_and(finite(gap), F.less_equal(gap, allowed)))
 
 
 # Bits of integers (of booleans: logic), and shifts.

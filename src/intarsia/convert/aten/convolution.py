@@ -72,8 +72,8 @@ def _conv(
     return _done(ctx, result, input, weight)
 
 
-def _done(ctx: ConversionContext, made: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-    return F.cast(F.squeeze(made, [0]) if input.ndim == weight.ndim - 1 else made, ctx.dtype)
+def _done(ctx: ConversionContext, output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    return F.cast(F.squeeze(output, [0]) if input.ndim == weight.ndim - 1 else output, ctx.dtype)
 
 
 def _of_nothing(ctx: ConversionContext, bias: Tensor | None) -> Tensor:

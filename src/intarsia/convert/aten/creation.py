@@ -139,28 +139,7 @@ def logspace(
     return literal(torch.logspace(start, end, steps, base, dtype=ctx.torch_dtype))
 
 
-@converter(aten.tril_indices.default)
-def tril_indices(ctx: ConversionContext, row: Any, col: Any, offset: int = 0, *, dtype: Any = None) -> Tensor:
-    _refuse_dynamic(row=row, col=col)
-    return literal(torch.tril_indices(row, col, offset, dtype=ctx.torch_dtype))
-
-
-@converter(aten.triu_indices.default)
-def triu_indices(ctx: ConversionContext, row: Any, col: Any, offset: int = 0, *, dtype: Any = None) -> Tensor:
-    _refuse_dynamic(row=row, col=col)
-    return literal(torch.triu_indices(row, col, offset, dtype=ctx.torch_dtype))
-
-
 def _refuse_dynamic(**values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, Tensor):
             raise ConversionError(f"{name} known only at run time is not handled")
-
-
-@converter(aten.eye.default, aten.eye.m)
-def eye(ctx: ConversionContext, n: Any, m: Any = None, *, dtype: Any = None) -> Tensor:
-    m = n if m is None else m
-    if not isinstance(n, Tensor) and not isinstance(m, Tensor):
-        return literal(torch.eye(n, m, dtype=ctx.torch_dtype))
-    rows, columns = F.arange(0, n, 1, INT64), F.arange(0, m, 1, INT64)
-    return F.cast(F.equal(F.unsqueeze(rows, [1]), F.unsqueeze(columns, [0])), ctx.dtype)

@@ -46,12 +46,12 @@ class Indices:
         return self.indices[0].ndim
 
 
-def read(x: Tensor, given: Sequence[Tensor | None]) -> Indices:
+def read(x: Tensor, items: Sequence[Tensor | None]) -> Indices:
     """What an index list asks of `x`."""
     axes: list[int] = []
     indices: list[Tensor] = []
     axis = 0
-    for item in given:
+    for item in items:
         if item is None:
             axis += 1
         elif item.dtype not in _MASKS:
@@ -134,11 +134,11 @@ def restored(asked: Indices, flat: Tensor) -> Tensor:
     return ordered(flat, [order.index(axis) for axis in range(len(order))])
 
 
-def to_result(asked: Indices, made: Tensor) -> Tensor:
+def to_result(asked: Indices, output: Tensor) -> Tensor:
     """What the indices made, from the front to where torch puts it."""
     front = list(range(asked.rank))
-    rest = list(range(asked.rank, made.ndim))
-    return ordered(made, [*rest[: asked.at], *front, *rest[asked.at :]])
+    rest = list(range(asked.rank, output.ndim))
+    return ordered(output, [*rest[: asked.at], *front, *rest[asked.at :]])
 
 
 def to_front(asked: Indices, values: Tensor) -> Tensor:
@@ -258,39 +258,6 @@ def index_select(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor) 
     return F.gather(self, from_the_front(index, size(self, axis)), axis)
 
 
-@converter(aten.take.default)
-def take(ctx: ConversionContext, self: Tensor, index: Tensor) -> Tensor:
-    extent: Size = 1
-    for one in sizes(self):
-        extent = extent * one
-    return F.gather(F.reshape(self, [-1]), wrapped(index, extent), 0)
-
-
-@converter(aten.take_along_dim.default)
-def take_along_dim(ctx: ConversionContext, self: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-    if dim is None:
-        extent: Size = 1
-        for one in sizes(self):
-            extent = extent * one
-        return F.gather(F.reshape(self, [-1]), from_the_front(F.reshape(indices, [-1]), extent), 0)
-    axis = wrap(dim, self.ndim)
-    index = from_the_front(indices, size(self, axis))
-    # All dimensions but the one looked along broadcast.
-    x = broadcast([self, _one(index, axis)], _but(axis, self, index))[0]
-    places = broadcast([index, _one(self, axis)], _but(axis, index, self))[0]
-    return F.gather_elements(x, places, axis)
-
-
-def _but(axis: int, x: Tensor, other: Tensor) -> Shape:
-    thin = [tuple(1 if i == axis else d for i, d in enumerate(t.shape)) for t in (x, other)]
-    common = broadcast_shape(*thin)
-    return (*common[:axis], x.shape[axis], *common[axis + 1 :])
-
-
-def _one(x: Tensor, axis: int) -> Tensor:
-    return F.slice(x, 0, 1, axis=axis)
-
-
 @converter(aten.embedding.default)
 def embedding(
     ctx: ConversionContext,
@@ -319,12 +286,6 @@ def nonzero_static(ctx: ConversionContext, self: Tensor, *, size: Size, fill_val
     places = nonzero(ctx, self)
     spare = F.full([size, self.ndim], fill_value, ir.DataType.INT64)
     return F.slice(F.concat([places, spare], 0), 0, size, axis=0)
-
-
-@converter(aten.nonzero_numpy.default)
-def nonzero_numpy(ctx: ConversionContext, self: Tensor) -> list[Tensor]:
-    x = self if self.ndim else F.reshape(self, [1])
-    return [F.squeeze(line, [0]) for line in F.split(kernels.nonzero(x), [1] * x.ndim, 0)]
 
 
 @converter(aten.masked_select.default)

@@ -73,12 +73,12 @@ def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor |
     return F.cast(result, ctx.dtype)
 
 
-def _restore(made: Tensor, x: Tensor, columns: Any) -> Tensor:
+def _restore(output: Tensor, x: Tensor, columns: Any) -> Tensor:
     sizes: list[Any] = list(x.shape[:-1])
     unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(unknown) <= 1:
-        return F.reshape(made, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
-    return F.reshape(made, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
+        return F.reshape(output, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
+    return F.reshape(output, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
 
 
 @converter(aten.mm.default, aten.bmm.default)
@@ -142,18 +142,6 @@ def addmv(
     return _plus(ctx, product(mat, vec, halves=on_cpu(ctx)), self, beta, alpha)
 
 
-@converter(aten.addr.default)
-def addr(
-    ctx: ConversionContext, self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
-    x, a, b = ctx.promote(self, vec1, vec2)
-    # Halves in float32: a product rounded before a sum that nearly cancels it would be far off.
-    a, b = wide(a, halves=True), wide(b, halves=True)
-    # As torch multiplies, so that what overflows does in both: alpha by the first vector, before the second.
-    result = F.mul(_scaled(F.unsqueeze(a, [1]), alpha), F.unsqueeze(b, [0]))
-    return _plus(ctx, result, x, beta, 1)
-
-
 @converter(aten.bilinear.default)
 def bilinear(
     ctx: ConversionContext, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
@@ -165,19 +153,6 @@ def bilinear(
     result = F.mul(F.matmul(rows, wide(weight)), F.unsqueeze(wide(input2), [-2, -3]))
     summed = summed_up(result, [result.ndim - 2, result.ndim - 1])
     return F.cast(summed if bias is None else F.add(summed, wide(bias)), ctx.dtype)
-
-
-@converter(aten.linalg_cross.default)
-def linalg_cross(ctx: ConversionContext, self: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
-    a, b = (wide(x) for x in ctx.promote(self, other))
-    axis = dim % self.ndim
-
-    def turned(x: Tensor, order: list[int]) -> Tensor:
-        return F.gather(x, np.array(order), axis)
-
-    one = F.mul(turned(a, [1, 2, 0]), turned(b, [2, 0, 1]))
-    two = F.mul(turned(a, [2, 0, 1]), turned(b, [1, 2, 0]))
-    return F.cast(F.sub(one, two), ctx.dtype)
 
 
 # Distances between rows.

@@ -158,9 +158,9 @@ def batch_norm(
     return _batch(ctx, input, weight, bias, running_mean, running_var, training, eps)[0]
 
 
-def _with_statistics(ctx: ConversionContext, made: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
-    result: list[Any] = [made[0]]
-    for index, statistic in ((1, made[1]), (2, made[2])):
+def _with_statistics(ctx: ConversionContext, results: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
+    result: list[Any] = [results[0]]
+    for index, statistic in ((1, results[1]), (2, results[2])):
         if not used(ctx.node, index):
             result.append(None)
         elif statistic is None:

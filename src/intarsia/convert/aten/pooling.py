@@ -132,8 +132,8 @@ def _batched(x: Tensor, rank: int) -> Tensor:
     return F.unsqueeze(x, [0]) if x.ndim == rank + 1 else x
 
 
-def _unbatched(made: Tensor, x: Tensor, rank: int) -> Tensor:
-    return F.squeeze(made, [0]) if x.ndim == rank + 1 else made
+def _unbatched(output: Tensor, x: Tensor, rank: int) -> Tensor:
+    return F.squeeze(output, [0]) if x.ndim == rank + 1 else output
 
 
 def _max_pool(

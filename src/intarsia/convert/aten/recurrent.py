@@ -48,11 +48,11 @@ def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
     return F.concat(list(parts), axis)
 
 
-def _merged(made: Tensor, directions: int, hidden: int) -> Tensor:
+def _merged(output: Tensor, directions: int, hidden: int) -> Tensor:
     """(time, directions, batch, hidden) as (time, batch, directions * hidden)."""
     if directions == 1:
-        return F.squeeze(made, [1])
-    turned = F.transpose(made, (0, 2, 1, 3))
+        return F.squeeze(output, [1])
+    turned = F.transpose(output, (0, 2, 1, 3))
     lead: list[Any] = [
         size if isinstance(size, int) else F.size(turned, i) for i, size in enumerate(turned.shape[:2])
     ]

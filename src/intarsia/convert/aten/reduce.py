@@ -28,7 +28,8 @@ from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+prims = torch.ops.prims
 
 Layer = Callable[..., Tensor]
 
@@ -51,9 +52,9 @@ def reduced(
     return F.cast(result, value.dtype)
 
 
-def _sum(ctx: ConversionContext, given: Tensor) -> Layer:
+def _sum(ctx: ConversionContext, operand: Tensor) -> Layer:
     """How elements are added up; what is given as small integers or truth stays small enough."""
-    return sum_of_integers if ctx.dtype in LONG and given.dtype in LONG else F.reduce_sum
+    return sum_of_integers if ctx.dtype in LONG and operand.dtype in LONG else F.reduce_sum
 
 
 def _product(ctx: ConversionContext) -> Layer:
@@ -77,16 +78,6 @@ def sum_of(
     ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     return reduced(ctx, _accumulated(ctx, self), dim, keepdim, _sum(ctx, self), 0)
-
-
-@converter(aten.nansum.default)
-def nansum(
-    ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
-    x = _accumulated(ctx, self)
-    if is_float(x):
-        x = F.where(F.isnan(x), 0.0, x)
-    return reduced(ctx, x, dim, keepdim, _sum(ctx, self), 0)
 
 
 @converter(aten.mean.default, aten.mean.dim)
@@ -128,7 +119,8 @@ def _extreme(layer: Layer, worst: float) -> Layer:
     return extreme
 
 
-largest, smallest = _extreme(F.reduce_max, -math.inf), _extreme(F.reduce_min, math.inf)
+largest: Layer = _extreme(F.reduce_max, -math.inf)
+smallest: Layer = _extreme(F.reduce_min, math.inf)
 
 
 def _comparable(x: Tensor) -> Tensor:
@@ -143,13 +135,6 @@ def amax(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = Fa
 @converter(aten.amin.default, aten.min.default)
 def amin(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     return reduced(ctx, _comparable(self), list(dim), keepdim, smallest, 0)
-
-
-@converter(aten.aminmax.default)
-def aminmax(ctx: ConversionContext, self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    x = _comparable(self)
-    # Over all dimensions torch keeps them all, of size 1.
-    return tuple(reduced(ctx, x, dim, keepdim, layer, 0, i) for i, layer in enumerate((smallest, largest)))
 
 
 def _nonzero(x: Tensor) -> Tensor:
@@ -178,12 +163,6 @@ def any_of(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool 
 @converter(aten.all.default, aten.all.dim, aten.all.dims)
 def all_of(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _truth(ctx, self, dim, keepdim, True)
-
-
-@converter(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
-def count_nonzero(ctx: ConversionContext, self: Tensor, dim: Any = None) -> Tensor:
-    counts = F.cast(_nonzero(self), ir.DataType.INT64)
-    return reduced(ctx, counts, dim, False, F.reduce_sum, 0)
 
 
 def _variance(
@@ -284,21 +263,6 @@ def linalg_vector_norm(
     dtype: Any = None,
 ) -> Tensor:
     return _vector_norm(ctx, self, ord, dim, keepdim)
-
-
-@converter(
-    aten.norm.Scalar, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype
-)
-def norm(
-    ctx: ConversionContext,
-    self: Tensor,
-    p: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: Any = None,
-) -> Tensor:
-    return _vector_norm(ctx, self, p, dim, keepdim)
 
 
 # Running sums, products and extremes.

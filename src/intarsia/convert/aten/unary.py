@@ -32,12 +32,10 @@ LAYERS: dict[Any, Callable[[Any], Tensor]] = {
     aten.cos.default: F.cos,
     aten.cosh.default: F.cosh,
     aten.erf.default: F.erf,
-    aten.special_erf.default: F.erf,
     aten.exp.default: F.exp,
     aten.log.default: F.log,
     aten.reciprocal.default: F.reciprocal,
     aten.sigmoid.default: F.sigmoid,
-    aten.special_expit.default: F.sigmoid,
     aten.sin.default: F.sin,
     aten.sinh.default: F.sinh,
     aten.sqrt.default: F.sqrt,
@@ -71,25 +69,14 @@ def trunc(x: Tensor) -> Tensor:
     return F.where(F.less(x, 0.0), F.ceil(x), F.floor(x))
 
 
-def sinc(x: Tensor) -> Tensor:
-    """`sin(pi x) / (pi x)`, one at zero."""
-    angle = F.mul(x, math.pi)
-    return F.where(F.equal(x, 0.0), 1.0, F.div(F.sin(angle), angle))
-
-
 # Several layers each, so halves are computed in float32.
 FORMULAS: dict[Any, Formula] = {
     aten.exp2.default: lambda x: F.pow(F.constant(2.0, x.dtype), x),
-    aten.special_exp2.default: lambda x: F.pow(F.constant(2.0, x.dtype), x),
     aten.expm1.default: expm1,
-    aten.special_expm1.default: expm1,
     aten.log10.default: lambda x: F.mul(F.log(x), 1 / math.log(10)),
     aten.log1p.default: log1p,
-    aten.special_log1p.default: log1p,
     aten.log2.default: lambda x: F.mul(F.log(x), 1 / math.log(2)),
     aten.rsqrt.default: lambda x: F.reciprocal(F.sqrt(x)),
-    aten.sinc.default: sinc,
-    aten.special_sinc.default: sinc,
 }
 
 # Nothing to do to integers.
@@ -97,9 +84,7 @@ ROUNDINGS: dict[Any, Callable[[Any], Tensor]] = {
     aten.ceil.default: F.ceil,
     aten.floor.default: F.floor,
     aten.round.default: F.round,
-    aten.special_round.default: F.round,
     aten.trunc.default: trunc,
-    aten.fix.default: trunc,
 }
 
 
@@ -179,14 +164,6 @@ def square(ctx: ConversionContext, self: Tensor) -> Tensor:
     return narrowed(ctx, F.mul(x, x))
 
 
-@converter(aten.frac.default)
-def frac(ctx: ConversionContext, self: Tensor) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return F.sub(self, self)
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, F.sub(x, trunc(x)))
-
-
 @converter(aten.round.decimals)
 def round_decimals(ctx: ConversionContext, self: Tensor, decimals: int = 0) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
@@ -205,24 +182,6 @@ def logit(ctx: ConversionContext, self: Tensor, eps: float | None = None) -> Ten
         low, high = F.constant(eps, x.dtype), F.constant(1.0 - eps, x.dtype)
         x = F.where(F.less(x, low), low, F.where(F.less(high, x), high, x))  # a NaN stays one
     return narrowed(ctx, F.log(F.div(x, F.sub(1.0, x))))
-
-
-@converter(aten.nan_to_num.default)
-def nan_to_num(
-    ctx: ConversionContext,
-    self: Tensor,
-    nan: float | None = None,
-    posinf: float | None = None,
-    neginf: float | None = None,
-) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return self
-    limits = torch.finfo(ctx.torch_dtype)
-    (x,) = promoted_wide(ctx, self)
-    x = F.where(F.isnan(x), 0.0 if nan is None else nan, x)
-    x = F.where(F.equal(x, math.inf), limits.max if posinf is None else posinf, x)
-    x = F.where(F.equal(x, -math.inf), limits.min if neginf is None else neginf, x)
-    return narrowed(ctx, x)
 
 
 # Error and gamma functions that engines have no layer for, by formulas that keep float32's digits.

@@ -65,11 +65,6 @@ def flatten(ctx: ConversionContext, self: Tensor, start_dim: int = 0, end_dim: i
     return reshape(self, sizes, result_shape(ctx))
 
 
-@converter(aten.ravel.default)
-def ravel(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return self if self.ndim == 1 else F.reshape(self, [-1])
-
-
 @converter(aten.unflatten.int)
 def unflatten(ctx: ConversionContext, self: Tensor, dim: int, sizes: Sequence[Size]) -> Tensor:
     at = wrap(dim, self.ndim)
@@ -99,22 +94,6 @@ def squeeze(ctx: ConversionContext, self: Tensor, dim: int | Sequence[int] | Non
     if self.ndim - len(gone) != len(result_shape(ctx)):
         raise ConversionError(f"squeezing a tensor of shape {self.shape} depends on a size not known yet")
     return F.squeeze(self, gone) if gone else self
-
-
-@converter(aten.atleast_1d.default)
-def atleast_1d(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return self if self.ndim >= 1 else F.unsqueeze(self, [0])
-
-
-@converter(aten.atleast_2d.default)
-def atleast_2d(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return self if self.ndim >= 2 else F.unsqueeze(self, list(range(2 - self.ndim)))
-
-
-@converter(aten.atleast_3d.default)
-def atleast_3d(ctx: ConversionContext, self: Tensor) -> Tensor:
-    axes = {0: [0, 1, 2], 1: [0, 2], 2: [2]}.get(self.ndim, [])
-    return F.unsqueeze(self, axes) if axes else self
 
 
 # Dimensions in another order.
@@ -222,17 +201,6 @@ def pixel_shuffle(ctx: ConversionContext, self: Tensor, upscale_factor: int) -> 
     )
 
 
-@converter(aten.pixel_unshuffle.default)
-def pixel_unshuffle(ctx: ConversionContext, self: Tensor, downscale_factor: int) -> Tensor:
-    r = downscale_factor
-    *batch, channels, height, width = sizes(self)
-    low, thin = floor_divide(height, r), floor_divide(width, r)
-    split = reshape(self, [*batch, channels, low, r, thin, r])
-    n = len(batch)
-    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
-    return reshape(F.transpose(split, order), [*batch, channels * (r * r), low, thin], result_shape(ctx))
-
-
 # Elements repeated: expand, broadcast, repeat, tile, repeat_interleave.
 
 
@@ -313,50 +281,11 @@ def _tiled(x: Tensor, repeats: Sequence[Size]) -> Tensor:
     return kernels.tile(x, repeats)
 
 
-@converter(aten.repeat_interleave.self_int)
-def repeat_interleave_int(
-    ctx: ConversionContext,
-    self: Tensor,
-    repeats: Size,
-    dim: int | None = None,
-    *,
-    output_size: Size | None = None,
-) -> Tensor:
-    x, axis = _flat_or(self, dim)
-    tall = F.unsqueeze(x, [axis + 1])
-    target: list[Size] = [1] * tall.ndim
-    target[axis + 1] = repeats
-    extent = size(x, axis)
-    joined = [*sizes(x)[:axis], extent * repeats, *sizes(x)[axis + 1 :]]
-    return reshape(kernels.expand(tall, target), joined, result_shape(ctx))
-
-
-@converter(aten.repeat_interleave.self_Tensor)
-def repeat_interleave(
-    ctx: ConversionContext,
-    self: Tensor,
-    repeats: Tensor,
-    dim: int | None = None,
-    *,
-    output_size: Size | None = None,
-) -> Tensor:
-    x, axis = _flat_or(self, dim)
-    if repeats.ndim == 0 or repeats.shape == (1,):
-        repeats = kernels.expand(F.reshape(repeats, [1]), [size(x, axis)])
-    return F.gather(x, _which(repeats), axis)
-
-
 @converter(aten.repeat_interleave.Tensor)
 def repeat_interleave_counts(
     ctx: ConversionContext, repeats: Tensor, *, output_size: Size | None = None
 ) -> Tensor:
     return F.cast(_which(repeats), ctx.dtype)
-
-
-def _flat_or(x: Tensor, dim: int | None) -> tuple[Tensor, int]:
-    if x.ndim == 0 or (dim is None and x.ndim > 1):
-        return F.reshape(x, [-1]), 0
-    return x, wrap(dim or 0, x.ndim)
 
 
 def _which(repeats: Tensor) -> Tensor:
