@@ -105,9 +105,8 @@ class _Watch:
         interval, sure = range_of(tensor, self.known), Interval(max(-most, _SAFE.low), min(most, _SAFE.high))
         if interval.within(sure):
             return
-        needs_finite = (
-            most == LARGEST_HALF or interval.reach <= sure.high
-        )  # of the latter all but NaN is known
+        # One sum tells of infinities and NaN; a limit needs a look at each element.
+        needs_finite = most == LARGEST_HALF or interval.reach <= sure.high
         self.guards[tensor.value, most] = (
             ValueGuard(tensor.name, -_CALM, _CALM, total=True)
             if needs_finite and tensor.value not in self.inputs
