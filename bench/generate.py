@@ -1,18 +1,19 @@
 """Tokens per second of generation, prompt and tokens apart: eager, torch.compile, ours, others.
 
-    python bench/generate.py [--size tiny|small|fifth|half|one] [--rows 1]
-                             [--choice greedy|sampling|repetition]
+    python bench/generate.py [--size tiny|small|fifth|half|one ...] [--rows 1 ...]
+                             [--choice greedy|sampling|repetition ...]
                              [--dtype float32|bfloat16] [--peer intarsia ...]
                              [--prompt 128] [--tokens 64] [--engines openvino] [--device cpu]
                              [--results FILE.json] [--limit 220] [--built FOLDER] [--builders FOLDER]
                              [--turns]
 
 A Llama-like decoder with random weights. "prompt" is generation of one token; "tokens" what each
-further token adds, each the best of some rounds; "at its median" what a round in the middle gave. Every peer
+further token adds, each the best of some rounds; "at its median" what a round in the middle gave. On a GPU
+"kernels" are those of a further token. Every peer
 runs in a process of its own, which `--limit` ends, so its memory is its own: weights of the model included
 where it needs the model. One peer comes after the other, or, with `--turns`, a round of each after the other:
-on a machine whose speed varies only that compares them. With `--results` what was measured is kept, and a
-run that was stopped goes on with the peers that are missing.
+on a machine whose speed varies only that compares them. On a GPU all of these compile at once. With
+`--results` what was measured is kept, and a run that was stopped goes on with the peers that are missing.
 
 onnxruntime-genai and OpenVINO GenAI run models that builders made, in `--built`; a peer that is not
 installed, or whose model cannot be built, is a line with the reason. Both may stand beside this package:
@@ -32,6 +33,7 @@ import contextlib
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import resource
@@ -88,7 +90,8 @@ def decoder(told: argparse.Namespace) -> Any:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device=told.device, dtype=getattr(torch, told.dtype)).eval()
+    with torch.device(told.device):
+        model = LlamaForCausalLM(config).to(getattr(torch, told.dtype)).eval()
     model.generation_config.eos_token_id = None
     return model
 
@@ -249,6 +252,26 @@ def seconds(generate: Generate, tokens: int, device: str) -> float:
     return time.perf_counter() - begin
 
 
+def kernels(run: Generate, told: argparse.Namespace, name: str) -> float:
+    """How many kernels a further token runs on the device; with `--profile` a table of them is written."""
+    from torch.profiler import ProfilerActivity, profile
+
+    counts = []
+    for tokens in (1, 17):
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            run(tokens)
+            torch.cuda.synchronize()
+        events = [one for one in seen.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+        counts.append(sum(not one.name.startswith(("Memcpy", "Memset")) for one in events))
+    if told.profile:
+        averages = seen.key_averages().table(
+            sort_by="cuda_time_total", row_limit=40, max_name_column_width=60
+        )
+        case = f"{name}-{told.size}-{told.rows}-{told.choice}.txt"
+        Path(told.profile, case).write_text(averages)
+    return (counts[1] - counts[0]) / 16
+
+
 def serve(name: str, told: argparse.Namespace) -> None:
     """A peer in this process: makes its model, then runs a round for each line it is given."""
     try:
@@ -258,7 +281,10 @@ def serve(name: str, told: argparse.Namespace) -> None:
         return
     tokens = list(run(told.tokens + 1))
     run(1)
-    print(json.dumps({"tokens": tokens}), flush=True)
+    answer: dict[str, Any] = {"tokens": tokens}
+    if told.device != "cpu":
+        answer["kernels"] = kernels(run, told, name)
+    print(json.dumps(answer), flush=True)
     for _ in sys.stdin:
         times = seconds(run, 1, told.device), seconds(run, told.tokens + 1, told.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -272,12 +298,16 @@ class Peer:
 
     def __init__(self, name: str, told: argparse.Namespace) -> None:
         self._limit = told.limit
-        command = [sys.executable, __file__, *sys.argv[1:], "--here", name]
+        case = ["--size", told.size, "--rows", str(told.rows), "--choice", told.choice]
+        command = [sys.executable, __file__, *sys.argv[1:], *case, "--here", name]
         environment = {**os.environ, "INTARSIA_CACHE_GB": os.environ.get("INTARSIA_CACHE_GB", "0")}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         self._process = subprocess.Popen(command, env=environment, text=True, bufsize=1, **pipes)
-        self.row: dict[str, Any] = {"rounds": [], "version": self._version(name), **self._answer()}
+        self.row: dict[str, Any] = {"rounds": [], "version": self._version(name)}
+
+    def ready(self) -> None:
+        self.row |= self._answer()
 
     def round(self) -> None:
         if "reason" not in self.row:
@@ -316,18 +346,25 @@ class Peer:
         return [f"{one} {importlib.metadata.version(one)}" for one in packages if _is_known(one)][:1]
 
 
-def measured(names: Sequence[str], told: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def measured(cases: Sequence[tuple[str, argparse.Namespace]]) -> list[dict[str, Any]]:
     """What these peers do, in turns if there are several."""
-    peers = {name: Peer(name, told) for name in names}
+    peers: list[Peer] = []
     try:
-        for _ in range(told.rounds):
-            for peer in peers.values():
+        for name, told in cases:
+            peers.append(Peer(name, told))
+            if told.device == "cpu":
+                peers[-1].ready()
+        for peer, (_, told) in zip(peers, cases, strict=True):
+            if told.device != "cpu":
+                peer.ready()
+        for _ in range(cases[0][1].rounds):
+            for peer in peers:
                 time.sleep(0.5)  # pools of the one before spin for a while
                 peer.round()
     finally:
-        for peer in peers.values():
+        for peer in peers:
             peer.close()
-    return {name: peer.row for name, peer in peers.items()}
+    return [peer.row for peer in peers]
 
 
 def _is_known(package: str) -> bool:
@@ -341,13 +378,14 @@ def _is_known(package: str) -> bool:
 def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
     asked = f"{told.rows} rows, prompt {told.prompt}, {told.choice}"
     made = Table(title=f"Llama-like, {told.size}, {told.dtype}, {told.device}, {asked}")
-    columns = ("peer", "prompt, tokens/s", "further tokens/s", "at its median", "peak MiB", "equal tokens")
+    columns = ("peer", "prompt, tokens/s", "further tokens/s", "at its median", "ms a token", "kernels")
+    columns += ("peak MiB", "equal tokens")
     for column in columns:
         made.add_column(column, justify="left" if column == "peer" else "right")
     expected = found.get("eager", {}).get("tokens")
     for name, row in found.items():
         if "reason" in row:
-            made.add_row(name, "-", "-", "-", "-", "-")
+            made.add_row(name, *"-" * 7)
             continue
         first = min(one for one, _ in row["rounds"])
         further = [all_ - one for one, all_ in row["rounds"]]
@@ -356,6 +394,10 @@ def table(told: argparse.Namespace, found: dict[str, dict[str, Any]]) -> Table:
             told.rows * told.tokens / max(one, 1e-9) for one in (min(further), statistics.median(further))
         )
         figures = (f"{told.rows * told.prompt / first:.0f}", f"{best:.1f}", f"{middle:.1f}")
+        figures += (
+            f"{min(further) / told.tokens * 1e3:.3f}",
+            f"{row['kernels']:.0f}" if "kernels" in row else "-",
+        )
         made.add_row(name, *figures, f"{row['peak_mib']:.0f}", same)
     return made
 
@@ -374,10 +416,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer", choices=list(PEERS), action="append")
-    parser.add_argument("--size", choices=list(SIZES), default="half")
+    parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["half"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rows", type=int, default=1, help="sequences at once; figures are of all of them")
-    parser.add_argument("--choice", choices=list(CHOICES), default="greedy", help="how tokens are chosen")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1], help="sequences at once, all in the figures"
+    )
+    parser.add_argument("--choice", choices=list(CHOICES), nargs="+", default=["greedy"])
+    parser.add_argument("--profile", help="a folder for tables of the kernels of 17 tokens")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
@@ -393,24 +438,38 @@ def main() -> None:
     parser.add_argument("--here", choices=list(PEERS), help=argparse.SUPPRESS)  # the process of a peer
     told = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    cases = [
+        argparse.Namespace(**{**vars(told), "size": size, "rows": rows, "choice": choice})
+        for size, rows, choice in itertools.product(told.size, told.rows, told.choice)
+    ]
     if told.here:
-        serve(told.here, told)
+        serve(told.here, cases[0])
         return
-    kept = Path(told.results) if told.results else None
-    asked = f"{told.size} {told.dtype} {told.device} {told.rows}x{told.prompt}+{told.tokens} {told.choice}"
-    known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
-    found: dict[str, dict[str, Any]] = known.setdefault(asked, {})
-    missing = [name for name in told.peer or USUAL if name not in found or found[name].get("again")]
-    for group in [missing] if told.turns else [[name] for name in missing]:
-        found |= measured(group, told)
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(known))
-    console = Console(width=110)
-    console.print(table(told, found))
-    for name, row in found.items():
-        if "reason" in row:
-            console.print(f"{name}: {row['reason']}", highlight=False)
+    file = Path(told.results) if told.results else None
+    results: dict[str, dict[str, Any]] = (
+        json.loads(file.read_text()) if file is not None and file.exists() else {}
+    )
+    missing = []
+    for case in cases:
+        rows = results.setdefault(key(case), {})
+        names = told.peer or USUAL
+        missing += [(name, case) for name in names if name not in rows or rows[name].get("again")]
+    for group in [missing] if told.turns and missing else [[pair] for pair in missing]:
+        for (name, case), row in zip(group, measured(group), strict=True):
+            results[key(case)][name] = row
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(results))
+    console = Console(width=120)
+    for case in cases:
+        console.print(table(case, results[key(case)]))
+        for name, row in results[key(case)].items():
+            if "reason" in row:
+                console.print(f"{name}: {row['reason']}", highlight=False)
+
+
+def key(told: argparse.Namespace) -> str:
+    return f"{told.size} {told.dtype} {told.device} {told.rows}x{told.prompt}+{told.tokens} {told.choice}"
 
 
 if __name__ == "__main__":

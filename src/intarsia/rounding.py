@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from intarsia.slices import slices_of
 
 _STEP = 4  # roundings by which values are moved in further runs
+_TF32 = 2.0**-11  # the rounding of an operand: a float32 is cut to 10 bits behind the point
 _WIDE = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
@@ -20,6 +21,7 @@ _WIDE = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
+_PRODUCTS = ("linear", "mm", "bmm", "addmm", "baddbmm", "matmul", "scaled_dot_product_attention")
 # They read the bits of a number, which are others in float64.
 _READ_BITS = ("aten::view.dtype", "aten::nextafter", "aten::frexp")
 
@@ -179,7 +181,7 @@ class _Precise(fx.Interpreter):
         own = n.meta.get("val")
         is_float = isinstance(own, torch.Tensor) and own.is_floating_point()
         eps = torch.finfo(own.dtype if is_float else torch.float32).eps  # type: ignore[union-attr]
-        step = _STEP * max(eps, self._coarsest)
+        step = _STEP * max(eps, self._coarsest, _TF32 if may_be_tf32(n) else 0.0)
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_complex():
@@ -202,6 +204,21 @@ class _Body(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return _Precise(*self._arguments).run(*inputs)
+
+
+def may_be_tf32(node: fx.Node) -> bool:
+    """Whether torch's settings let a GPU compute this node in TF32, as they do convolutions by default.
+
+    Which convolutions then do is cuDNN's choice, by shapes, layouts and what is fused: PyTorch's own may be
+    exact where an equal one, fused with a relu, is off by 7e-4 (torch 2.11, H200).
+    """
+    described = node.meta.get("val")
+    if not isinstance(described, torch.Tensor) or described.dtype != torch.float32 or not described.is_cuda:
+        return False
+    name = getattr(node.target, "__name__", "")
+    if "conv" in name:
+        return torch.backends.cudnn.allow_tf32
+    return name.startswith(_PRODUCTS) and torch.backends.cuda.matmul.allow_tf32
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,19 @@ def test_sizes_that_vary(intarsia: Command, models: str) -> None:
     # A function may give an `Input` instead.
     report = json.loads(intarsia.good("check", f"{models}:varies", *few))
     assert [comparison["inputs"] for comparison in report["comparisons"]] == places
+
+
+def test_serve(intarsia: Command, models: str) -> None:
+    intarsia.good("compile", f"{models}:make", "-o", "a.intarsia", "--engines", "pytorch")
+    command = [sys.executable, "-m", "intarsia", "serve", "a.intarsia", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            about = json.loads(server.stdout.readline())
+            with urllib.request.urlopen(about["address"], timeout=60) as response:
+                assert json.load(response)["outputs"] == about["outputs"] == ["output"]
+        finally:
+            server.terminate()
 
 
 def test_split(intarsia: Command, models: str) -> None:

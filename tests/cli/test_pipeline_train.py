@@ -16,9 +16,9 @@ from test_pipeline import environment
 from torch import nn
 from typer.testing import CliRunner
 
-from intarsia.cli.loss_curve import text_curve
 from intarsia.cli.pipeline import app
 from intarsia.cli.pipeline_model import make_job
+from intarsia.cli.pipeline_train import text_curve
 from intarsia.errors import InputError
 
 pytestmark = pytest.mark.slow

@@ -60,7 +60,7 @@ def test_a_model_of_the_same_weights_generates_by_the_file(saved: tuple[Path, to
     path, expected = saved
     model = smallest()
     with generation.load(path, model) as made:
-        assert "2 rows, token: on onnxruntime" in str(made)
+        assert "batch 2, token: on onnxruntime" in str(made)
         before = dict(made.forward.runs)
         assert torch.equal(tokens(model), expected)
         assert made.forward.runs["token"] == before["token"] + 7 and made.forward.runs["own"] == 0

@@ -224,7 +224,7 @@ def test_weights_that_change_are_the_models() -> None:
     model = smallest()
     call = {"input_ids": padded()["input_ids"][1:], "max_new_tokens": 5, "do_sample": False}
     made = intarsia.compile_generation(model, max_length=16, engines="onnxruntime")
-    assert "1 rows, token: on onnxruntime" in str(made)
+    assert "batch 1, token: on onnxruntime" in str(made)
     with torch.no_grad():
         model.lm_head.weight.neg_()
     with pytest.warns(UserWarning, match=r"lm_head\.weight"):

@@ -26,6 +26,7 @@ def test_tokens_are_eagers(family: str) -> None:
         for _ in range(2):
             assert torch.equal(model.generate(ids * mask, **asked), expected)
         assert made.forward.runs["own"] == 0
+        assert made.forward.by_rows[2].token.plan.engines == ("inductor",)
         assert not any("CUDA graph" in note for note in made.forward.by_rows[2].token.notes)
 
 
@@ -51,4 +52,23 @@ def test_sampled_tokens_are_eagers(rows: int, dtype: torch.dtype) -> None:
             new = found[:, 9:]
             ended = torch.isin(new, torch.tensor([60, 61], device="cuda")).cummax(1).values
             assert bool((new[:, 1:][ended[:, :-1]] == 0).all())
+        assert made.forward.runs["own"] == 0
+
+
+def test_a_second_turn_is_eagers() -> None:
+    from transformers import DynamicCache
+
+    model = tiny("llama").cuda()
+    drawn = torch.randint(3, 128, (1, 14), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+
+    def turns() -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        asked = {"past_key_values": cache, "max_new_tokens": 5, "do_sample": False}
+        first = model.generate(drawn[:, :9], **asked)
+        return model.generate(torch.cat([first, drawn[:, 9:]], 1), **asked)
+
+    expected = turns()
+    with intarsia.compile_generation(model, max_length=40, continued=True, engines=["inductor"]) as made:
+        for _ in range(2):
+            assert torch.equal(turns(), expected)
         assert made.forward.runs["own"] == 0

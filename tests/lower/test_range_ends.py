@@ -14,7 +14,7 @@ import intarsia
 from intarsia.capture import capture
 from intarsia.errors import CaptureError, InputError
 from intarsia.lower import Lowered, lower, range_ends
-from intarsia.lower.range_ends import corners
+from intarsia.lower.range_ends import between, corners
 
 
 class Rows(nn.Module):
@@ -35,6 +35,13 @@ def sizes(found: list[list[torch.Tensor]]) -> list[int]:
 def test_both_ends_of_a_bounded_range_are_tried() -> None:
     lowered, x = lowered_rows(2, 500)
     assert sizes(corners(lowered, [x])) == [2, 500]
+
+
+def test_sizes_between_the_ends_are_evenly_spread() -> None:
+    lowered, x = lowered_rows(2, 500)
+    assert sizes(between(lowered, [x], 2)) == [168, 334]
+    fixed = lower(capture(Rows(), (x,)), lambda target: True)
+    assert between(fixed, [x], 2) == []
 
 
 def test_an_open_range_is_tried_at_a_multiple() -> None:

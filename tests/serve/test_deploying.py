@@ -45,6 +45,7 @@ def test_the_guide_names_options_that_exist() -> None:
         "outputs",
         "rounds",
         "import",
+        "json",
         "to",
     }
     known = {field.name.replace("_", "-") for field in fields(Options)}

@@ -72,7 +72,7 @@ def test_the_outermost_module_is_compiled_and_put_in_place() -> None:
     (placed,) = tuned.placed.values()
     agree(service.answer(), before)
     assert placed.refused is None
-    assert "1 modules run compiled" in str(tuned) and "the whole call took" in str(tuned)
+    assert "compiled modules: 1" in str(tuned) and "the whole call took" in str(tuned)
     tuned.restore()
     assert "forward" not in service.models["main"].__dict__ and not tuned.placed
     assert all(torch.equal(a, b) for a, b in zip(service.answer(), before, strict=True))

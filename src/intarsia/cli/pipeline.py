@@ -18,7 +18,7 @@ from intarsia.cli.arguments import AsJson, Full, Model, check_writable, print_js
 from intarsia.drawing.chart import check_picture
 from intarsia.errors import InputError, IntarsiaError, PartitionError
 
-app = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
+app: typer.Typer = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
 
 ScheduleName = Annotated[str, typer.Option(help="Name of a schedule; see `intarsia pipeline schedules`.")]
 Imports = Annotated[
@@ -161,8 +161,7 @@ def run(
 
             find_factory(model)  # a name that means nothing is refused here, and not on every rank
         raise typer.Exit(_under_torchrun(ranks, _as_typed(context.params)))
-    from intarsia.cli.pipeline_demo import make_demo
-    from intarsia.cli.pipeline_model import make_job
+    from intarsia.cli.pipeline_model import make_demo, make_job
     from intarsia.cli.pipeline_train import Training, train_rank
 
     job = make_demo(microbatches) if model is None else make_job(model, text, batch, length)

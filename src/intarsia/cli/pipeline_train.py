@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.cli.loss_curve import save_curve, text_curve
 from intarsia.cli.pipeline_model import Batch, Job
+from intarsia.drawing.chart import new_figure, save_figure
 from intarsia.errors import InputError, PipelineError
 from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 from intarsia.pipeline.distributed.start import start_process_group
@@ -184,3 +186,43 @@ def _latest(folder: Path) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
+
+
+def text_curve(losses: Sequence[float], width: int = 60, height: int = 10) -> str:
+    """The losses as a curve of characters; several steps share a column if there are many.
+
+    >>> print(text_curve([3.0, 2.0, 1.0], width=3, height=3))
+    3.000 |*
+          | *
+    1.000 |  *
+    """
+    points = _columns([x for x in losses if math.isfinite(x)], width)
+    if not points:
+        return "no losses"
+    low, high = min(points), max(points)
+    scale = (height - 1) / (high - low) if high > low else 0.0
+    rows = [round((high - p) * scale) for p in points]
+    ends = {0: f"{high:.3f}", height - 1: f"{low:.3f}"}
+    margin = max(map(len, ends.values()))
+    lines = []
+    for y in range(height):
+        marks = "".join("*" if r == y else " " for r in rows).rstrip()
+        lines.append(f"{ends.get(y, ''):>{margin}} |{marks}")
+    return "\n".join(lines)
+
+
+def save_curve(losses: Sequence[float], path: Path) -> None:
+    """Write the losses as a picture, the steps from left to right."""
+    figure = new_figure(7, 3.5)
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, color="#1565c0")
+    axes.set(title=f"loss over {len(losses)} steps", xlabel="step", ylabel="loss")
+    axes.grid(color="#dddddd")
+    save_figure(figure, path)
+
+
+def _columns(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    bounds = [len(values) * i // width for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]

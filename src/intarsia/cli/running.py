@@ -108,9 +108,10 @@ def serve(
     workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
     connections: Annotated[int, typer.Option(help="Open connections; further ones get status 503.")] = 1000,
     imports: Imports = None,
+    json: Annotated[bool, typer.Option("--json", help="Print address, inputs and outputs as JSON.")] = False,
 ) -> None:
     """Serve a compiled file over HTTP: POST /predict, GET /, /health and /metrics."""
-    options = {name: value for name, value in locals().items() if name not in ("file", "imports")}
+    options = {name: value for name, value in locals().items() if name not in ("file", "imports", "json")}
     try:
         from intarsia.serve.app import Options
         from intarsia.serve.server import serve as serve_file
@@ -119,10 +120,7 @@ def serve(
             raise
         raise InputError(f"serving needs {error.name}: pip install 'intarsia[serve]'") from error
 
-    serve_file(
-        str(file),
-        Options(**options, imports=tuple(imports or ())),
-    )
+    serve_file(str(file), Options(**options, imports=tuple(imports or ())), as_json=json)
 
 
 def tune(
@@ -152,7 +150,7 @@ def tune(
     if json:
         print_json({"compiled": count, "modules": list(map(str, tuner.watched.values()))}, error=True)
     else:
-        console.print(f"{count} modules were compiled")
+        console.print(f"compiled modules: {count}")
         for item in tuner.watched.values():
             console.print(f"  {item}", markup=False)
     sys.stdout.flush()

@@ -24,7 +24,7 @@ from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
 _FORMAT, _VERSION = "intarsia-generation", 2
-_KINDS = ("prompt", "masked_prompt", "token")
+_KINDS = ("prompt", "masked_prompt", "token", "continued")
 
 Program = Compiled | PartlyCompiled
 
@@ -42,8 +42,8 @@ def save(generation: Generation, path: str | os.PathLike[str]) -> None:
     ...     generation.save(fast, path)
     >>> print(generation.load(path, model))
     LlamaForCausalLM generates compiled, up to 8 tokens
-      1 rows, prompt: on onnxruntime
-      1 rows, token: on onnxruntime
+      batch 1, prompt: on onnxruntime
+      batch 1, token: on onnxruntime
     """
     bundle = BundleWriter()
     about: dict[str, Json] = {
@@ -124,10 +124,10 @@ def forward_from_json(
 
     by_rows: dict[int, Programs] = {}
     for count, names in description["rows"].items():
-        prompt, masked, token = (program(names[kind]) for kind in _KINDS)
+        prompt, masked, token, continued = (program(names.get(kind)) for kind in _KINDS)
         if token is None:
             raise ArchiveError(f"{where} has no program of a token for {count} rows")
-        by_rows[int(count)] = Programs(prompt, masked, token)
+        by_rows[int(count)] = Programs(prompt, masked, token, continued)
     encoder = None
     if description["encoder"] is not None:
         own: Any = model

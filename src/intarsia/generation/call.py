@@ -65,8 +65,6 @@ def understood(model: Any, anatomy: Anatomy, given: dict[str, Any]) -> Call | st
         return f"it is given no {names['input_ids']} of two dimensions"
     if not isinstance(kept, int):
         return "logits of places of its own are asked for"
-    if anatomy.keeps and kept != 1 and ids.shape[1] != 1:
-        return "logits of the whole prompt are asked for"
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return f"its {names['attention_mask']} has not two dimensions"
     cache = given.get("past_key_values")

@@ -6,6 +6,7 @@ model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,9 @@ def _errors(
     caches = [new_cache(forward.module) for _ in range(2)]
     length = ids.shape[1]
     start = length - 3
-    for begin, end in [(0, start), *((n, n + 1) for n in range(start, length))]:
+    middle = start - 2 if forward.by_rows[len(ids)].continued is not None else start
+    ends = [0, *sorted({middle, start}), *range(start + 1, length + 1)]
+    for begin, end in itertools.pairwise(ends):
         given = {
             **told,
             anatomy.named("input_ids"): ids[:, begin:end],

@@ -27,6 +27,7 @@ def compile_generation(
     batch: int | Sequence[int] = 1,
     padding: bool | None = None,
     max_source: int | None = None,
+    continued: bool = False,
     examples: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> Generation:
@@ -43,6 +44,8 @@ def compile_generation(
         batch: rows of a call, sequences times beams; or several such numbers.
         padding: whether prompts may be padded. By default, if there is more than one row.
         max_source: tokens that an encoder reads at most. By default, its own length or `max_length`.
+        continued: compile a third program, for several tokens after those in a cache: a second turn of a
+            conversation, assisted decoding, prompt lookup. That takes as long as the one for prompts.
         examples: prompts of a decoder that are tried besides random ones when a tolerance is given.
         options: those of `intarsia.compile`. With `tolerance=0.05`, programs may use weights of 8 or 4 bits
             where that is faster and logits, keys and values stay within that share of their largest value.
@@ -70,7 +73,8 @@ def compile_generation(
         raise InputError(f"examples are {examples!r}; they must be a list of prompts")
     with _as_it_is(model):
         anatomy = anatomy_of(model, max_length, max_source)
-        made = _compiled(Making(model, anatomy, rows, max_length, padding, tuple(examples)), compile_options)
+        making = Making(model, anatomy, rows, max_length, padding, tuple(examples), continued)
+        made = _compiled(making, compile_options)
     if not made.forward.enabled:
         warnings.warn(made.notes[-1], stacklevel=2)
     place(made)
@@ -94,21 +98,24 @@ def _as_it_is(model: nn.Module) -> Iterator[None]:
 def _compiled(making: Making, options: CompileOptions) -> Generation:
     """The programs, as short as `options` allow and the check of all together bears."""
     encoder, prompts, tokens = making.encoder(options), making.prompts(options), making.tokens(options)
-    forward = making.forward(encoder, prompts, tokens)
+    continuations = making.continuations(options)
+    forward = making.forward(encoder, prompts, tokens, continuations)
     tolerance, notes = options.accuracy.tolerance, []
     found = making.check(forward, tolerance)
     # Errors of keys and values add up in the cache: what fits in one call may not fit after several.
     read_first = [one for pair in prompts.values() for one in pair]
     read_first += [] if encoder is None else [encoder.plain, encoder.masked]
+    read_first += continuations.values()
     if found.fault is not None and any(map(is_short, read_first)):
         notes.append(f"prompts are exact: otherwise the model, compiled, {found.fault}")
         encoder, prompts = making.encoder(exact(options)), making.prompts(exact(options))
-        forward = making.forward(encoder, prompts, tokens)
+        continuations = making.continuations(exact(options))
+        forward = making.forward(encoder, prompts, tokens, continuations)
         found = making.check(forward, tolerance)
     if found.fault is not None and any(map(is_short, tokens.values())):
         notes.append(f"tokens are exact: otherwise the model, compiled, {found.fault}")
         tokens = making.tokens(exact(options))
-        forward = making.forward(encoder, prompts, tokens)
+        forward = making.forward(encoder, prompts, tokens, continuations)
         found = making.check(forward, tolerance)
     elif tolerance is not None and not any(map(is_short, tokens.values())):
         notes.append(why_exact(tokens[making.rows[0]], tolerance))

@@ -28,7 +28,7 @@ from intarsia.runtime.partly import PartlyCompiled
 
 @dataclass(frozen=True)
 class Programs:
-    """Compiled for one number of rows: a prompt without and with masks, and a token.
+    """Compiled for one number of rows: a prompt without and with masks, a token, several after a cache.
 
     After an encoder there is one program for prompts, which takes masks.
     """
@@ -36,6 +36,7 @@ class Programs:
     prompt: Compiled | PartlyCompiled | None
     masked_prompt: Compiled | PartlyCompiled | None
     token: Compiled | PartlyCompiled
+    continued: Compiled | PartlyCompiled | None = None
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,21 @@ class GeneratingForward(ReplacedForward):
         encoder: EncoderForward | None = None,
     ) -> None:
         super().__init__(type(model).__name__, model)
-        self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
-        self.room = anatomy.room(max_length)
+        self.anatomy: Anatomy = anatomy
+        self.by_rows: dict[int, Programs] = dict(programs)
+        self.max_length: int = max_length
+        self.room: int = anatomy.room(max_length)
         self.encoder = encoder
         self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
         self.tolerance: float | None = None  # that its programs were compiled with
         self.programs = [
             program
             for made in programs.values()
-            for program in (made.prompt, made.masked_prompt, made.token)
+            for program in (made.prompt, made.masked_prompt, made.token, made.continued)
             if program is not None
         ]
         self._counted_tokens: dict[bool, bool] = {}  # without and with a mask
-        self.runs = {"prompt": 0, "token": 0, "own": 0}
+        self.runs: dict[str, int] = {"prompt": 0, "token": 0, "continued": 0, "own": 0}
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
 
     def enable(self, on: bool = True) -> None:
@@ -120,8 +123,11 @@ class GeneratingForward(ReplacedForward):
         past = int(call.cache.get_seq_length())
         if past + new > self.max_length:
             return f"it reaches token {past + new}, and max_length is {self.max_length}"
-        if past and new > 1:
-            return f"it has {new} new tokens after {past} in the cache"
+        wants_logits = self.anatomy.keeps and call.kept != 1
+        is_continued = new > 1 and self.anatomy.source is None and (past > 0 or wants_logits)
+        if is_continued and programs.continued is None:
+            where = f"after {past} in the cache" if past else "and logits of the whole prompt are asked for"
+            return f"it has {new} new tokens {where} (continued=True compiles for that)"
         seen = call.mask
         if seen is not None:
             if seen.shape != (rows, past + new):
@@ -141,12 +147,14 @@ class GeneratingForward(ReplacedForward):
         memory = self._memory(call, rows)
         if isinstance(memory, str):
             return memory
-        is_prompt = new > 1 if self.anatomy.source is None else not memory.states[0].length
+        is_prompt = new > 1 and not is_continued
+        if self.anatomy.source is not None:
+            is_prompt = not memory.states[0].length
         if is_prompt and past:
             return f"its cache has {past} tokens, and none of the encoder's states"
-        if new > 1 and not is_prompt:
+        if new > 1 and not (is_prompt or is_continued):
             return f"it has {new} new tokens after an encoder's states in the cache"
-        program = programs.token
+        program = (programs.continued if is_continued else None) or programs.token
         if is_prompt:
             plain = seen is None and programs.prompt is not None
             chosen = programs.prompt if plain else programs.masked_prompt
@@ -159,7 +167,13 @@ class GeneratingForward(ReplacedForward):
             seen = None if seen is None else torch.cat([seen, seen], 1)
         feed = [ids.contiguous(), positions.contiguous()]
         if program is not programs.prompt:
-            feed += self._masks(seen, rows, past, ids.shape[1], None if is_prompt else self.room)
+            masks = self._masks(seen, rows, past, ids.shape[1], None if is_prompt else self.room)
+            if is_continued:  # those of the memory, then those of the tokens among themselves
+                parts = [mask[..., : self.room] for mask in masks] + [
+                    mask[..., self.room :] for mask in masks
+                ]
+                masks = [part.contiguous() for part in parts]
+            feed += masks
         if self.anatomy.source is not None:
             read = self._source(call, memory, is_prompt)
             if isinstance(read, str):
@@ -168,7 +182,7 @@ class GeneratingForward(ReplacedForward):
         if not is_prompt:
             feed += memory.tensors(self.anatomy.stacked)
         results = program(*feed)
-        self.runs["prompt" if is_prompt else "token"] += 1
+        self.runs["prompt" if is_prompt else "continued" if is_continued else "token"] += 1
         return self._finish(call, memory, results)
 
     def _counts_tokens(self, *, masked: bool) -> bool:
@@ -210,7 +224,7 @@ class GeneratingForward(ReplacedForward):
         self, seen: torch.Tensor | None, rows: int, past: int, new: int, room: int | None
     ) -> list[torch.Tensor]:
         if seen is None:
-            if room is not None and self.anatomy.mask_dtype == torch.bool:
+            if room is not None and new == 1 and self.anatomy.mask_dtype == torch.bool:
                 place = (rows, past, room)
                 return [token_mask(*place, window, self.anatomy.device) for _, window in self.anatomy.windows]
             seen = torch.ones(rows, past + new, dtype=torch.bool, device=self.anatomy.device)
@@ -243,7 +257,7 @@ class GeneratingForward(ReplacedForward):
         """Write the new slices into the cache's memory; give the model's kind of result."""
         logits, *slices = results
         new, end = call.ids.shape[1], 2 * len(memory.tokens)
-        if not self.anatomy.keeps:
+        if not self.anatomy.keeps or logits.shape[1] > 1:
             logits = logits[:, :new]
             logits = logits[:, -call.kept :] if call.kept else logits
         if len(slices) == 1:  # a token, of layers that are alike

@@ -55,9 +55,10 @@ class Generation:
             masked = "prompt"
         for rows, programs in made.by_rows.items():
             named += [
-                (f"{rows} rows, prompt", programs.prompt),
-                (f"{rows} rows, {masked}", programs.masked_prompt),
-                (f"{rows} rows, token", programs.token),
+                (f"batch {rows}, prompt", programs.prompt),
+                (f"batch {rows}, {masked}", programs.masked_prompt),
+                (f"batch {rows}, token", programs.token),
+                (f"batch {rows}, tokens after a cache", programs.continued),
             ]
         lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
         if self.tolerance is not None:

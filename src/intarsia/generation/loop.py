@@ -21,6 +21,7 @@ import torch
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
+from intarsia.engines.kernels.operators import has_triton
 from intarsia.generation.forward import GeneratingForward
 from intarsia.generation.generation import Generation
 from intarsia.generation.storage import append_to, stack_of
@@ -55,6 +56,7 @@ _GIVEN = (
 _MODES = ("greedy_search", "sample")
 _LOOK = 8  # steps between two looks at whether all rows have ended
 _AHEAD = 2  # looks that may be under way before the host waits
+_LIKELIEST = 1024  # most of `top_k` that one program of a kernel holds
 _KEPT = 8  # recorded steps, one for each way of choosing tokens
 
 State = dict[str, torch.Tensor]
@@ -75,10 +77,28 @@ class Choice:
         described = tuple((type(one), tuple(sorted(map(repr, vars(one).items())))) for one in self.processors)
         return described, self.samples, self.ends, self.padding
 
+    @functools.cached_property
+    def likeliest(self) -> tuple[int, float] | None:
+        """`top_k` and `top_p`, where they come last; None for any other way to draw."""
+        kinds = [type(one) for one in self.processors]
+        if not self.samples or logits_process.TopKLogitsWarper not in kinds[-2:]:
+            return None
+        place = kinds.index(logits_process.TopKLogitsWarper)
+        top_k, *rest = self.processors[place:]
+        if not rest:
+            return (top_k.top_k, 1.0) if top_k.top_k <= _LIKELIEST else None
+        is_plain = kinds[-1] is logits_process.TopPLogitsWarper and rest[0].min_tokens_to_keep == 1
+        return (top_k.top_k, rest[0].top_p) if is_plain and top_k.top_k <= _LIKELIEST else None
+
     def tokens(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The next token of each row."""
+        likeliest = self.likeliest if has_triton(logits) else None
         scores = logits
         for processor in self.processors:
+            if likeliest is not None and type(processor) is logits_process.TopKLogitsWarper:
+                from intarsia.engines.kernels.sampling import drawn_tokens
+
+                return drawn_tokens(scores, *likeliest)
             scores = processor(ids, scores)
         if not self.samples:
             return scores.argmax(-1)
@@ -105,7 +125,7 @@ class Step:
             "steps": torch.zeros((), **long),  # taken while any row went on
         }
         layers = anatomy.empty(rows, room)
-        self.memory = torch.stack([tensor for pair in layers for tensor in pair])
+        self.memory: torch.Tensor = torch.stack([tensor for pair in layers for tensor in pair])
         self._program, self._choice, self._stacked = program, choice, anatomy.stacked
         self._ends = torch.tensor(choice.ends, **long)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -155,7 +175,8 @@ class LoopedGenerate:
     """
 
     def __init__(self, forward: GeneratingForward) -> None:
-        self.forward, self.model = forward, forward.module
+        self.forward: GeneratingForward = forward
+        self.model: torch.nn.Module = forward.module
         self.own: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
         functools.update_wrapper(self, self.own, updated=())
         self._steps: dict[Any, Step] = {}

@@ -14,7 +14,12 @@ from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.check import LEAST, Checked, checked, worst
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.forward import GeneratingForward, Programs
-from intarsia.generation.programs import compiled_encoder, compiled_prompts, compiled_token
+from intarsia.generation.programs import (
+    compiled_continuation,
+    compiled_encoder,
+    compiled_prompts,
+    compiled_token,
+)
 from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
@@ -32,8 +37,13 @@ class Making:
     max_length: int
     padding: bool | None
     examples: Sequence[torch.Tensor]
+    continued: bool = False
 
     def __post_init__(self) -> None:
+        if self.continued and self.anatomy.source is not None:
+            raise InputError(
+                f"continued=True is for decoders, and {type(self.model).__name__} has an encoder"
+            )
         for one in self.examples:
             if self.anatomy.source is not None:
                 raise InputError(
@@ -69,13 +79,21 @@ class Making:
             for n in self.rows
         }
 
+    def continuations(self, options: CompileOptions) -> dict[int, Program]:
+        return {
+            n: compiled_continuation(self.model, self.anatomy, n, self.max_length, self._of(n), options)
+            for n in self.rows
+            if self.continued
+        }
+
     def forward(
         self,
         encoder: EncoderForward | None,
         prompts: Mapping[int, tuple[Program | None, Program | None]],
         tokens: Mapping[int, Program],
+        continuations: Mapping[int, Program],
     ) -> GeneratingForward:
-        programs = {n: Programs(*prompts[n], tokens[n]) for n in self.rows}
+        programs = {n: Programs(*prompts[n], tokens[n], continuations.get(n)) for n in self.rows}
         return GeneratingForward(self.model, self.anatomy, programs, self.max_length, encoder)
 
     def check(self, forward: GeneratingForward, tolerance: float | None) -> Checked:

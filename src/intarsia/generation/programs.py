@@ -14,7 +14,7 @@ from intarsia.compiler.job import compile_with
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask
-from intarsia.generation.steps import EncoderStep, PromptStep, TokenStep
+from intarsia.generation.steps import ContinuedStep, EncoderStep, PromptStep, TokenStep
 from intarsia.logs import LOG
 from intarsia.options import CompileOptions
 from intarsia.runtime.compiled import Compiled
@@ -118,6 +118,41 @@ def compiled_token(
         calls = [feed(ids, _noise(anatomy.empty(rows, room), ids.shape[1] - 1))]
     step = _token_step(model, anatomy, calls[0])
     return compile_with(options.changed(examples=calls[1:]), step, calls[0])
+
+
+def compiled_continuation(
+    model: nn.Module,
+    anatomy: Anatomy,
+    rows: int,
+    max_length: int,
+    examples: Sequence[torch.Tensor],
+    options: CompileOptions,
+) -> Compiled | PartlyCompiled:
+    """Several tokens of so many rows, after those in the cache."""
+    room = anatomy.room(max_length)
+    dim = Dim("new", min=2, max=max_length)
+
+    def feed(ids: torch.Tensor, memory: Sequence[torch.Tensor], past: int) -> tuple[torch.Tensor, ...]:
+        masks = _masks(anatomy, ids, past=past, room=room)
+        memory = [torch.stack(list(memory))] if anatomy.stacked else memory
+        split = [mask[..., :room] for mask in masks] + [mask[..., room:] for mask in masks]
+        new, positions = ids[:, past:], _positions(ids)[:, past:]
+        return tuple(one.contiguous() for one in (new, positions, *split, *memory))
+
+    calls = []
+    for ids in examples or [_usual(anatomy, rows, max_length)]:
+        past = ids.shape[1] // 2
+        known = (
+            _after(model, anatomy, ids[:, :past], room)
+            if examples
+            else _noise(anatomy.empty(rows, room), past)
+        )
+        calls.append(feed(ids, known, past))
+    count = len(anatomy.windows)
+    rest = [{2: dim}] * count + [{2: dim, 3: dim}] * count + [{}] * (len(calls[0]) - 2 - 2 * count)
+    shapes = {"input_ids": {1: dim}, "position_ids": {1: dim}, "rest": tuple(rest)}
+    step = ContinuedStep(model, anatomy)
+    return compile_with(options.changed(examples=calls[1:]), step, calls[0], dynamic_shapes=shapes)
 
 
 def _usual(anatomy: Anatomy, rows: int, most: int, usual: int = _USUAL) -> torch.Tensor:

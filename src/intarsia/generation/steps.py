@@ -1,4 +1,4 @@
-"""The modules that are compiled for generation: an encoder, a prompt, one token after those in a cache.
+"""The modules that are compiled for generation: an encoder, a prompt, one or several tokens after a cache.
 
 A token reads the whole memory under a mask, filled or not, so shapes are fixed and calls take the fast path.
 For 512 tokens of half a billion weights that is less than a hundredth of what is read.
@@ -24,7 +24,9 @@ class EncoderStep(nn.Module):
     def __init__(self, model: Any, anatomy: Anatomy, argument: str) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.encoder, self.anatomy, self.argument = model.get_encoder(), anatomy, argument
+        self.encoder = model.get_encoder()
+        self.anatomy: Anatomy = anatomy
+        self.argument: str = argument
 
     def forward(self, given: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
         told = {"attention_mask": masks[0]} if masks else {}
@@ -43,7 +45,8 @@ class PromptStep(nn.Module):
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.model, self.anatomy = model, anatomy
+        self.model: nn.Module = model
+        self.anatomy: Anatomy = anatomy
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         if self.anatomy.source is None:
@@ -73,7 +76,9 @@ class TokenStep(nn.Module):
     def __init__(self, model: nn.Module, anatomy: Anatomy, in_place: bool) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.model, self.anatomy, self.in_place = model, anatomy, in_place
+        self.model: nn.Module = model
+        self.anatomy: Anatomy = anatomy
+        self.in_place: bool = in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         source, count = self.anatomy.source, len(self.anatomy.kinds)
@@ -97,6 +102,33 @@ class TokenStep(nn.Module):
             cache = EncoderDecoderCache(cache, Cache(layers=[_filled(*pair) for pair in crossed]))
         with attending(self.model, TOKEN) if self.in_place else nullcontext():
             logits = _logits(self, input_ids, position_ids, masks, cache, given)
+        slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
+        return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
+
+
+class ContinuedStep(nn.Module):
+    """Several tokens for each row after those in a cache.
+
+    It takes masks of the cache's memory, then as many of the tokens among themselves, and the memory. It
+    gives the logits of all tokens, and new slices as a `TokenStep` does.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        super().__init__()
+        self.training = False  # as the model is
+        self.model, self.anatomy = model, anatomy
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
+        count = len(self.anatomy.kinds)
+        masks = [torch.cat(pair, -1) for pair in zip(rest[:count], rest[count : 2 * count], strict=True)]
+        memory = rest[2 * count :]
+        if self.anatomy.stacked:
+            memory = memory[0].unbind()
+        pairs = zip(memory[::2], memory[1::2], strict=True)
+        start = None if self.anatomy.positioned else position_ids[0, 0]
+        layers = [_PastLayer(keys, values, start, in_place=False) for keys, values in pairs]
+        with _prompts(self.model, self.anatomy):
+            logits = _logits(self, input_ids, position_ids, masks, Cache(layers=layers), keeps=False)
         slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
         return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
@@ -148,12 +180,13 @@ def _prompts(model: Any, anatomy: Anatomy) -> AbstractContextManager[None]:
 
 
 def _logits(
-    step: PromptStep | TokenStep,
+    step: PromptStep | TokenStep | ContinuedStep,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     masks: Sequence[torch.Tensor],
     cache: Cache,
     source: Sequence[torch.Tensor] = (),
+    keeps: bool = True,
 ) -> torch.Tensor:
     anatomy = step.anatomy
     told: dict[str, Any] = {
@@ -162,7 +195,7 @@ def _logits(
     }
     if anatomy.positioned:
         told[anatomy.named("position_ids")] = position_ids
-    if anatomy.keeps:
+    if anatomy.keeps and keeps:
         told["logits_to_keep"] = 1
     if source:
         told["encoder_outputs"] = (source[0],)

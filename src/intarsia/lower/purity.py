@@ -12,7 +12,7 @@ from torch import fx
 
 from intarsia.lower.decompositions import OperatorSet
 
-pure_operators = OperatorSet("pure_operators")
+pure_operators: OperatorSet = OperatorSet("pure_operators")
 pure_operators.__doc__ = """Operators outside torch that give the same answer for the same arguments.
 
 Nothing in torch says of a custom operator whether it draws random numbers or reads a clock, so those not in
@@ -23,7 +23,7 @@ this set are never computed while compiling, shared between equal calls, or drop
 """
 # Arguments that switch drawing off, with the value that does.
 _OFF = {"dropout_p": 0, "dropout": 0, "train": False, "training": False}
-_TORCH = frozenset({"aten", "prims", "quantized_decomposed"})
+_PURE = frozenset({"aten", "prims", "quantized_decomposed", "intarsia"})  # namespaces: torch's and ours
 
 
 def is_pure_operator(target: torch._ops.OpOverload) -> bool:
@@ -70,4 +70,4 @@ def _is_declared(target: torch._ops.OpOverload) -> bool:
     """Whether an operator changes nothing, and its author answers for what it reads."""
     if target._schema.is_mutable:
         return False
-    return target.namespace in _TORCH or target in pure_operators
+    return target.namespace in _PURE or target in pure_operators

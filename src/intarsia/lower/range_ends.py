@@ -44,6 +44,25 @@ def corners(lowered: Lowered, example: Sequence[Any], notes: list[str] | None = 
     return made
 
 
+def between(lowered: Lowered, example: Sequence[Any], count: int) -> list[list[Any]]:
+    """The example at so many steps between the least and the largest sizes; none if no size varies."""
+    seen = _varying(lowered, example)
+    if not seen:
+        return []
+    least, most = (
+        _affordable(
+            lowered, seen, {symbol: _bound(lowered, symbol, given, end) for symbol, given in seen.items()}
+        )
+        for end in (False, True)
+    )
+    steps = [
+        {symbol: least[symbol] + (most[symbol] - least[symbol]) * step // (count + 1) for symbol in seen}
+        for step in range(1, count + 1)
+    ]
+    inputs = [_allowed(lowered, example, seen, sizes) for sizes in steps]
+    return [one for one in inputs if one is not None]
+
+
 def _varying(lowered: Lowered, example: Sequence[Any]) -> dict[sympy.Symbol, int]:
     """The sizes that vary, each with the example's."""
     nodes = [node for node in lowered.module.graph.nodes if node.op == "placeholder"]

@@ -21,7 +21,7 @@ from intarsia.capture.random_state import keeps_random_state
 from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
 from intarsia.errors import InputError, IntarsiaError
-from intarsia.logs import counted
+from intarsia.logs import counted, working
 from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import Lowered, example_inputs
 from intarsia.lower.range_ends import corners
@@ -145,7 +145,8 @@ class _Check:
         if not self.judge.is_deterministic(self.call, truth):
             raise InputError("two runs of the model differ, so nothing can be compared with it")
         notes: list[str] = []
-        lowered, reason = self.lowered
+        with working("exporting and lowering"):
+            lowered, reason = self.lowered
         if lowered is None:
             notes.append(f"rounding is estimated, since the model has no graph: {reason}")
         comparisons: list[Comparison] = []
@@ -160,7 +161,8 @@ class _Check:
                 failed = call
         report = CheckReport(type(model).__name__, self.candidate.name, tuple(comparisons))
         if failed is not None:
-            found = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
+            with working("finding the first node that differs"):
+                found = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
             if isinstance(found, FirstDifference):
                 report = replace(report, difference=found)
             else:

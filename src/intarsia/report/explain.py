@@ -25,6 +25,7 @@ from intarsia.errors import CaptureError, LoweringError
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.shapes import segment_shapes
+from intarsia.logs import working
 from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
 from intarsia.partition import PartitionOptions, Plan, Strategy, SupportTable
@@ -87,9 +88,10 @@ def _explain_module(
     notes: Sequence[str] = (),
 ) -> Explanation:
     """The plan of a model that can be captured whole."""
-    lowered, _ = lower_model(
-        model, *call, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
-    )
+    with working("exporting and lowering"):
+        lowered, _ = lower_model(
+            model, *call, dynamic_shapes, has_converter=registry.__contains__, drop_guards=True
+        )
     limits, strategy = options.limits, options.placement.strategy
     check_names(lowered.module, limits, [engine.name for engine in engines])
     told = (*notes, *lowered.notes, *unmatched_chains(lowered.module, limits))
@@ -121,7 +123,9 @@ def _explain(
     patterns: Patterns,
     notes: tuple[str, ...] = (),
 ) -> Explanation:
-    explanation = explain_graph(gm, support_table(gm, engines), strategy, options, notes=notes)
+    with working("asking the engines about every node"):
+        table = support_table(gm, engines)
+    explanation = explain_graph(gm, table, strategy, options, notes=notes)
     details = partial(plan_details, gm, engines, strategy, options, patterns)
     inner = {
         f"{node.name}.{name}": _explain(body, engines, strategy, options, patterns)

@@ -7,6 +7,7 @@ once, and a request that is on its way over one would be lost.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
@@ -50,12 +51,13 @@ def _warm(interface: Interface) -> None:
         print(f"not warmed up: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def serve(path: str, options: Options) -> None:
+def serve(path: str, options: Options, *, as_json: bool = False) -> None:
     """Serve a file until SIGTERM or SIGINT; requests that were taken are answered before it returns."""
     service = service_of(path, options)
     with _door(options) as door:
-        print(f"{path} at http://{options.host}:{door.getsockname()[1]}", flush=True)
-        print(_told(service), flush=True)
+        address = f"http://{options.host}:{door.getsockname()[1]}"
+        about = {"file": path, "address": address, **service.describe()}
+        print(json.dumps(about) if as_json else f"{path} at {address}\n{_told(service)}", flush=True)
         if options.workers == 1:
             run(service, door)
         else:
@@ -105,7 +107,7 @@ class Draining(uvicorn.Server):
         if self._service.stopping and (
             time.monotonic() >= self._hang_up_at or not self.server_state.connections
         ):
-            self.should_exit = True
+            self.should_exit: bool = True
         if counter % 10 == 0:
             self._hang_up_on_silent()
         return await super().on_tick(counter)

@@ -55,7 +55,7 @@ class Tuned:
         self.restore()
 
     def __str__(self) -> str:
-        head = f"{len(self.placed)} modules run compiled"
+        head = f"compiled modules: {len(self.placed)}"
         if self.before and self.after:
             head += (
                 f"; the whole call took {self.before.median * 1e3:.4g} ms and takes"
@@ -65,7 +65,8 @@ class Tuned:
         for path, placed in self.placed.items():
             engines = dict.fromkeys(e for program in placed.programs for e in program.plan.engines)
             share = f", {self.shares[path]:.0%} of the time" if path in self.shares else ""
-            lines.append(f"  {path}: {len(placed.programs)} programs on {', '.join(engines)}{share}")
+            plural = "s" if len(placed.programs) > 1 else ""
+            lines.append(f"  {path}: {len(placed.programs)} program{plural} on {', '.join(engines)}{share}")
         lines += [f"  {path} stays as it is: {reason}" for path, reason in self.left.items()]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 

@@ -13,11 +13,15 @@ import torch
 SIZES = (16, 32, 64, 128, 256)  # features of a head that the kernels know
 
 
+def has_triton(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels can run where a tensor is."""
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+
+
 def has_kernels(query: torch.Tensor) -> bool:
     """Whether there are kernels for the heads of such queries."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    known = query.is_cuda and is_half and query.shape[-1] in SIZES
-    return known and importlib.util.find_spec("triton") is not None
+    return is_half and query.shape[-1] in SIZES and has_triton(query)
 
 
 @torch.library.custom_op("intarsia::masked_attention", mutates_args=())
@@ -29,7 +33,7 @@ def masked_attention(
     if has_kernels(query):
         from intarsia.engines.kernels.attention import masked_attention as kernel
 
-        return kernel(_rows(query), _rows(key), _rows(value), mask.expand(shape), scale)
+        return kernel(_rows(query), _rows(key), _rows(value), mask, scale)
     made = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, mask.expand(shape), scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
