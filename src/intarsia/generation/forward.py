@@ -84,7 +84,9 @@ class GeneratingForward(ReplacedForward):
             if program is not None
         ]
         self._counted_tokens: dict[bool, bool] = {}  # without and with a mask
-        self.runs: dict[str, int] = {"prompt": 0, "token": 0, "continued": 0, "own": 0}
+        self.runs: dict[str, int] = {"prompt": 0, "token": 0, "own": 0}
+        if any(made.continued is not None for made in programs.values()):
+            self.runs["continued"] = 0
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
 
     def enable(self, on: bool = True) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from intarsia.convert.aten.kernels import is_empty, static, wide
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
@@ -61,7 +61,7 @@ def _merged(output: Tensor, directions: int, hidden: int) -> Tensor:
 
 @converter(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrent(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     hx: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],

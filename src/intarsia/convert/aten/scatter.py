@@ -14,7 +14,7 @@ from intarsia.convert.aten.indexing import cropped, wrapped
 from intarsia.convert.aten.kernels import from_the_front, left_where, used, zero_unless
 from intarsia.convert.aten.sizes import END, Size, arange, int64, reshape, result_shape, size, sizes, wrap
 from intarsia.convert.aten.view import expanded
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -38,7 +38,7 @@ _OLD_NAMES = {"add": "sum", "multiply": "prod"}
     aten.scatter_reduce.two,
 )
 def scatter(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     dim: int,
     index: Tensor,
@@ -54,12 +54,12 @@ def scatter(
 
 
 @converter(aten.scatter_add.default)
-def scatter_add(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+def scatter_add(ctx: Context, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return _written(ctx, self, dim, index, src, "sum")
 
 
 def _written(
-    ctx: ConversionContext,
+    ctx: Context,
     x: Tensor,
     dim: int,
     index: Tensor,
@@ -136,7 +136,7 @@ def _with_nan(output: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: 
 
 @converter(aten.index_add.default)
 def index_add(
-    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+    ctx: Context, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> Tensor:
     wide = kernels.accumulator(self.dtype)
     scaled = source if alpha == 1 else F.mul(F.cast(source, wide), F.constant(alpha, wide))
@@ -144,13 +144,13 @@ def index_add(
 
 
 @converter(aten.index_copy.default)
-def index_copy(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+def index_copy(ctx: Context, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return _rows(self, dim, index, source, None)
 
 
 @converter(aten.index_reduce.default)
 def index_reduce(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     dim: int,
     index: Tensor,
@@ -167,7 +167,7 @@ def index_reduce(
 
 
 @converter(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
-def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+def index_fill(ctx: Context, self: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     x = self if self.ndim else F.reshape(self, [1])
     axis, line = wrap(dim, x.ndim), F.reshape(index, [-1])
     known = tuple(line.shape[0] if i == axis else d for i, d in enumerate(x.shape))
@@ -209,7 +209,7 @@ Bags = Sequence[Tensor | None]
 
 @converter(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def embedding_bag(
-    ctx: ConversionContext,
+    ctx: Context,
     weight: Tensor,
     indices: Tensor,
     offsets: Tensor,

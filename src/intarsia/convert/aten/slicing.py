@@ -24,7 +24,7 @@ from intarsia.convert.aten.sizes import (
     wrap,
 )
 from intarsia.convert.aten.view import moved
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 @converter(aten.slice.Tensor, aten.slice_copy.Tensor)
 def slice_tensor(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     dim: int = 0,
     start: Size | None = None,
@@ -57,19 +57,19 @@ def _reaches_end(end: Size, extent: int | str | None) -> bool:
 
 
 @converter(aten.select.int, aten.select_copy.int)
-def select(ctx: ConversionContext, self: Tensor, dim: int, index: Size) -> Tensor:
+def select(ctx: Context, self: Tensor, dim: int, index: Size) -> Tensor:
     return F.gather(self, index, wrap(dim, self.ndim))
 
 
 @converter(aten.narrow.default, aten.narrow_copy.default)
-def narrow(ctx: ConversionContext, self: Tensor, dim: int, start: Size, length: Size) -> Tensor:
+def narrow(ctx: Context, self: Tensor, dim: int, start: Size, length: Size) -> Tensor:
     axis = wrap(dim, self.ndim)
     first = from_front(start, size(self, axis))
     return F.slice(self, first, first + length, axis=axis)
 
 
 @converter(aten.narrow.Tensor)
-def narrow_tensor(ctx: ConversionContext, self: Tensor, dim: int, start: Tensor, length: Size) -> Tensor:
+def narrow_tensor(ctx: Context, self: Tensor, dim: int, start: Tensor, length: Size) -> Tensor:
     axis = wrap(dim, self.ndim)
     extent = size(self, axis)
     first = from_front(F.cast(F.reshape(start, []), torch.int64), extent)
@@ -79,7 +79,7 @@ def narrow_tensor(ctx: ConversionContext, self: Tensor, dim: int, start: Tensor,
 
 @converter(aten.slice_scatter.default)
 def slice_scatter(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     src: Tensor,
     dim: int = 0,
@@ -94,7 +94,7 @@ def slice_scatter(
 
 
 @converter(aten.select_scatter.default)
-def select_scatter(ctx: ConversionContext, self: Tensor, src: Tensor, dim: int, index: Size) -> Tensor:
+def select_scatter(ctx: Context, self: Tensor, src: Tensor, dim: int, index: Size) -> Tensor:
     axis = wrap(dim, self.ndim)
     first = from_front(index, size(self, axis))
     return replaced(self, F.unsqueeze(F.cast(src, self.dtype), [axis]), axis, first, 1)
@@ -132,7 +132,7 @@ def cut(x: Tensor, lengths: Sequence[Size], axis: int) -> list[Tensor]:
     return pieces
 
 
-def _pieces(ctx: ConversionContext, x: Tensor, length: Size, axis: int) -> list[Tensor]:
+def _pieces(ctx: Context, x: Tensor, length: Size, axis: int) -> list[Tensor]:
     count, extent = len(ctx.value), size(x, axis)
     if isinstance(extent, int) and isinstance(length, int):
         return cut(x, [max(0, min(length, extent - i * length)) for i in range(count)], axis)
@@ -142,9 +142,7 @@ def _pieces(ctx: ConversionContext, x: Tensor, length: Size, axis: int) -> list[
 
 
 @converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, aten.split.sizes)
-def split(
-    ctx: ConversionContext, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0
-) -> list[Tensor]:
+def split(ctx: Context, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     if isinstance(split_size, int | Tensor):
         return _pieces(ctx, self, split_size, axis)
@@ -152,7 +150,7 @@ def split(
 
 
 @converter(aten.chunk.default, aten.unsafe_chunk.default)
-def chunk(ctx: ConversionContext, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+def chunk(ctx: Context, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     return _pieces(ctx, self, ceil_divide(size(self, axis), chunks), axis)
 
@@ -162,21 +160,19 @@ def chunk(ctx: ConversionContext, self: Tensor, chunks: int, dim: int = 0) -> li
     aten.split_with_sizes_copy.default,
     aten.unsafe_split_with_sizes.default,
 )
-def split_with_sizes(
-    ctx: ConversionContext, self: Tensor, split_sizes: Sequence[Size], dim: int = 0
-) -> list[Tensor]:
+def split_with_sizes(ctx: Context, self: Tensor, split_sizes: Sequence[Size], dim: int = 0) -> list[Tensor]:
     return cut(self, split_sizes, wrap(dim, self.ndim))
 
 
 @converter(aten.unbind.int, aten.unbind_copy.int)
-def unbind(ctx: ConversionContext, self: Tensor, dim: int = 0) -> list[Tensor]:
+def unbind(ctx: Context, self: Tensor, dim: int = 0) -> list[Tensor]:
     axis, count = wrap(dim, self.ndim), len(ctx.value)
     return [F.squeeze(piece, [axis]) for piece in cut(self, [1] * count, axis)]
 
 
 @converter(aten.tensor_split.tensor_indices_or_sections)
 def tensor_split_tensor(
-    ctx: ConversionContext, self: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0
+    ctx: Context, self: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0
 ) -> list[Tensor]:
     sections, axis = tensor_indices_or_sections, wrap(dim, self.ndim)
     if sections.ndim == 0:
@@ -201,7 +197,7 @@ def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 @converter(aten.cat.default, aten.concat.default, aten.concatenate.default)
-def cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def cat(ctx: Context, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     promoted = ctx.promote(*tensors)
     rank = max(x.ndim for x in promoted)
     # torch lets an empty vector join tensors of any rank, and ignores it.
@@ -210,7 +206,7 @@ def cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tens
 
 
 @converter(aten.stack.default)
-def stack(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def stack(ctx: Context, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     axis = wrap(dim, tensors[0].ndim + 1)
     return joined([F.unsqueeze(x, [axis]) for x in ctx.promote(*tensors)], axis)
 
@@ -224,28 +220,24 @@ _LAYER_MODE = {"constant": "constant", "reflect": "reflect", "replicate": "edge"
 
 @converter(aten.constant_pad_nd.default, aten.pad.default, aten._pad_enum.default)
 def pad(
-    ctx: ConversionContext,
-    self: Tensor,
-    pad: Sequence[Size],
-    mode: str | int = "constant",
-    value: float | None = None,
+    ctx: Context, self: Tensor, pad: Sequence[Size], mode: str | int = "constant", value: float | None = None
 ) -> Tensor:
     name = _MODES[mode] if isinstance(mode, int) else mode
     return padded(self, pad, name, 0 if value is None else value)
 
 
 @converter(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
-def reflection_pad(ctx: ConversionContext, self: Tensor, padding: Sequence[Size]) -> Tensor:
+def reflection_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
     return padded(self, padding, "reflect")
 
 
 @converter(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
-def replication_pad(ctx: ConversionContext, self: Tensor, padding: Sequence[Size]) -> Tensor:
+def replication_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
     return padded(self, padding, "replicate")
 
 
 @converter(aten._pad_circular.default)
-def pad_circular(ctx: ConversionContext, self: Tensor, pad: Sequence[Size]) -> Tensor:
+def pad_circular(ctx: Context, self: Tensor, pad: Sequence[Size]) -> Tensor:
     return padded(self, pad, "circular")
 
 
@@ -300,12 +292,12 @@ def _circular(x: Tensor, sides: Sides) -> Tensor:
 
 
 @converter(aten.tril.default)
-def tril(ctx: ConversionContext, self: Tensor, diagonal: Size = 0) -> Tensor:
+def tril(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
     return kernels.trilu(self, diagonal, upper=False)
 
 
 @converter(aten.triu.default)
-def triu(ctx: ConversionContext, self: Tensor, diagonal: Size = 0) -> Tensor:
+def triu(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
     return kernels.trilu(self, diagonal, upper=True)
 
 
@@ -326,13 +318,13 @@ def taken(x: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
 
 
 @converter(aten.diagonal.default, aten.diagonal_copy.default)
-def diagonal(ctx: ConversionContext, self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+def diagonal(ctx: Context, self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     return taken(self, offset, dim1, dim2)
 
 
 @converter(aten.diagonal_scatter.default)
 def diagonal_scatter(
-    ctx: ConversionContext, self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+    ctx: Context, self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Tensor:
     rank = self.ndim
     axes, last = [wrap(dim1, rank), wrap(dim2, rank)], [rank - 2, rank - 1]

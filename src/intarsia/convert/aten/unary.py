@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -89,21 +89,21 @@ ROUNDINGS: dict[Any, Callable[[Any], Tensor]] = {
 
 
 def _layer(target: Any, functional: Callable[[Any], Tensor]) -> None:
-    def layer(ctx: ConversionContext, self: Tensor) -> Tensor:
+    def layer(ctx: Context, self: Tensor) -> Tensor:
         return narrowed(ctx, functional(*promoted(ctx, self)))
 
     converter(target)(_named(layer, target))
 
 
 def _formula(target: Any, formula: Formula) -> None:
-    def layers(ctx: ConversionContext, self: Tensor) -> Tensor:
+    def layers(ctx: Context, self: Tensor) -> Tensor:
         return narrowed(ctx, formula(*promoted_wide(ctx, self)))
 
     converter(target)(_named(layers, target))
 
 
 def _rounding(target: Any, functional: Callable[[Any], Tensor]) -> None:
-    def rounding(ctx: ConversionContext, self: Tensor) -> Tensor:
+    def rounding(ctx: Context, self: Tensor) -> Tensor:
         if self.dtype not in dtypes.FLOATS:
             return self
         return narrowed(ctx, functional(*promoted(ctx, self)))
@@ -125,17 +125,17 @@ for _target, _function in ROUNDINGS.items():
 
 
 @converter(aten.abs.default, aten.absolute.default)
-def abs(ctx: ConversionContext, self: Tensor) -> Tensor:
+def abs(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, F.abs(*promoted(ctx, self)))
 
 
 @converter(aten.neg.default, aten.negative.default)
-def neg(ctx: ConversionContext, self: Tensor) -> Tensor:
+def neg(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, F.neg(*promoted(ctx, self)))
 
 
 @converter(aten.sign.default, aten.sgn.default)
-def sign(ctx: ConversionContext, self: Tensor) -> Tensor:
+def sign(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype == ir.DataType.BOOL:
         return self
     if self.dtype not in dtypes.FLOATS:
@@ -145,7 +145,7 @@ def sign(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 
 @converter(aten.signbit.default)
-def signbit(ctx: ConversionContext, self: Tensor) -> Tensor:
+def signbit(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype == ir.DataType.BOOL or self.dtype in dtypes.UNSIGNED:
         return F.logical_not(F.equal(self, self))
     return is_negative(F.cast(self, wide(self.dtype)))
@@ -159,13 +159,13 @@ def is_negative(x: Tensor) -> Tensor:
 
 
 @converter(aten.square.default)
-def square(ctx: ConversionContext, self: Tensor) -> Tensor:
+def square(ctx: Context, self: Tensor) -> Tensor:
     (x,) = promoted(ctx, self)
     return narrowed(ctx, F.mul(x, x))
 
 
 @converter(aten.round.decimals)
-def round_decimals(ctx: ConversionContext, self: Tensor, decimals: int = 0) -> Tensor:
+def round_decimals(ctx: Context, self: Tensor, decimals: int = 0) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
         return self
     (x,) = promoted_wide(ctx, self)
@@ -176,7 +176,7 @@ def round_decimals(ctx: ConversionContext, self: Tensor, decimals: int = 0) -> T
 
 
 @converter(aten.logit.default, aten.special_logit.default)
-def logit(ctx: ConversionContext, self: Tensor, eps: float | None = None) -> Tensor:
+def logit(ctx: Context, self: Tensor, eps: float | None = None) -> Tensor:
     (x,) = promoted_wide(ctx, self)
     if eps is not None:
         low, high = F.constant(eps, x.dtype), F.constant(1.0 - eps, x.dtype)
@@ -222,7 +222,7 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return result
 
 
-def _single(ctx: ConversionContext, self: Tensor) -> Tensor:
+def _single(ctx: Context, self: Tensor) -> Tensor:
     """The operand in float32, whose digits the formulas have."""
     (x,) = promoted_wide(ctx, self)
     if x.dtype != ir.DataType.FLOAT:
@@ -246,12 +246,12 @@ def _erfc(x: Tensor) -> Tensor:
 
 
 @converter(aten.erfc.default, aten.special_erfc.default)
-def erfc(ctx: ConversionContext, self: Tensor) -> Tensor:
+def erfc(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, _erfc(_single(ctx, self)))
 
 
 @converter(aten.special_ndtr.default)
-def ndtr(ctx: ConversionContext, self: Tensor) -> Tensor:
+def ndtr(ctx: Context, self: Tensor) -> Tensor:
     """The share of a normal distribution below `self`."""
     x = F.mul(_single(ctx, self), -math.sqrt(0.5))
     return narrowed(ctx, F.mul(_erfc(x), 0.5))
@@ -268,7 +268,7 @@ def _is_pole(x: Tensor) -> Tensor:
 
 
 @converter(aten.lgamma.default, aten.special_gammaln.default)
-def lgamma(ctx: ConversionContext, self: Tensor) -> Tensor:
+def lgamma(ctx: Context, self: Tensor) -> Tensor:
     """The logarithm of the gamma function's size.
 
     Below 1/2 by reflection, up to 3/2 one step further, up to 3 by a polynomial, beyond by Stirling's series.
@@ -293,7 +293,7 @@ def lgamma(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 
 @converter(aten.digamma.default, aten.special_digamma.default, aten.special_psi.default)
-def digamma(ctx: ConversionContext, self: Tensor) -> Tensor:
+def digamma(ctx: Context, self: Tensor) -> Tensor:
     """The slope of lgamma: below 1/2 by reflection, else six steps further by its series."""
     x = _single(ctx, self)
     below = F.less(x, 0.5)
