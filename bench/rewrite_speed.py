@@ -185,7 +185,7 @@ def share_of_compile(name: str, rounds: int) -> None:
 
     shares = []
     kept_nothing = mock.patch.dict("os.environ", {"INTARSIA_CACHE_GB": "0"})  # every compile is a first one
-    with kept_nothing, mock.patch("intarsia.build.rewriter.apply", timed):
+    with kept_nothing, mock.patch("intarsia.build.trial.apply", timed):
         for _ in range(rounds + 1):  # the first measures patterns and fills caches
             rewriting.append(0.0)
             start = time.perf_counter()

@@ -66,7 +66,8 @@ class UnknownNameError(PartitionError):
 
     def __init__(self, message: str, option: str, name: object) -> None:
         super().__init__(message)
-        self.option, self.name = option, name
+        self.option: str = option
+        self.name: object = name
 
 
 class InputError(IntarsiaError, ValueError):

@@ -51,6 +51,34 @@ def test_a_run_that_fails_everywhere_leaves_after_a_while() -> None:
     assert sum(built) < MOST_BUILT + 12 * 1000
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 120), st.sets(st.integers(0, 119), max_size=7), st.integers(2, 9))
+def test_offenders_that_are_alike_are_the_same_ones(size: int, wanted: set[int], period: int) -> None:
+    offenders = {number for number in wanted if number < size}
+
+    def fails(some: list[int]) -> str | None:
+        assert some == list(range(some[0], some[-1] + 1))
+        bad = offenders.intersection(some)
+        return f"{min(bad)} is bad" if bad else None
+
+    nodes = list(range(size))
+    blamed = bisect_failure(nodes, fails, alike=lambda node: nodes[node % period :: period])
+    assert blamed.keys() == offenders
+
+
+def test_the_attention_of_every_layer_costs_a_build_each() -> None:
+    built: list[int] = []
+    offenders = set(range(20, 240, 20))  # one in each of eleven layers
+
+    def fails(some: list[int]) -> str | None:
+        built.append(len(some))
+        return "bad" if offenders & set(some) else None
+
+    nodes = list(range(240))
+    assert set(bisect_failure(nodes, fails, alike=lambda node: nodes[node % 20 :: 20])) == offenders
+    assert len(built) < 9 + 2 * 12 + 3, "one search, then each layer's node and what lies between"
+
+
 def test_offenders_near_each_other_are_found_by_short_runs() -> None:
     built: list[int] = []
     offenders = {500, 503, 506, 509, 512, 900}

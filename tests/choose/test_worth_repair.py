@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.choose.test_choose import _timed
 from torch import nn
 
 import intarsia
+from intarsia.choose.candidate import Built, Candidate, Workshop
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import MeasuredPlan
 from intarsia.engines import OnnxRuntime, Program
@@ -35,10 +36,12 @@ class Wrong(OnnxRuntime):
     name: ClassVar[str] = "wrong"
     elements: int = 0
     sizes: list[int] = field(default_factory=list, compare=False, repr=False)  # of every run
+    wrong_builds: list[bool] = field(default_factory=list, compare=False, repr=False)
 
     def build(self, net: Network) -> Program:
         program = super().build(net)
         is_wrong = any(layer.kind == "Erf" for layer in net.get_layers())
+        self.wrong_builds.append(is_wrong)
 
         def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.sizes.append(tensors[0].numel())
@@ -106,3 +109,18 @@ def test_a_plan_that_is_wrong_on_the_largest_call_alone_is_found_out(monkeypatch
     assert 64 * 50 in wrong.sizes
     assert any("the plan that measured best is not used" in note for note in fast.notes)
     assert [segment.engine for segment in fast.plan.segments] == ["wrong", "pytorch", "wrong"], fast.plan
+
+
+def test_what_one_variant_showed_is_not_looked_for_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    _timed(monkeypatch, {"wrong": 1.0})
+    wrong, wrong_builds, build = Wrong(), dict[str, int](), Workshop.build
+
+    def counted(workshop: Workshop, candidate: Candidate, *more: Any) -> Built:
+        before = sum(wrong.wrong_builds)
+        built = build(workshop, candidate, *more)
+        wrong_builds[candidate.name] = sum(wrong.wrong_builds) - before
+        return built
+
+    monkeypatch.setattr(Workshop, "build", counted)
+    compiled(wrong)
+    assert wrong_builds["wrong"] > 1 and wrong_builds["wrong, no patterns"] == 0

@@ -141,6 +141,14 @@ def test_bench(intarsia: Command, models: str) -> None:
     assert all(peer["error"] < 1e-5 and peer["median_ms"] > 0 for peer in peers.values())
 
 
+def test_bench_with_padding(intarsia: Command) -> None:
+    words = ("bench", "gpt2", "--no-full", "--padded", 3, "--engines", "onnxruntime", "--no-torch-compile")
+    peers = json.loads(intarsia.good(*words, "--seconds", 0.2, "--json"))["peers"]
+    assert all(peer["error"] < 1e-5 for peer in peers.values())
+    refused = intarsia("bench", "resnet50", "--no-full", "--padded", 3)
+    assert refused.code and "takes no tokens with an attention_mask" in refused.err
+
+
 def test_explain(intarsia: Command, models: str) -> None:
     assert "Plan by" in intarsia.good("explain", f"{models}:make")
     words = ("explain", f"{models}:make", "--engines", "onnxruntime", "-O", "min_block_size=1", "--json")

@@ -151,8 +151,8 @@ def _by_dtype(tallies: dict[Key, Tally]) -> Iterator[str]:
 def _reference() -> Iterator[str]:
     yield "## Targets of the reference library without a counterpart"
     yield ""
-    yield f"Of the {len(TARGETS)} targets that Torch-TensorRT converts, all but these have a converter or an"
-    yield "evaluator here:"
+    yield f"Of the {len(TARGETS)} targets that Torch-TensorRT converts, all but these have a converter, an"
+    yield "evaluator or a decomposition here:"
     yield ""
     yield "| target | why |"
     yield "| --- | --- |"

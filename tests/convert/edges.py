@@ -122,7 +122,7 @@ def edge_cases(case: Case, only: Collection[str] = ()) -> Iterator[tuple[str, Ca
 def judge_edges(case: Case, engine: str, only: Collection[str] = ()) -> Iterator[tuple[str, Outcome]]:
     """What becomes of each edge of a case; nothing where the engine does not take the operator at all."""
     try:
-        net = convert(case.module)
+        net = convert(case.lowered or case.module)
         program = drivers.build(engine, net)
     except (IntarsiaError, EngineError) as error:
         yield "as it is", Outcome(case, engine, REFUSED, str(error))

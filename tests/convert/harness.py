@@ -52,7 +52,7 @@ class Outcome:
 def judge(case: Case, engine: str) -> Outcome:
     """Convert, build, run and compare one case."""
     try:
-        net = convert(case.module)
+        net = convert(case.lowered or case.module)
     except NodeError as error:
         return Outcome(case, engine, REFUSED, error.reason)
     except IntarsiaError as error:

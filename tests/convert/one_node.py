@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from tests.convert import drivers
 from torch import fx
+from torch.export import export
 
-from intarsia.convert import convert
+from intarsia.convert import convert, registry
 from intarsia.errors import GuardError
+from intarsia.lower import lower
 from intarsia.network import Network
 
 
@@ -38,7 +40,11 @@ def graph_of(
         made = graph.call_function(operator.getitem, (made, 0))
         made.meta["val"] = expected
     graph.output((made,))
-    return fx.GraphModule({}, graph), given, expected
+    module = fx.GraphModule({}, graph)
+    if target not in registry and isinstance(target, torch._ops.OpOverload):
+        with torch.no_grad():  # lowering takes it apart
+            module = lower(export(module, tuple(given), strict=False), registry.__contains__).module
+    return module, given, expected
 
 
 def network_of(target: Any, *args: Any, **kwargs: Any) -> Network:

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.export import Dim, export
 
 from intarsia.convert import registry
+from intarsia.convert.evaluators import EVALUATORS
 from intarsia.lower import lower
 
 
@@ -36,6 +37,8 @@ def program_of(
     """The graph of a function of tensors; tensors it closes over are frozen."""
     shapes = None if dynamic is None else (tuple(d or None for d in dynamic),)
     exported = export(Function(function), inputs, dynamic_shapes=shapes, strict=False)
+    if any(_is_taken_apart(node) for node in exported.graph.nodes):
+        return lower(exported, registry.__contains__).module
     module = exported.module()
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -52,6 +55,11 @@ def program_of(
     made.graph.eliminate_dead_code()
     made.recompile()
     return made
+
+
+def _is_taken_apart(node: fx.Node) -> bool:
+    known = node.target in registry or node.target in EVALUATORS or _is_guard(node)
+    return isinstance(node.target, torch._ops.OpOverload) and not known
 
 
 def _is_guard(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""What became of every target that the reference library converts: ours, an evaluator, or a reason."""
+"""What became of every target that the reference library converts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from intarsia.convert.evaluators import EVALUATORS
 from intarsia.convert.registry import registry
+from intarsia.lower.decompositions import decomposition_table
 
 TARGETS = Path(__file__).with_name("reference_targets.txt").read_text().split()
 
@@ -81,10 +82,12 @@ def target_of(name: str) -> Any:
 
 
 def how(name: str) -> str | None:
-    """`converter`, `evaluator`, or the reason it has neither; None if nobody has thought of it."""
+    """`converter`, `evaluator`, `decomposition`, or why it has none; None if nobody has thought of it."""
     if name in REASONS:
         return REASONS[name]
     target = target_of(name)
     if target in registry:
         return "converter"
-    return "evaluator" if target in EVALUATORS else None
+    if target in EVALUATORS:
+        return "evaluator"
+    return "decomposition" if target in decomposition_table() else None

@@ -15,14 +15,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import export
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from intarsia.convert.evaluators import EVALUATORS
 from intarsia.convert.registry import registry
+from intarsia.lower import lower
 
 try:  # a private module of torch: the tests that need it say so instead of breaking
     from torch.testing._internal.common_methods_invocations import op_db
@@ -61,6 +63,7 @@ class Case:
     inputs: tuple[torch.Tensor, ...]
     expected: tuple[torch.Tensor, ...]
     unset: bool = False
+    lowered: fx.GraphModule | None = None  # what is converted, of an operator that lowering takes apart
 
     def __str__(self) -> str:
         return f"{self.op}[{self.dtype}] sample {self.index} ({self.target}, {self.level})"
@@ -117,6 +120,7 @@ def cases(
     limit: int = LIMIT,
     seen: set[str] | None = None,
     pick: int | None = None,
+    apart: bool = False,
 ) -> Iterator[Case]:
     """The cases of every covered sample: its own operator has a converter.
 
@@ -124,7 +128,8 @@ def cases(
     one OpInfo names, or the only one in the graph. Where another node of the graph has no converter,
     the operator stands alone in its graph. For the first `core` samples, operators that appear only after
     torch's own decomposition are cases of their own; those that differ in values alone from one in `seen`
-    are left out. `pick` takes one sample by number, wrapping around.
+    are left out. `pick` takes one sample by number, wrapping around. With `apart`, operators that lowering
+    takes apart are cases too.
     """
     op = op_infos()[name]
     seen = set() if seen is None else seen
@@ -143,6 +148,8 @@ def cases(
             tested = own_targets(op, composite)
             for target in tested:
                 yield from _cases(name, dtype, index, "composite", target, composite, inputs)
+            if apart and not tested:
+                yield from _taken_apart(name, dtype, index, call, composite, inputs)
         if index >= core:
             continue
         lowered = trace(call, inputs, decompose=True)
@@ -258,6 +265,33 @@ def _cases(
     alone = isolate(node, recorder.given[node], recorder.made[node])
     if alone is not None:
         yield Case(name, dtype, index, level, target, *alone, unset)
+
+
+def _taken_apart(
+    name: str, dtype: str, index: int, call: Call, module: fx.GraphModule, inputs: tuple[torch.Tensor, ...]
+) -> Iterator[Case]:
+    if _writes(module):
+        return
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = export(_Exported(call), inputs, strict=False)
+            expected = fx.Interpreter(module).run(*inputs)
+    except Exception:  # control flow on data, ...: nobody can compile it
+        return
+    lowered = lower(program, registry.__contains__).module
+    if all(node.target in registry for node in _calls(lowered)):
+        unset = op_infos()[name].name in UNSET
+        yield Case(name, dtype, index, "composite", name, module, inputs, _detached(expected), unset, lowered)
+
+
+class _Exported(nn.Module):
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return self.call(*tensors)
 
 
 def _writes(module: fx.GraphModule) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.convert.edges import judge_edges
 from tests.convert.harness import RUNS, WRONG
 from tests.convert.lowered import judge_samples
 from tests.convert.samples import BEFORE_TORCH_2_12, OPINFO_MISSING, cases, op_infos
@@ -53,6 +54,29 @@ TAKEN_APART = [
     "nn.functional.softmin",
     "nn.functional.triplet_margin_loss",
 ]
+# With samples that torch's rules answer as the operator does at the edges of the dtype too.
+SAME_AT_THE_EDGES = [
+    "addr",
+    "aminmax",
+    "count_nonzero",
+    "diag_embed",
+    "isclose",
+    "lerp",
+    "linalg.cross",
+    "nan_to_num",
+    "nansum",
+    "nn.functional.celu",
+    "nn.functional.embedding_bag",
+    "nn.functional.hardshrink",
+    "nn.functional.logsigmoid",
+    "nn.functional.pixel_unshuffle",
+    "nn.functional.selu",
+    "nn.functional.threshold",
+    "sinc",
+    "take",
+    "take_along_dim",
+    "xlogy",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +99,15 @@ def test_taken_apart(name: str) -> None:
     verdicts = judge_samples(name, "float32", 1)
     assert verdicts["onnxruntime"] == [(RUNS, "")]
     assert [v for v in verdicts["openvino"] if v[0] == WRONG] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_AT_THE_EDGES)
+def test_taken_apart_at_the_edges(name: str) -> None:
+    (case, *_) = cases(name, "float32", core=0, pick=0, apart=True)
+    verdicts = list(judge_edges(case, "onnxruntime"))
+    assert verdicts
+    assert [(what, o.reason) for what, o in verdicts if o.verdict == WRONG] == []
 
 
 @pytest.mark.full

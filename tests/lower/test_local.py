@@ -177,3 +177,13 @@ def test_operators_answer_to_the_names_they_were_written_by() -> None:
         Net(_diff).eval(), (X,), engines=["onnxruntime"], min_block_size=1, torch_executed_ops=["aten::diff"]
     )
     assert "pytorch" in fast.plan.engines
+
+
+def test_an_operator_without_operands_beside_one_that_needs_a_second_trace(traces: list[int]) -> None:
+    def function(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        copy = x + 1
+        copy[0].add_(1)
+        return copy @ torch.eye(6) + torch.ones(6).cumsum(0)
+
+    _check(function)
+    assert traces == [1]

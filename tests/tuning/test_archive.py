@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.archive.forge import sealed
+from tests.archive.test_mutations import edited
 from tests.tuning.test_tune import ANYHOW, Block, Service, Stateful, agree, tuned_service
 from torch import nn
 
@@ -62,6 +66,28 @@ def test_other_weights_other_places_and_other_files_are_refused(tmp_path: Path) 
     tuned.restore()
     with pytest.raises(ArchiveError, match="nothing is tuned"):
         save(tuned, path)
+
+
+def test_forged_and_damaged_files_raise_nothing_but_archive_errors(tmp_path: Path) -> None:
+    """A file whose digests fit may be another program; it may not be another error, or another answer."""
+    service, tuned = tuned_service()
+    save(tuned, tmp_path / "a.tuned")
+    tuned.restore()
+    data, expected, random_state = (tmp_path / "a.tuned").read_bytes(), service.answer(), random.Random(4)
+    refused = 0
+    for number in range(24):
+        forged = sealed(data, lambda manifest, _: edited(manifest, random_state)) if number % 2 else None
+        at = random_state.randrange(len(data))
+        (tmp_path / "b").write_bytes(forged or data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with load(tmp_path / "b", service):
+                    agree(service.answer(), expected)
+            except ArchiveError as error:
+                refused += "\n" not in str(error)
+    assert refused > 6
+    agree(service.answer(), expected)
 
 
 def test_a_file_without_calls_says_that_nothing_was_compared(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Reader:
     """The members of a file, each checked against its digest before it is given out."""
 
     def __init__(self, source: str | os.PathLike[str] | bytes | memoryview) -> None:
-        self.path = None if isinstance(source, bytes | memoryview) else os.fspath(source)
+        self.path: str | None = None if isinstance(source, bytes | memoryview) else os.fspath(source)
         self._file: BinaryIO | None = None
         if isinstance(source, bytes | memoryview):
             self._buffer = memoryview(source)
@@ -100,10 +100,10 @@ class Reader:
         try:
             self._places = _places(self._buffer)
             text = self._bytes(MANIFEST)
-            self.seal = hashlib.sha256(text).hexdigest()
+            self.seal: str = hashlib.sha256(text).hexdigest()
             if self.seal.encode() != self._bytes(SEAL):
                 raise ArchiveError("the manifest does not fit its digest")
-            self.manifest = _parsed(text)
+            self.manifest: dict[str, Any] = _parsed(text)
             self._check_members()
         except (
             zipfile.BadZipFile,

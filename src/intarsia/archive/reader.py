@@ -65,7 +65,7 @@ class Bundle:
 
     def __init__(self, reader: Reader, weights: memoryview, options: LoadOptions) -> None:
         self._reader, self._options, self._devices = reader, options, _devices(options.map_location)
-        self.manifest = reader.manifest
+        self.manifest: dict[str, Any] = reader.manifest
         self._tensors = read_tensors(weights, self.manifest["tensors"], self._devices)
 
     def program(self, name: str, module: nn.Module | None = None) -> Compiled:

@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from intarsia.backend.dynamo_graph import inputs_of
-from intarsia.backend.frozen import autocast_now
+from intarsia.backend.frozen import NOTE, autocast_now, needs_gradients
 from intarsia.backend.graph_call import GraphCall
 from intarsia.backend.options import checked_options
-from intarsia.backend.program import NOTE, needs_gradients
 from intarsia.backend.reports import new_report
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')

@@ -79,6 +79,7 @@ class Builder:
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
     body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
     errors: dict[str, float] = field(default_factory=dict)  # of segments in shorter arithmetic, by first node
+    faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)  # what bisection found, by engine
     _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
     _lost: dict[str, Failure] = field(default_factory=dict)  # engines that did not come back, by name
 
@@ -256,8 +257,23 @@ class Builder:
             del self.notes[count:]  # of a part that is only tried
             return outcome.reason if isinstance(outcome, Failure) else None
 
-        blamed = bisect_failure(suspects, fails) or dict.fromkeys(suspects, failure.reason)
+        kinds = {node: _kind(node) for node in suspects}
+
+        def alike(node: fx.Node) -> list[fx.Node]:
+            return [other for other in suspects if kinds[other] == kinds[node]]
+
+        blamed = bisect_failure(suspects, fails, alike=alike) or dict.fromkeys(suspects, failure.reason)
+        for node, reason in blamed.items():
+            self.faults.setdefault(by_name[node.name], {})[engine] = reason
         return {by_name[node.name]: {engine: reason} for node, reason in blamed.items()}
+
+
+def _kind(node: fx.Node) -> str:
+    """Equal for nodes that differ in their inputs' values alone."""
+    values = [node.meta.get("val"), *(source.meta.get("val") for source in node.all_input_nodes)]
+    shapes = [(value.dtype, tuple(value.shape)) for value in values if isinstance(value, torch.Tensor)]
+    constants = [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
+    return f"{node.target} {constants} {shapes}"
 
 
 def part_of(module: fx.GraphModule, engine: str, nodes: Sequence[fx.Node]) -> Piece:

@@ -9,7 +9,7 @@ from torch import fx
 from intarsia.convert import NodeError, convert
 from intarsia.drawing import DrawnLayers
 from intarsia.engines import Engine, NetworkEngine
-from intarsia.graph.plan_drawing import PlanDetails
+from intarsia.graph.plan_text import PlanDetails
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, extract
 from intarsia.partition.advice import advise
 from intarsia.partition.blocks import work

@@ -18,6 +18,7 @@ from intarsia.errors import IntarsiaError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.graph.piece import Piece
 from intarsia.network import Network
+from intarsia.rewrite import Patterns, apply, patterns_by_engine
 from intarsia.rounding import Rounding
 
 Rewrite = Callable[[Network, NetworkEngine], Sequence[str]]  # what it returns are notes
@@ -183,3 +184,22 @@ def contents_of(piece: Piece) -> tuple[str, ...]:
     """What a program made of the piece depends on: equal contents, equal program."""
     parts = (piece.inputs, piece.segment.nodes, piece.segment.recomputed, piece.outputs)
     return tuple(" ".join(node.name for node in part) for part in parts)
+
+
+def rewriter(patterns: Patterns, engines: Sequence[Engine], device: str = "cpu") -> Rewrite:
+    """Rewrites a network for an engine; names are looked up now, so that a typo is found before anything."""
+    network_engines = [engine for engine in engines if isinstance(engine, NetworkEngine)]
+    chosen = patterns_by_engine(patterns, network_engines)
+    everything = patterns is True or patterns == "all"
+
+    def rewrite(net: Network, engine: NetworkEngine) -> list[str]:
+        log = apply(net, engine=engine, patterns=chosen[engine.name], device=device)
+        notes = log.failures()
+        if everything:  # the user asked for all of them
+            for name, reason in log.skipped.items():
+                notes.append(f"{engine.name}: pattern {name!r} is left out: {reason}")
+            if not engine.patterns():
+                notes.append(f"{engine.name}: it allows none of the shipped patterns")
+        return notes
+
+    return rewrite

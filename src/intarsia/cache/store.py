@@ -168,7 +168,7 @@ class Shelf:
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         self.folder = folder
-        self.limit = allowed_bytes() if limit is None else limit
+        self.limit: int = allowed_bytes() if limit is None else limit
 
     def find(self, key: str) -> Path | None:
         """The file of a key, which counts as used now."""

@@ -22,8 +22,7 @@ from intarsia.choose.findings import Trial
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import MOVED
 from intarsia.engines import Engine, Program, Workload
-from intarsia.graph.devices import uses_gpu
-from intarsia.graph.nodes import is_control_flow
+from intarsia.graph.nodes import is_control_flow, uses_gpu
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
 from intarsia.partition.constrain import constrain
 from intarsia.runtime.compiled import Compiled
@@ -123,6 +122,8 @@ class Workshop:
     error: Callable[[Compiled], float] = lambda module: math.inf  # end to end, against the model
     may_vary_patterns: bool = True  # unless the user named them
     began: float = field(default_factory=time.perf_counter)  # when the compile began
+    # Nodes that an engine failed on, found by bisection: they are not looked for again in its other variants.
+    faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -184,10 +185,12 @@ class Workshop:
             pattern.build_limit_s,
             cases=pattern.cases,
             tolerance=pattern.tolerance,
+            faults=self.faults,
         )
 
     def _table(self, candidate: Candidate) -> SupportTable:
-        return self.table.with_engines(tuple(engine.name for engine in candidate.engines))
+        table = self.table.with_engines(tuple(engine.name for engine in candidate.engines))
+        return table.with_refusals(self.faults)
 
 
 def options_for(options: PartitionOptions, engines: Sequence[str]) -> PartitionOptions:

@@ -169,6 +169,9 @@ def bench(
         bool, typer.Option(help="Time torch.compile too, which may compile for minutes.")
     ] = True,
     seconds: Annotated[float, typer.Option(help="Seconds to spend on timing.", min=0.1)] = 20.0,
+    padded: Annotated[
+        int | None, typer.Option(help="Rows of token ids, with an attention_mask that hides padding.", min=1)
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Time a model on each engine, on the measured plan, in eager PyTorch and in torch.compile."""
@@ -176,7 +179,10 @@ def bench(
     from intarsia.cli.model import resolve
 
     options = compile_options(engines, None, choices)
-    comparison = compare(resolve(model, full=full), options, torch_compile=torch_compile, seconds=seconds)
+    specimen = resolve(model, full=full)
+    if padded is not None:
+        specimen = specimen.padded(padded)
+    comparison = compare(specimen, options, torch_compile=torch_compile, seconds=seconds)
     if json:
         print_json(comparison.as_dict())
     else:

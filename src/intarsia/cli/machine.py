@@ -11,7 +11,7 @@ import typer
 
 from intarsia.cli.arguments import AsJson, print_json
 
-cache = typer.Typer(
+cache: typer.Typer = typer.Typer(
     help="List or delete the measurements and builds that are stored on this machine.", no_args_is_help=True
 )
 

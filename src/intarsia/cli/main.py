@@ -20,7 +20,7 @@ from intarsia.errors import IntarsiaError
 MISTAKE, UNEXPECTED, INTERRUPTED, CLOSED = 2, 3, 130, 141
 _UsageError: Any = typer.BadParameter.__base__  # of click, which newer typers contain
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app: typer.Typer = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(compiling.explain)
 app.command("compile")(compiling.compile_)
 app.command()(compiling.export)

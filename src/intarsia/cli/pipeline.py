@@ -18,7 +18,7 @@ from intarsia.cli.arguments import AsJson, Full, Model, check_writable, print_js
 from intarsia.drawing.chart import check_picture
 from intarsia.errors import InputError, IntarsiaError, PartitionError
 
-app = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
+app: typer.Typer = typer.Typer(help="Cut models into stages and run them as pipelines.", no_args_is_help=True)
 
 ScheduleName = Annotated[str, typer.Option(help="Name of a schedule; see `intarsia pipeline schedules`.")]
 Imports = Annotated[

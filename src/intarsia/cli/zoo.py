@@ -6,6 +6,7 @@ fraction of its size; `full` is the size people know it by.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,24 @@ class Specimen:
         from intarsia.compiler import compile
 
         return compile(self.model, self.args, self.kwargs, dynamic_shapes=self.dynamic_shapes, **options)
+
+    def padded(self, rows: int) -> Specimen:
+        """The model with a batch of so many rows and a mask: a quarter of one row is padding, or every row is
+        shorter than the one before.
+
+        >>> specimen("bert").padded(2).kwargs["attention_mask"].sum(1).tolist()
+        [16, 10]
+        """
+        ids = self.args[0] if self.args else self.kwargs.get("input_ids")
+        takes = inspect.signature(self.module.forward).parameters
+        if "attention_mask" not in takes or not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+            raise InputError(f"{type(self.model).__name__} takes no tokens with an attention_mask")
+        length = ids.shape[1]
+        lengths = length - torch.arange(rows) * (3 * length // 4) // max(rows, 2)
+        lengths = lengths if rows > 1 else lengths - length // 4
+        mask = (torch.arange(length) < lengths[:, None]).to(torch.long)
+        ids = ids[:1].expand(rows, length).contiguous()
+        return Specimen(self.model, (ids,), {"attention_mask": mask})
 
 
 def names() -> list[str]:

@@ -43,8 +43,7 @@ from intarsia.build.faithful import (
     whole_fault,
 )
 from intarsia.build.judge import Answer, Judge
-from intarsia.build.rewriter import rewriter
-from intarsia.build.trial import Cases, elements_of
+from intarsia.build.trial import Cases, elements_of, rewriter
 from intarsia.capture.autocast import refuse_autocast
 from intarsia.capture.call import Call
 from intarsia.capture.device import device_kind, device_of
@@ -76,7 +75,7 @@ from intarsia.errors import (
     UnrepeatableError,
     warn,
 )
-from intarsia.graph.devices import uses_gpu
+from intarsia.graph.nodes import uses_gpu
 from intarsia.logs import LOG, log_refusals, stage, torch_logs_kept
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model

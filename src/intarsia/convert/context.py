@@ -80,6 +80,9 @@ class ConversionContext:
         return tuple(self.tensor(value, common_dtype(*values)) for value in values)
 
 
+Context = ConversionContext  # signatures of converters are shorter by it
+
+
 def common_dtype(*values: Any) -> ir.DataType:
     """torch's promotion over tensors, 0-d tensors and Python scalars."""
     stand_ins: list[Any] = []

@@ -52,9 +52,9 @@ def number(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:
     return F.constant(value, dtype)
 
 
-def narrowed(ctx: ConversionContext, made: Tensor) -> Tensor:
+def narrowed(ctx: ConversionContext, result: Tensor) -> Tensor:
     """What was computed, in the dtype of the result."""
-    return F.cast(made, ctx.dtype)
+    return F.cast(result, ctx.dtype)
 
 
 def _through(ctx: ConversionContext, value: Any, dtype: ir.DataType) -> Tensor:

@@ -65,7 +65,7 @@ class Registry:
     def __init__(self) -> None:
         self._converters: dict[Any, tuple[Converter, ...]] = {}
         self._lock = threading.Lock()
-        self.version = 0  # grows with every change, so that remembered answers can be forgotten
+        self.version: int = 0  # grows with every change, so that remembered answers can be forgotten
 
     def register(self, added: Converter) -> None:
         with self._lock:
@@ -127,7 +127,7 @@ class Registry:
         self.version += 1
 
 
-registry = Registry()
+registry: Registry = Registry()
 
 
 def converter(

@@ -1,6 +1,6 @@
 """Plans as pictures: a page for the browser, SVG for documents, JSON for Model Explorer.
 
-This package knows neither torch nor plans: `graph/plan_drawing.py` makes a `Drawing` of a plan.
+This package knows neither torch nor plans: `graph/plan_text.py` makes a `Drawing` of a plan.
 """
 
 from intarsia.drawing.drawing import Drawing as Drawing

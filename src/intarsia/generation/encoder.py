@@ -34,7 +34,10 @@ class EncoderForward(ReplacedForward):
         masked: Compiled | PartlyCompiled | None,
     ) -> None:
         super().__init__(type(encoder).__name__, encoder)
-        self.anatomy, self.source, self.plain, self.masked = anatomy, source, plain, masked
+        self.anatomy: Anatomy = anatomy
+        self.source: Source = source
+        self.plain: Compiled | PartlyCompiled = plain
+        self.masked: Compiled | PartlyCompiled | None = masked
         self.runs = {"encoder": 0, "own": 0}
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -70,8 +70,10 @@ class GeneratingForward(ReplacedForward):
         encoder: EncoderForward | None = None,
     ) -> None:
         super().__init__(type(model).__name__, model)
-        self.anatomy, self.by_rows, self.max_length = anatomy, dict(programs), max_length
-        self.room = anatomy.room(max_length)
+        self.anatomy: Anatomy = anatomy
+        self.by_rows: dict[int, Programs] = dict(programs)
+        self.max_length: int = max_length
+        self.room: int = anatomy.room(max_length)
         self.encoder = encoder
         self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
         self.tolerance: float | None = None  # that its programs were compiled with
@@ -82,7 +84,9 @@ class GeneratingForward(ReplacedForward):
             if program is not None
         ]
         self._counted_tokens: dict[bool, bool] = {}  # without and with a mask
-        self.runs = {"prompt": 0, "token": 0, "continued": 0, "own": 0}
+        self.runs: dict[str, int] = {"prompt": 0, "token": 0, "own": 0}
+        if any(made.continued is not None for made in programs.values()):
+            self.runs["continued"] = 0
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
 
     def enable(self, on: bool = True) -> None:

@@ -125,7 +125,7 @@ class Step:
             "steps": torch.zeros((), **long),  # taken while any row went on
         }
         layers = anatomy.empty(rows, room)
-        self.memory = torch.stack([tensor for pair in layers for tensor in pair])
+        self.memory: torch.Tensor = torch.stack([tensor for pair in layers for tensor in pair])
         self._program, self._choice, self._stacked = program, choice, anatomy.stacked
         self._ends = torch.tensor(choice.ends, **long)
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -175,7 +175,8 @@ class LoopedGenerate:
     """
 
     def __init__(self, forward: GeneratingForward) -> None:
-        self.forward, self.model = forward, forward.module
+        self.forward: GeneratingForward = forward
+        self.model: torch.nn.Module = forward.module
         self.own: Callable[..., Any] = self.model.generate  # type: ignore[assignment]
         functools.update_wrapper(self, self.own, updated=())
         self._steps: dict[Any, Step] = {}

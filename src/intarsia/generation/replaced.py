@@ -42,7 +42,8 @@ class ReplacedForward(PlacedForward, ABC):
                     return made
                 told = made
             except StaleWeightsError as error:
-                self.enabled, told = False, str(error)
+                self.enabled: bool = False
+                told = str(error)
             except InputError as error:  # nothing was written yet
                 told = str(error)
             finally:

@@ -24,7 +24,9 @@ class EncoderStep(nn.Module):
     def __init__(self, model: Any, anatomy: Anatomy, argument: str) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.encoder, self.anatomy, self.argument = model.get_encoder(), anatomy, argument
+        self.encoder = model.get_encoder()
+        self.anatomy: Anatomy = anatomy
+        self.argument: str = argument
 
     def forward(self, given: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
         told = {"attention_mask": masks[0]} if masks else {}
@@ -43,7 +45,8 @@ class PromptStep(nn.Module):
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.model, self.anatomy = model, anatomy
+        self.model: nn.Module = model
+        self.anatomy: Anatomy = anatomy
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         if self.anatomy.source is None:
@@ -73,7 +76,9 @@ class TokenStep(nn.Module):
     def __init__(self, model: nn.Module, anatomy: Anatomy, in_place: bool) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.model, self.anatomy, self.in_place = model, anatomy, in_place
+        self.model: nn.Module = model
+        self.anatomy: Anatomy = anatomy
+        self.in_place: bool = in_place
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         source, count = self.anatomy.source, len(self.anatomy.kinds)

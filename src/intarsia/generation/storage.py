@@ -36,7 +36,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         # The memory of all layers, if this one's is a part of it, and which.
         self.stack: tuple[torch.Tensor | None, int] = None, 0
         self.is_sliding = is_sliding
-        self.dtype, self.device = key_store.dtype, key_store.device
+        self.dtype: torch.dtype = key_store.dtype
+        self.device: torch.device = key_store.device
         self.is_initialized = True
         self.show(0)
 
@@ -129,7 +130,9 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def move(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take other memory."""
-        self.key_store, self.value_store, self.stack = keys, values, (None, 0)
+        self.key_store = keys
+        self.value_store = values
+        self.stack = (None, 0)
         self._handed = False
         self.show(self._length)
 

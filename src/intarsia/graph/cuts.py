@@ -13,8 +13,7 @@ from intarsia.graph.line import Line
 from intarsia.graph.nodes import modules
 from intarsia.graph.piece import Piece, extract
 from intarsia.graph.plan import Plan
-from intarsia.graph.recompute import readers_of
-from intarsia.graph.segment import PYTORCH, Segment
+from intarsia.graph.segment import PYTORCH, Segment, readers_of
 
 
 def plan_at(line: Line, places: Sequence[int], strategy: str = "cuts", engine: str = PYTORCH) -> Plan:

@@ -20,7 +20,7 @@ from intarsia.graph.nodes import (
     op_name,
     producer,
 )
-from intarsia.graph.recompute import find_recomputed
+from intarsia.graph.segment import find_recomputed
 from intarsia.graph.sizes import total_bytes
 
 
@@ -114,7 +114,7 @@ class Line:
 
     def crossing(self, place: int) -> tuple[fx.Node, ...]:
         """The values made before `place` and needed at or behind it, in the order they were made."""
-        return tuple(value for value, (made, last) in self._spans.items() if made < place <= last)
+        return tuple(value for value, (first, last) in self._spans.items() if first < place <= last)
 
     @cached_property
     def crossing_bytes(self) -> tuple[int, ...]:
@@ -186,8 +186,8 @@ class Line:
 
     def _alive(self, weight: Callable[[fx.Node], int]) -> tuple[int, ...]:
         change = [0] * (len(self.nodes) + 2)
-        for value, (made, last) in self._spans.items():
-            change[made + 1] += weight(value)
+        for value, (first, last) in self._spans.items():
+            change[first + 1] += weight(value)
             change[last + 1] -= weight(value)
         totals, running = [], 0
         for step in change[:-1]:

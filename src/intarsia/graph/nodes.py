@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -213,3 +214,16 @@ def _is_creation_op(target: torch._ops.OpOverload) -> bool:
     if str(schema.returns[0].type) != "Tensor" or "empty" in target.__name__:
         return False
     return not any("Tensor" in str(argument.type) for argument in schema.arguments)
+
+
+def values_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The tensors that a node makes."""
+    result = node.meta.get("val")
+    for value in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def uses_gpu(graph: fx.Graph) -> bool:
+    """Whether any value of a graph is on an NVIDIA GPU."""
+    return any(value.is_cuda for node in graph.nodes for value in values_of(node))

@@ -14,8 +14,16 @@ from intarsia.drawing import Drawing, framed, model_explorer, page, svg
 from intarsia.errors import PartitionError
 from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import is_compute, is_control_flow, is_free, producer, whereabouts
-from intarsia.graph.plan_drawing import DetailsSource, PlanDetails, plan_drawing, profiled
-from intarsia.graph.plan_text import heading, node_counts, plan_table, plan_text
+from intarsia.graph.plan_text import (
+    DetailsSource,
+    PlanDetails,
+    heading,
+    node_counts,
+    plan_drawing,
+    plan_table,
+    plan_text,
+    profiled,
+)
 from intarsia.graph.segment import Segment
 from intarsia.graph.sizes import constant_value
 from intarsia.tracing import Profile
@@ -158,10 +166,10 @@ class Plan:
             }
             for segment in self.segments
         ]
-        told: dict[str, Any] = {"strategy": self.strategy, "segments": segments}
+        content: dict[str, Any] = {"strategy": self.strategy, "segments": segments}
         if self.bodies:
-            told["bodies"] = {name: json.loads(plan.to_json()) for name, plan in self.bodies.items()}
-        return json.dumps(told, indent=1)
+            content["bodies"] = {name: json.loads(plan.to_json()) for name, plan in self.bodies.items()}
+        return json.dumps(content, indent=1)
 
     def drawing(self, profile: Profile | None = None) -> Drawing:
         """What pictures of the plan show, as plain data; with the times of a profile, if one is given."""

@@ -1,11 +1,14 @@
-"""A segment: nodes that run together on one engine."""
+"""A segment: nodes that run together on one engine, and those it computes for itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
+
+from intarsia.graph.nodes import is_compute, is_free, producer
 
 PYTORCH = "pytorch"  # the engine that takes every node, always the last
 
@@ -27,3 +30,40 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+
+Test = Callable[[fx.Node], bool]
+
+
+def find_recomputed(graph: fx.Graph, cheap: Test, at_hand: Test) -> dict[fx.Node, None]:
+    """The `cheap` nodes made of sizes, of values that every piece has `at_hand`, and of each other.
+
+    Placement recomputes views and fresh constants of inputs and weights, which cost nothing. A pipeline
+    recomputes whatever depends on no input and no parameter: masks, positions, tables.
+    """
+    nodes: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if not is_compute(node) or not cheap(node):
+            continue
+        if all(at_hand(v) or producer(v) in nodes or _is_number(v) for v in node.all_input_nodes):
+            nodes[node] = None
+    return nodes
+
+
+def readers_of(
+    graph: fx.Graph, recomputed: Mapping[fx.Node, None], home: Mapping[fx.Node, int]
+) -> dict[fx.Node, dict[int, None]]:
+    """The segments that read each recomputed node, directly or through free and other recomputed nodes."""
+    readers: dict[fx.Node, dict[int, None]] = {}
+    for node in reversed(graph.nodes):
+        if node not in recomputed and (not is_free(node) or node.op != "call_function"):
+            continue
+        symbols: dict[int, None] = {}
+        for user in node.users:
+            symbols.update({home[user]: None} if user in home else readers.get(user, {}))
+        readers[node] = symbols
+    return readers
+
+
+def _is_number(node: fx.Node) -> bool:
+    return is_free(node) and node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor)

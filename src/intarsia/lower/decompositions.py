@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import fx
 
 from intarsia.errors import LoweringError
 
@@ -98,9 +99,9 @@ def _check_known(overload: torch._ops.OpOverload) -> None:
         )
 
 
-torch_enabled_decompositions = OperatorSet("torch_enabled_decompositions", _check_known)
+torch_enabled_decompositions: OperatorSet = OperatorSet("torch_enabled_decompositions", _check_known)
 torch_enabled_decompositions.__doc__ = "Operators that are decomposed even though they have a converter."
-torch_disabled_decompositions = OperatorSet("torch_disabled_decompositions")
+torch_disabled_decompositions: OperatorSet = OperatorSet("torch_disabled_decompositions")
 torch_disabled_decompositions.__doc__ = "Operators that torch's decompositions leave whole."
 torch_enabled_decompositions.rival = torch_disabled_decompositions
 torch_disabled_decompositions.rival = torch_enabled_decompositions
@@ -161,8 +162,24 @@ def decomposition_table(
         if rule is not None:
             table[operator] = rule
     whole = {operator for operator in table if has_converter(operator)} - {*torch_enabled_decompositions}
-    found = {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
-    return found if keep is None else {op: rule for op, rule in found.items() if not keep(op)}
+    rules = {operator: rule for operator, rule in table.items() if operator not in whole} | _registered
+    return rules if keep is None else {op: rule for op, rule in rules.items() if not keep(op)}
+
+
+def composites_of(graph: fx.Graph, has_converter: Callable[[Any], bool]) -> dict[Any, Decomposition]:
+    """Rules for the composite operators of a graph that have no converter.
+
+    Those that make views are not in torch's table: it takes them apart whenever it traces.
+    """
+    keep = _kept_whole.get()
+    whole = {*_CHECKING, *torch_disabled_decompositions}
+    targets = {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    rules = {
+        target: composite_rule(target)
+        for target in targets - whole
+        if not target._schema.is_mutable and not has_converter(target) and not (keep and keep(target))
+    }
+    return {target: rule for target, rule in rules.items() if rule is not None}
 
 
 def _torch_defaults() -> dict[Any, Decomposition]:
@@ -175,9 +192,9 @@ def _torch_defaults() -> dict[Any, Decomposition]:
     if names is None:
         return {**torch.export.default_decompositions()}
     if names not in _defaults_of:
-        found: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
+        defaults: dict[Any, Decomposition] = {**torch.export.default_decompositions()}
         _defaults_of.clear()
-        _defaults_of[names] = found
+        _defaults_of[names] = defaults
     return dict(_defaults_of[names])
 
 
@@ -199,8 +216,8 @@ def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
         return [operator]
     if isinstance(operator, torch._ops.OpOverloadPacket):
         names: list[str] = operator.overloads()  # type: ignore[no-untyped-call]
-        found = [getattr(operator, name) for name in names]
-        return [o for o in found if not o._schema.is_mutable and _takes_tensors(o)]
+        overloads = [getattr(operator, name) for name in names]
+        return [o for o in overloads if not o._schema.is_mutable and _takes_tensors(o)]
     raise LoweringError(f"{operator!r} is not an operator such as torch.ops.aten.gelu.default")
 
 
@@ -213,9 +230,12 @@ def _of_torch(operator: torch._ops.OpOverload) -> Decomposition | None:
     """torch's own decomposition of an operator, from its registry or from its composite kernel."""
     from torch._decomp import get_decompositions
 
-    found = get_decompositions([operator]).get(operator)
-    if found is not None:
-        return found
+    rule = get_decompositions([operator]).get(operator)
+    return composite_rule(operator) if rule is None else rule
+
+
+def composite_rule(operator: torch._ops.OpOverload) -> Decomposition | None:
+    """The kernel that computes an operator by calling others; None of one that has none."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     name: str = operator.name()  # type: ignore[no-untyped-call]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, composite):

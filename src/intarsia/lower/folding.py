@@ -65,13 +65,13 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
     if not all(source in known for source in node.all_input_nodes):
         return False
     target = node.target
-    made = node.meta.get("val")
+    result = node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload):
         # getitem of a folded tuple; arithmetic on sizes is not constant
         return bool(node.all_input_nodes) and target.__name__ == "getitem" if callable(target) else False
     if not is_pure_operator(target) or dequantizes(target):
         return False
-    values = made if isinstance(made, list | tuple) else [made]
+    values = result if isinstance(result, list | tuple) else [result]
     if not all(isinstance(value, torch.Tensor) and _is_static(value) for value in values):
         return False
     size = sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))

@@ -85,8 +85,8 @@ def _along(pair: Pair, dim: int, sign: float, keep: int | None = None) -> tuple[
     if dim % real.ndim == real.ndim - 1:
         return _transform(pair, length, sign, keep)
     moved = real.transpose(dim, -1), None if imaginary is None else imaginary.transpose(dim, -1)
-    made = _transform(moved, length, sign, keep)
-    return made[0].transpose(dim, -1), made[1].transpose(dim, -1)
+    result = _transform(moved, length, sign, keep)
+    return result[0].transpose(dim, -1), result[1].transpose(dim, -1)
 
 
 def _scaled(pair: tuple[Tensor, Tensor], normalization: int, count: int) -> tuple[Tensor, Tensor]:
@@ -112,10 +112,10 @@ def _r2c(self: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -
     if not all(map(feasible, lengths)):
         return NotImplemented  # type: ignore[no-any-return]
     keep = lengths[-1] // 2 + 1 if onesided else None
-    made = _along((self, None), dim[-1], -1.0, keep)
+    result = _along((self, None), dim[-1], -1.0, keep)
     for d in dim[:-1]:
-        made = _along(made, d, -1.0)
-    return paired(*_scaled(made, normalization, math.prod(lengths)))
+        result = _along(result, d, -1.0)
+    return paired(*_scaled(result, normalization, math.prod(lengths)))
 
 
 def _c2r(self: Tensor, dim: Sequence[int], normalization: int, last_dim_size: Any) -> Tensor:
@@ -126,8 +126,8 @@ def _c2r(self: Tensor, dim: Sequence[int], normalization: int, last_dim_size: An
     for d in dim[:-1]:
         real, imaginary = _along((real, imaginary), d, 1.0)
     real, imaginary = (x.transpose(dim[-1], -1)[..., : last_dim_size // 2 + 1] for x in (real, imaginary))
-    made = _real_part(real, imaginary, last_dim_size).transpose(dim[-1], -1)
-    return _scaled((made, made), normalization, math.prod(lengths))[0]
+    result = _real_part(real, imaginary, last_dim_size).transpose(dim[-1], -1)
+    return _scaled((result, result), normalization, math.prod(lengths))[0]
 
 
 def _real_part(real: Tensor, imaginary: Tensor, length: int) -> Tensor:

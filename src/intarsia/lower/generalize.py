@@ -136,13 +136,13 @@ def _ones(
     asked: Any = dynamic_shapes
     if isinstance(asked, dict):
         asked = [asked.get(name) for name in bound]
-    found: list[Place] = []
+    ones: list[Place] = []
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     for value, dims in _pairs([*bound.values()], asked):
         index = next(index for index, leaf in enumerate(leaves) if leaf is value)
         axes = dims.items() if isinstance(dims, dict) else enumerate(dims)
-        found += [(index, axis) for axis, dim in axes if _varies(dim) and value.shape[axis] == 1]
-    return list(dict.fromkeys(found))
+        ones += [(index, axis) for axis, dim in axes if _varies(dim) and value.shape[axis] == 1]
+    return list(dict.fromkeys(ones))
 
 
 def _pairs(values: Sequence[Any], asked: Any) -> Iterator[tuple[torch.Tensor, Any]]:

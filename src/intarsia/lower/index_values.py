@@ -79,10 +79,10 @@ class IndexValues:
         if node.op == "get_attr":
             return of_tensor(getattr(self.module, str(node.target), None))
         rule = _RULES.get(node.target) if node.op == "call_function" else None
-        found = rule(self, node) if rule is not None else None
-        if isinstance(found, Sum) and value.dtype not in _WIDE:  # a narrow integer may wrap around
+        known = rule(self, node) if rule is not None else None
+        if isinstance(known, Sum) and value.dtype not in _WIDE:  # a narrow integer may wrap around
             return None
-        return None if found is None else _fitted(found, value)
+        return None if known is None else _fitted(known, value)
 
 
 def of_tensor(value: Any) -> Known:
@@ -120,22 +120,22 @@ def _size(value: Any) -> sympy.Expr:
     return sympy.Integer(value) if isinstance(value, int) else value.node.expr
 
 
-def _fitted(found: Sum | All | Never, value: torch.Tensor) -> Known:
+def _fitted(known: Sum | All | Never, value: torch.Tensor) -> Known:
     """The same over the result's axes; where a size is 1 there is no step."""
-    if isinstance(found, Never):
+    if isinstance(known, Never):
         return Never(value.dim())
-    if isinstance(found, All):
-        fitted = [_fitted(item, value) for item in found.sums]
+    if isinstance(known, All):
+        fitted = [_fitted(item, value) for item in known.sums]
         kept = frozenset(item for item in fitted if isinstance(item, Sum) and not _never_negative(item))
         return All(kept, value.dim())
-    steps = (*(sympy.Integer(0),) * (value.dim() - len(found.steps)), *found.steps)
+    steps = (*(sympy.Integer(0),) * (value.dim() - len(known.steps)), *known.steps)
     return Sum(
-        found.const, tuple(sympy.Integer(0) if n == 1 else s for s, n in zip(steps, value.shape, strict=True))
+        known.const, tuple(sympy.Integer(0) if n == 1 else s for s, n in zip(steps, value.shape, strict=True))
     )
 
 
-def _never_negative(found: Sum) -> bool:
-    return all(part.is_number and part >= 0 for part in (found.const, *found.steps))
+def _never_negative(known: Sum) -> bool:
+    return all(part.is_number and part >= 0 for part in (known.const, *known.steps))
 
 
 def _joined(a: Sum, b: Sum, sign: int) -> Sum:
@@ -217,17 +217,17 @@ def _same(values: IndexValues, node: fx.Node) -> Known:
 
 @_rule(aten._to_copy.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout)
 def _cast(values: IndexValues, node: fx.Node) -> Known:
-    found, kind = values.of(node.args[0]), node.meta["val"].dtype
+    known, kind = values.of(node.args[0]), node.meta["val"].dtype
     if kind is torch.bool:
-        return found if isinstance(found, All | Never) else None
-    return found if isinstance(found, Sum) and kind in (torch.int32, torch.int64) else None
+        return known if isinstance(known, All | Never) else None
+    return known if isinstance(known, Sum) and kind in (torch.int32, torch.int64) else None
 
 
 @_rule(aten.slice.Tensor)
 def _slice(values: IndexValues, node: fx.Node) -> Known:
-    given = [*node.args[1:], *[None] * (4 - len(node.args[1:]))]
-    axis, start, _, step = 0 if given[0] is None else int(given[0]), given[1], given[2], given[3]  # type: ignore[arg-type]
-    axis %= node.meta["val"].dim()
+    arguments: list[Any] = [*node.args[1:], *[None] * (4 - len(node.args[1:]))]
+    dim, start, _, step = arguments
+    axis = (0 if dim is None else int(dim)) % node.meta["val"].dim()
     first = values.of(0 if start is None else start)
     if (
         step not in (None, 1)
@@ -239,27 +239,27 @@ def _slice(values: IndexValues, node: fx.Node) -> Known:
     def shifted(item: Sum) -> Sum:
         return Sum(sympy.expand(item.const + first.const * item.steps[axis]), item.steps)
 
-    found = values.of(node.args[0])
-    if isinstance(found, All):
-        return All(frozenset(map(shifted, found.sums)), found.rank)
-    return shifted(found) if isinstance(found, Sum) else found
+    known = values.of(node.args[0])
+    if isinstance(known, All):
+        return All(frozenset(map(shifted, known.sums)), known.rank)
+    return shifted(known) if isinstance(known, Sum) else known
 
 
 @_rule(aten.cat.default)
 def _cat(values: IndexValues, node: fx.Node) -> Known:
     parts: Any = node.args[0]
-    found = [values.of(part) for part in parts]
+    items = [values.of(part) for part in parts]
     axis = int(node.args[1] if len(node.args) > 1 else 0) % node.meta["val"].dim()  # type: ignore[arg-type]
-    if not all(isinstance(item, Sum) for item in found):
+    if not all(isinstance(item, Sum) for item in items):
         return None
     # One sum must give every part, each seen from where it starts. The last part says which.
-    whole = found[-1]
+    whole = items[-1]
     widths = [_size(part.meta["val"].shape[axis]) for part in parts]
     before = sum(widths[:-1], sympy.Integer(0))
     assert isinstance(whole, Sum)
     whole = Sum(sympy.expand(whole.const - before * whole.steps[axis]), whole.steps)
     start = sympy.Integer(0)
-    for item, width in zip(found, widths, strict=True):
+    for item, width in zip(items, widths, strict=True):
         assert isinstance(item, Sum)
         steps = item.steps if width != 1 else (*item.steps[:axis], whole.steps[axis], *item.steps[axis + 1 :])
         if steps != whole.steps or sympy.expand(whole.const + start * whole.steps[axis] - item.const) != 0:
@@ -270,19 +270,19 @@ def _cat(values: IndexValues, node: fx.Node) -> Known:
 
 @_rule(aten.cumsum.default)
 def _cumsum(values: IndexValues, node: fx.Node) -> Known:
-    found = values.of(node.args[0])
-    zero = isinstance(found, Never) or (isinstance(found, Sum) and not found.const and not any(found.steps))
+    known = values.of(node.args[0])
+    zero = isinstance(known, Never) or (isinstance(known, Sum) and not known.const and not any(known.steps))
     return _constant(0, node) if zero else None
 
 
 @_rule(aten.index.Tensor)
 def _index(values: IndexValues, node: fx.Node) -> Known:
-    found = values.of(node.args[0])
-    if isinstance(found, Sum) and not any(found.steps):
-        return Sum(found.const, ())
-    if isinstance(found, All) and not found.sums:
+    known = values.of(node.args[0])
+    if isinstance(known, Sum) and not any(known.steps):
+        return Sum(known.const, ())
+    if isinstance(known, All) and not known.sums:
         return All(frozenset(), 0)
-    return Never(0) if isinstance(found, Never) else None
+    return Never(0) if isinstance(known, Never) else None
 
 
 def _compare(difference: Callable[[Sum, Sum], Sum]) -> IndexRule:
@@ -292,8 +292,8 @@ def _compare(difference: Callable[[Sum, Sum], Sum]) -> IndexRule:
         a, b = values.of(node.args[0]), values.of(node.args[1])
         if not isinstance(a, Sum) or not isinstance(b, Sum):
             return None
-        found = difference(a, b)
-        return All(frozenset({found}), len(found.steps))
+        margin = difference(a, b)
+        return All(frozenset({margin}), len(margin.steps))
 
     return rule
 
@@ -310,10 +310,10 @@ def _equal(values: IndexValues, node: fx.Node) -> Known:
     a, b = values.of(node.args[0]), values.of(node.args[1])
     if not isinstance(a, Sum) or not isinstance(b, Sum):
         return None
-    found = _joined(a, b, -1)
-    if any(found.steps) or not found.const.is_number:
+    known = _joined(a, b, -1)
+    if any(known.steps) or not known.const.is_number:
         return None
-    equal = (found.const == 0) == (node.target in (aten.eq.Tensor, aten.eq.Scalar))
+    equal = (known.const == 0) == (node.target in (aten.eq.Tensor, aten.eq.Scalar))
     return All(frozenset(), 0) if equal else Never(0)
 
 
@@ -329,9 +329,9 @@ def _and(values: IndexValues, node: fx.Node) -> Known:
     return All(frozenset().union(*(item.sums for item in both if isinstance(item, All))), value.dim())
 
 
-def _moved(found: Known, move: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Known:
-    if isinstance(found, Sum):
-        return Sum(found.const, move(found.steps))
-    if isinstance(found, All):
-        return All(frozenset(Sum(item.const, move(item.steps)) for item in found.sums), found.rank)
-    return found
+def _moved(known: Known, move: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Known:
+    if isinstance(known, Sum):
+        return Sum(known.const, move(known.steps))
+    if isinstance(known, All):
+        return All(frozenset(Sum(item.const, move(item.steps)) for item in known.sums), known.rank)
+    return known

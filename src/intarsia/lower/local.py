@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -72,8 +73,8 @@ def _left_out(node: fx.Node) -> bool:
     """Take away a `detach_`, which concerns gradients alone and hands on what it is given."""
     if node.target is not aten.detach_.default or any(user.op == "output" for user in node.users):
         return False
-    (given,) = node.all_input_nodes
-    node.replace_all_uses_with(given)
+    (source,) = node.all_input_nodes
+    node.replace_all_uses_with(source)
     node.graph.erase_node(node)
     return True
 
@@ -103,11 +104,11 @@ def _as_value(node: fx.Node) -> bool:
 
 
 def _behind(node: fx.Node) -> list[fx.Node]:
-    found, at = [], node.next
+    later, at = [], node.next
     while at.op != "root":
-        found.append(at)
+        later.append(at)
         at = at.next
-    return found
+    return later
 
 
 def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
@@ -117,17 +118,17 @@ def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
         return False
     if any(user.op == "output" for user in node.users):
         return False  # the program knows its results by name
-    given = node.all_input_nodes
-    fakes = [argument.meta.get("val") for argument in given]
+    operands = node.all_input_nodes
+    fakes = [argument.meta.get("val") for argument in operands]
     if not all(_is_plain(fake) for fake in (*fakes, node.meta.get("val"))):
         return False
-    made = _traced(node, fakes, table)
-    if made is None:
+    traced = _traced(node, fakes, table)
+    if traced is None:
         return False
     known: dict[fx.Node, Any] = {}
-    inputs = iter(given)
+    inputs = iter(operands)
     with node.graph.inserting_before(node):
-        for inner in made.graph.nodes:
+        for inner in traced.graph.nodes:
             if inner.op == "placeholder":
                 known[inner] = next(inputs)
             elif inner.op == "call_function":
@@ -136,7 +137,7 @@ def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
                 copy.meta = {**node.meta, "val": inner.meta.get("val"), "from_node": [source]}
                 note_replaced(copy, [target])
                 known[inner] = copy
-    (returned,) = next(iter(reversed(made.graph.nodes))).args
+    (returned,) = next(iter(reversed(traced.graph.nodes))).args
     if isinstance(returned, fx.Node):
         node.replace_all_uses_with(known[returned])
     else:
@@ -162,17 +163,20 @@ def _traced(node: fx.Node, fakes: list[Any], table: dict[Any, Any]) -> fx.GraphM
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: tensors[places[argument]])
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    modes = [getattr(x, "fake_mode", None) for x in pytree.tree_leaves(node.meta.get("val"))]
     try:
-        made = make_fx(call, decomposition_table=table)(*fakes)
+        # What an operator without operands makes must be as fake as the rest of the program.
+        with modes[0] or nullcontext():
+            traced = make_fx(call, decomposition_table=table)(*fakes)
     except Exception:  # the long way says what is wrong with it
         return None
-    for inner in made.graph.nodes:
+    for inner in traced.graph.nodes:
         if inner.op not in ("placeholder", "call_function", "output"):
             return None
         schema = getattr(inner.target, "_schema", None)
         if inner.op == "call_function" and (schema is None or schema.is_mutable or inner.target in table):
             return None
-    return made
+    return traced
 
 
 def _is_plain(value: Any) -> bool:

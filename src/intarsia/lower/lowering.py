@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,15 +11,15 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from intarsia.errors import LoweringError
 from intarsia.lower import complex_moves, fourier  # noqa: F401  (their rules are found in the table)
+from intarsia.lower.aliases import alias_of, may_copy, written_arguments
 from intarsia.lower.complex import COMPLEX_DECOMPOSITIONS, cancel_views, has_complex
-from intarsia.lower.decompositions import decomposition_table, registered_decompositions
-from intarsia.lower.grad_modes import inline_grad_modes
+from intarsia.lower.decompositions import composites_of, decomposition_table, registered_decompositions
 from intarsia.lower.local import settle
 from intarsia.lower.lowered import Lowered
 from intarsia.lower.output_layouts import output_layouts
 from intarsia.lower.output_views import output_views
-from intarsia.lower.overlapping_writes import refuse_overlapping_writes
 from intarsia.lower.passes import run_passes
 from intarsia.lower.replaced import note_replaced
 from intarsia.lower.retrace import decomposed
@@ -40,7 +41,7 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (program.graph_module, *_bodies(program.graph_module)):
         refuse_overlapping_writes(module.graph)
     views, layouts = output_views(program), output_layouts(program)
-    table = decomposition_table(has_converter)
+    table = composites_of(program.graph, has_converter) | decomposition_table(has_converter)
     complex_values = has_complex(program.graph)
     if complex_values:
         table.update({**COMPLEX_DECOMPOSITIONS, **registered_decompositions()})
@@ -95,3 +96,74 @@ def _needs_work(node: fx.Node, table: dict[Any, Any]) -> bool:
         return True
     flag = _TRAINING_FLAG.get(target)
     return flag is not None and node.args[flag] is True
+
+
+def inline_grad_modes(module: fx.GraphModule) -> None:
+    """Put the body of every `wrap_with_set_grad_enabled` in its place."""
+    wrap = getattr(torch.ops.higher_order, "wrap_with_set_grad_enabled", None)
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and wrap is not None and node.target is wrap:
+            _inline(module.graph, node, getattr(module, str(node.args[1].target)))
+    module.recompile()
+
+
+def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule) -> None:
+    inline_grad_modes(body)
+    operands = iter(node.args[2:])
+    copied: dict[fx.Node, Any] = {}
+    returned: Any = ()
+    with graph.inserting_before(node):
+        for inner in body.graph.nodes:
+            if inner.op == "placeholder":
+                copied[inner] = next(operands)
+            elif inner.op == "output":
+                returned = fx.map_arg(inner.args[0], copied.__getitem__)
+            else:
+                if inner.op == "get_attr" and not hasattr(graph.owning_module, str(inner.target)):
+                    setattr(graph.owning_module, str(inner.target), getattr(body, str(inner.target)))
+                copied[inner] = graph.node_copy(inner, copied.__getitem__)
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{user} reads all results of {node} at once"
+        user.replace_all_uses_with(returned[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+_EXPANSIONS = (
+    "aten::expand",
+    "aten::expand_as",
+    "aten::broadcast_to",
+    "aten::broadcast_tensors",
+    "aten::meshgrid",
+)
+
+
+def refuse_overlapping_writes(graph: fx.Graph) -> None:
+    """Raise where a node changes an expanded tensor, or a view of one, in place."""
+    for node in graph.nodes:
+        for held in written_arguments(node):
+            shown = _expanded(held)
+            if shown is not None:
+                raise LoweringError(
+                    f"{node.target} ({node.name}) changes a view of {shown.name} ({shown.target}) in place, "
+                    "which may show the same memory several times; clone() it before writing to it"
+                )
+
+
+def _expanded(node: fx.Node) -> fx.Node | None:
+    """The expansion behind a tensor, itself included."""
+    at: fx.Node | None = node
+    while at is not None:
+        if isinstance(at.target, torch._ops.OpOverload) and at.target._schema.name in _EXPANSIONS:
+            return at
+        base = alias_of(at)
+        if base is not None and may_copy(at) and _strides(at) != _strides(base):
+            return None  # it copied
+        at = base
+    return None
+
+
+def _strides(node: fx.Node) -> list[str]:
+    """As texts: comparing sizes that vary would fix them."""
+    value = node.meta.get("val")
+    return list(map(str, value.stride())) if isinstance(value, torch.Tensor) else []

@@ -164,24 +164,24 @@ def _computed(module: fx.GraphModule, mask: fx.Node) -> torch.Tensor | None:
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
                 known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    found = known[mask]
-    return found if isinstance(found, torch.Tensor) else None
+    value = known[mask]
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _cone(mask: fx.Node) -> list[fx.Node] | None:
     """What a node is computed from, in the order it is computed; None if an input or chance is among it."""
-    found: dict[fx.Node, None] = {}
+    cone: dict[fx.Node, None] = {}
     waiting = [mask]
     while waiting:
         node = waiting.pop()
-        if node in found:
+        if node in cone:
             continue
         if node.op not in ("get_attr", "call_function") or not (node.op == "get_attr" or is_pure(node)):
             return None
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and (value.is_meta or value.numel() > MOST_ELEMENTS):
             return None
-        found[node] = None
+        cone[node] = None
         waiting += node.all_input_nodes
     place = {node: index for index, node in enumerate(mask.graph.nodes)}
-    return sorted(found, key=place.__getitem__)
+    return sorted(cone, key=place.__getitem__)

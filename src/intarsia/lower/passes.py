@@ -123,11 +123,11 @@ def _is_identity(node: fx.Node) -> bool:
     if target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
         return node.args[2] is False
     if target in _CASTS:
-        source, made = node.args[0], node.meta.get("val")
-        given = source.meta.get("val") if isinstance(source, fx.Node) else None
-        if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        source, result = node.args[0], node.meta.get("val")
+        operand = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if not isinstance(operand, torch.Tensor) or not isinstance(result, torch.Tensor):
             return False
-        return given.dtype == made.dtype and given.device == made.device
+        return operand.dtype == result.dtype and operand.device == result.device
     return False
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from intarsia.lower.decompositions import OperatorSet
 
-pure_operators = OperatorSet("pure_operators")
+pure_operators: OperatorSet = OperatorSet("pure_operators")
 pure_operators.__doc__ = """Operators outside torch that give the same answer for the same arguments.
 
 Nothing in torch says of a custom operator whether it draws random numbers or reads a clock, so those not in

@@ -16,5 +16,5 @@ def note_replaced(node: fx.Node, targets: list[Any]) -> None:
 
 def replaced_by(node: fx.Node) -> tuple[str, ...]:
     """The full names of the operators that a node stands for."""
-    found: tuple[str, ...] = node.meta.get(_KEY, ())
-    return found
+    names: tuple[str, ...] = node.meta.get(_KEY, ())
+    return names

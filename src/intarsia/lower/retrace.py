@@ -39,14 +39,14 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     rules: dict[Any, Any] = dict.fromkeys(known - table.keys(), whole)
     rules |= {op: table[op] for op in known & table.keys() if not _is_own_kernel(op, table[op])}
     with torch.no_grad(), kept_open():
-        made: ExportedProgram = decompose(
+        retraced: ExportedProgram = decompose(
             program,
             cia_to_decomp=rules,
             python_decomp_table={op: rule for op, rule in table.items() if op not in known},
             joint_loss_index=None,
             decompose_custom_triton_ops=False,
         )
-    return made
+    return retraced
 
 
 def _is_own_kernel(operator: Any, rule: Any) -> bool:

@@ -16,7 +16,7 @@ from onnx import defs, helper, numpy_helper, shape_inference
 from intarsia.errors import NetworkError
 from intarsia.network.attributes import to_attr
 from intarsia.network.schema import schema_of
-from intarsia.network.types import MICROSOFT, OPSET, Shape
+from intarsia.network.shapes import MICROSOFT, OPSET, Shape
 from intarsia.network.value import TypedValue
 
 Types = list[tuple[ir.DataType, Shape]]

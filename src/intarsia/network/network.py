@@ -15,10 +15,9 @@ from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.attributes import from_attr
 from intarsia.network.edit.graph import EditableGraph
-from intarsia.network.edit.redirect import mark_output, replace_input, replace_value
-from intarsia.network.edit.remove import remove_node
+from intarsia.network.edit.redirect import mark_output, remove_node, replace_input, replace_value
+from intarsia.network.shapes import OPSET, Dim, Shape, ir_version
 from intarsia.network.text import dot_text, graph_text, kind_of, layer_text
-from intarsia.network.types import OPSET, Dim, Shape, ir_version
 from intarsia.network.value import TypedValue
 from intarsia.network.verify import verify
 
@@ -111,7 +110,7 @@ class Layer:
     __slots__ = ("node",)
 
     def __init__(self, node: ir.Node) -> None:
-        self.node = node
+        self.node: ir.Node = node
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layer) and self.node is other.node
@@ -304,7 +303,7 @@ class _ThreadState(threading.local):
     net: Network | None = None
 
 
-under_guard = _ThreadState()  # the network that functionals of this thread add their layers to
+under_guard: _ThreadState = _ThreadState()  # the network that functionals of this thread add their layers to
 
 
 @contextlib.contextmanager

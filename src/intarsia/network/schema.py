@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 from onnx import defs, helper
 
-from intarsia.network.types import OPSET
+from intarsia.network.shapes import OPSET
 from intarsia.network.value import TypedValue
 
 _DTYPES = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.edit.graph import Replacements
 from intarsia.network.edit.journal import RecordChanged
-from intarsia.network.edit.replaced import Replacements
 from intarsia.network.network import Layer, Network, Tensor, default_net, under_guard
 
 P = ParamSpec("P")
@@ -52,11 +52,12 @@ class FLayerInfo:
         form: Form,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         outputs: Any,
-        made: list[ir.Node],
+        nodes: list[ir.Node],
     ) -> None:
         self._log, self._time = log, log.clock
-        self.layer_kind, self.signature = form
-        self._arguments, self._outputs, self._made = arguments, outputs, made
+        self.layer_kind: str = form.kind
+        self.signature: inspect.Signature = form.signature
+        self._arguments, self._outputs, self._made = arguments, outputs, nodes
 
     # Tensors that were replaced since the call are looked up when asked for: most never are.
     @property

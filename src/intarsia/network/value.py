@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.errors import NetworkError
+from intarsia.network.shapes import Shape, known_dims
 from intarsia.network.text import type_text
-from intarsia.network.types import Shape, known_dims
 
 
 class TypedValue:
@@ -18,7 +18,7 @@ class TypedValue:
     __slots__ = ("value",)
 
     def __init__(self, value: ir.Value) -> None:
-        self.value = value
+        self.value: ir.Value = value
 
     # A view has no identity of its own: two views of one value are equal.
     def __eq__(self, other: object) -> bool:

@@ -9,7 +9,7 @@ from intarsia.network.attributes import from_attr
 from intarsia.network.bodies import bodies_of
 from intarsia.network.infer import has_rule, infer
 from intarsia.network.schema import schema_of
-from intarsia.network.types import Dim, Shape
+from intarsia.network.shapes import Dim, Shape
 from intarsia.network.value import TypedValue
 
 

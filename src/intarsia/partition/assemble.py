@@ -10,8 +10,7 @@ from torch import fx
 from intarsia.errors import PartitionError
 from intarsia.graph.nodes import is_control_flow, op_name, whereabouts
 from intarsia.graph.plan import Plan
-from intarsia.graph.recompute import readers_of
-from intarsia.graph.segment import Segment
+from intarsia.graph.segment import Segment, readers_of
 from intarsia.partition.blocks import split_by_weight, too_heavy, too_small
 from intarsia.partition.constrain import agree, constrain, find_groups
 from intarsia.partition.options import PartitionOptions

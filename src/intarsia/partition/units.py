@@ -20,7 +20,7 @@ from intarsia.graph.nodes import (
     producer,
     whereabouts,
 )
-from intarsia.graph.recompute import find_recomputed
+from intarsia.graph.segment import find_recomputed
 from intarsia.graph.sizes import constant_value, input_symbols, symbol_of
 from intarsia.partition.schedule import Problem
 from intarsia.partition.table import SupportTable

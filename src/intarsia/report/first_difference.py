@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from intarsia.build.builder import part_of, values_of
 from intarsia.build.judge import Judge
 from intarsia.build.repair import bisect_failure
-from intarsia.build.rewriter import rewriter
-from intarsia.build.trial import Case, Failure, case_of, try_piece
+from intarsia.build.trial import Case, Failure, case_of, rewriter, try_piece
 from intarsia.capture.call import Call
 from intarsia.capture.example import copied_call
 from intarsia.compare import disagreement

@@ -42,7 +42,7 @@ class Benefits:
     """
 
     def __init__(self, path: Path | None = None, device: str = "cpu") -> None:
-        self.store = JsonStore(cache_file() if path is None else path)
+        self.store: JsonStore = JsonStore(cache_file() if path is None else path)
         self.device = device
 
     def get(self, engine: NetworkBuilder, name: str) -> float | None:

@@ -63,7 +63,7 @@ class PatternRewriter:
         if isinstance(root_layer, str):
             raise RewriteError(f"root_layer of pattern {name!r} is a set of kinds, not {root_layer!r}")
         self.name = name
-        self.root_layer = None if root_layer is None else frozenset(root_layer)
+        self.root_layer: frozenset[str] | None = None if root_layer is None else frozenset(root_layer)
         self.separate_match_rewrite = separate_match_rewrite
         self.keep_types = keep_types
         self.args: Any = None
@@ -99,7 +99,7 @@ class PatternAnalyzer:
 
     def __init__(self, name: str, root_layer: Iterable[str] | None = None) -> None:
         self.name = name
-        self.root_layer = None if root_layer is None else frozenset(root_layer)
+        self.root_layer: frozenset[str] | None = None if root_layer is None else frozenset(root_layer)
         self.args: Any = None
 
     def match(self, layer: Layer) -> bool | Refusal:

@@ -13,7 +13,7 @@ from intarsia.network import Layer, Network, Tensor
 from intarsia.network.edit.redirect import replace_value
 from intarsia.rewrite.match import Bindings, Matcher
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
-from intarsia.rewrite.term import OpTerm, build, depth, feeders, kinds, parts
+from intarsia.rewrite.term import OpTerm, Root, build, depth, feeders, kinds, parts
 
 Function = Callable[..., Any]
 _AS_IT_IS = Refusal("what it gives stands there already")
@@ -25,12 +25,13 @@ class Rule(PatternRewriter):
     refuses_from_afar = True  # the function may look at anything
 
     def __init__(self, pattern: Function, function: Function, *, name: str, keep_types: bool = True) -> None:
-        self.roots, variables = build(pattern)
+        roots, variables = build(pattern)
+        self.roots: tuple[Root, ...] = roots
         super().__init__(name, kinds(self.roots[0]), keep_types=keep_types)
         self.function = function
         self.variables = variables
         # What a further output of the pattern looks like is decided beside the root, not above it.
-        self.reach = depth(self.roots[0]) if len(self.roots) == 1 else None
+        self.reach: int | None = depth(self.roots[0]) if len(self.roots) == 1 else None
         operators = [term for term in parts(self.roots) if isinstance(term, OpTerm)]
         self.inner_kinds = frozenset(term.kind for term in operators)
         self.fed_by = feeders(self.roots[0])

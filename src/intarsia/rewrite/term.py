@@ -99,7 +99,7 @@ class OpBuilder:
     allows other readers of this interior value.
     """
 
-    any = AnyValue()
+    any: AnyValue = AnyValue()
 
     def __init__(self, domain: str = "") -> None:
         self._domain = domain

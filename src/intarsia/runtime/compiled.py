@@ -16,7 +16,7 @@ from intarsia.capture.autocast import under_autocast
 from intarsia.capture.protect import evaluating
 from intarsia.engines import Program
 from intarsia.errors import InputError, RefitError
-from intarsia.graph.devices import uses_gpu
+from intarsia.graph.nodes import uses_gpu
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
 from intarsia.refitting import make_refittable

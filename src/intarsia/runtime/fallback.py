@@ -31,7 +31,8 @@ class UnlessEmpty:
     """A program for calls whose tensors all have elements, and PyTorch for the others."""
 
     def __init__(self, program: Program, otherwise: Program) -> None:
-        self.program, self.otherwise = program, otherwise
+        self.program: Program = program
+        self.otherwise: Program = otherwise
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         return self.otherwise(*inputs) if has_empty(inputs) else self.program(*inputs)
@@ -55,7 +56,8 @@ class Origin:
         network: Network | Callable[[], Network] | None,
         only_full: bool = False,
     ) -> None:
-        self.engine, self.only_full = engine, only_full
+        self.engine: Engine = engine
+        self.only_full: bool = only_full
         self._module, self._network = module, network
 
     @cached_property
@@ -80,9 +82,11 @@ class WithFallback:
         origin: Origin | None = None,
         strict: bool = False,
     ) -> None:
-        self.program, self.otherwise, self.engine = program, otherwise, engine
+        self.program: Program = program
+        self.otherwise: Program = otherwise
+        self.engine: str = engine
         self.failure: str | None = None  # what went wrong, once it has
-        self.makes = tuple(makes)
+        self.makes: tuple[Made | None, ...] = tuple(makes)
         self.origin = origin
         self.strict = strict  # whether PyTorch may not answer: everything was to be compiled
         self.fresh = fresh  # whether results never lie in what the program was given

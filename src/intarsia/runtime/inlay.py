@@ -39,7 +39,8 @@ class Inlay(nn.Module):
 
     def __init__(self, graph: fx.Graph, pieces: Sequence[Piece], programs: Sequence[Program]) -> None:
         super().__init__()
-        self.graph, self.pieces = graph, tuple(pieces)  # what it was made of
+        self.graph: fx.Graph = graph
+        self.pieces: tuple[Piece, ...] = tuple(pieces)  # what it was made of
         slots: dict[fx.Node, int] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -55,10 +56,10 @@ class Inlay(nn.Module):
         self._single = not isinstance(items, list | tuple)
         flat = [items] if self._single else list(items)
         # What is returned: a slot's value, or (slot None) a plain value of the graph itself.
-        self.returned = tuple(
+        self.returned: tuple[tuple[int, None] | tuple[None, Any], ...] = tuple(
             (slots[item], None) if isinstance(item, fx.Node) else (None, item) for item in flat
         )
-        self.steps = _steps(borders, programs, {slot for slot, _ in self.returned})
+        self.steps: tuple[Step, ...] = _steps(borders, programs, {slot for slot, _ in self.returned})
         self._labels = [segment_name(i, piece.segment.engine) for i, piece in enumerate(pieces)]
         self._rest = [None] * (len(slots) - self._inputs)
         # One program that takes the inputs as they come and makes the results as they go: call it directly.

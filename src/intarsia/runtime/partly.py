@@ -42,7 +42,9 @@ class PartForward:
     """The `forward` of a compiled submodule; calls it was not compiled for go to the module's own."""
 
     def __init__(self, path: str, compiled: Compiled, otherwise: Callable[..., Any]) -> None:
-        self.path, self.compiled, self.otherwise = path, compiled, otherwise
+        self.path: str = path
+        self.compiled: Compiled = compiled
+        self.otherwise: Callable[..., Any] = otherwise
         self.refused: str | None = None  # why the first such call was not for the compiled module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,9 +77,9 @@ class PartlyCompiled(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.parts = dict(parts)
-        self.plan = PartsPlan({path: part.plan for path, part in parts.items()}, reason)
-        self.own_notes = tuple(notes)  # those that are not a part's
+        self.parts: dict[str, Compiled] = dict(parts)
+        self.plan: PartsPlan = PartsPlan({path: part.plan for path, part in parts.items()}, reason)
+        self.own_notes: tuple[str, ...] = tuple(notes)  # those that are not a part's
         # TorchScript's modules cannot be copied in evaluation mode.
         self._switch_mode = any(module.training for module in model.modules())
 

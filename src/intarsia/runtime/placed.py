@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -40,14 +40,16 @@ class PlacedForward(Replacement):
         programs: Sequence[Compiled],
         examples: Sequence[Call | None] = (),
     ) -> None:
-        self.path, self.module, self.own = path, module, module.forward
+        self.path: str = path
+        self.module: nn.Module = module
+        self.own: Callable[..., Any] = module.forward
         self._before = vars(module).get("forward")  # one that was put there, by us or by others
         functools.update_wrapper(self, self.own, updated=())  # others ask what forward takes
         self.__signature__ = inspect.signature(self.own)
-        self.__code__ = getattr(self.own, "__code__", None)
+        self.__code__: Any | None = getattr(self.own, "__code__", None)
         self.programs: list[Compiled | PartlyCompiled] = list(programs)
         # Of each program, a call that it was tried on.
-        self.examples = dict(zip(map(id, programs), examples, strict=False))
+        self.examples: dict[int, Call | None] = dict(zip(map(id, programs), examples, strict=False))
         self.enabled = True
         self.refused: str | None = None  # why a call first went to the module's own forward
         self._freshness = Freshness(weights_of(module), module, in_place=True)

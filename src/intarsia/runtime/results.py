@@ -49,9 +49,9 @@ class ResultPlan:
             for output in lowered.outputs
             if output.role is Role.INPUT
         )
-        self.writes = any(output.role is not Role.USER for output in lowered.outputs)
+        self.writes: bool = any(output.role is not Role.USER for output in lowered.outputs)
         unchanged = not (self.writes or self._views or self._layouts) and all(fresh)
-        self.is_single = lowered.out_spec.is_leaf() and unchanged
+        self.is_single: Any | bool = lowered.out_spec.is_leaf() and unchanged
 
     def check_written(self, flat: Sequence[Any]) -> None:
         """InputError where an input that the model writes to shares memory with another one."""

@@ -62,7 +62,8 @@ class Refused(Exception):
 
     def __init__(self, status: int, sentence: str, retry_s: float | None = None) -> None:
         super().__init__(sentence)
-        self.status, self.retry_s = status, retry_s
+        self.status: int = status
+        self.retry_s: float | None = retry_s
 
 
 @dataclass
@@ -76,11 +77,13 @@ class Service:
     """One module being served: who is inside, who may come in, and what is being answered."""
 
     def __init__(self, interface: Interface, batching: Batching, options: Options) -> None:
-        self.interface, self.options = interface, options
-        self.in_flight, self.stopping = 0, False
+        self.interface: Interface = interface
+        self.options: Options = options
+        self.in_flight: int = 0
+        self.stopping: bool = False
         count = len(interface.compiled.notes)
-        self.metrics = Metrics(lambda: self.in_flight, lambda: len(interface.compiled.notes) - count)
-        self.queue = Queue(interface, batching, options.wait_ms / 1000, self.metrics)
+        self.metrics: Metrics = Metrics(lambda: self.in_flight, lambda: len(interface.compiled.notes) - count)
+        self.queue: Queue = Queue(interface, batching, options.wait_ms / 1000, self.metrics)
         self._dtypes = {name: check.dtype for name, check in interface.inputs.items()}
         self._held = 0  # bytes of bodies, or of the tensors they became
 

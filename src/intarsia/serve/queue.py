@@ -33,6 +33,10 @@ SHARED = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's own: where several wo
 class Metrics:
     """The figures of one server process; with several workers, of all of them."""
 
+    requests: Counter
+    split: Counter
+    gone: Counter
+
     def __init__(self, in_flight: Callable[[], float], fallen_back: Callable[[], float]) -> None:
         self._registry = CollectorRegistry()
         several = SHARED in os.environ
@@ -106,7 +110,10 @@ class Queue:
     """Jobs in the order they came, run one batch at a time in a thread of its own."""
 
     def __init__(self, interface: Interface, batching: Batching, wait_s: float, metrics: Metrics) -> None:
-        self._interface, self.batching, self._wait_s, self._metrics = interface, batching, wait_s, metrics
+        self._interface = interface
+        self.batching: Batching = batching
+        self._wait_s = wait_s
+        self._metrics = metrics
         self._waiting: deque[Job] = deque()
         self._came = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "intarsia-model")

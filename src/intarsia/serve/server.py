@@ -107,7 +107,7 @@ class Draining(uvicorn.Server):
         if self._service.stopping and (
             time.monotonic() >= self._hang_up_at or not self.server_state.connections
         ):
-            self.should_exit = True
+            self.should_exit: bool = True
         if counter % 10 == 0:
             self._hang_up_on_silent()
         return await super().on_tick(counter)

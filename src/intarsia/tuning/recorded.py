@@ -103,8 +103,8 @@ class Recorded(Sequence[RecordedCall]):
     def __init__(self, signature: inspect.Signature | None = None) -> None:
         self._signature = signature
         self._kinds: dict[Kind, CallsOfKind] = {}
-        self.total = 0
-        self.seconds = 0.0
+        self.total: int = 0
+        self.seconds: float = 0.0
         self.tokens = 0  # the most that a call had, those in its cache included
 
     @property

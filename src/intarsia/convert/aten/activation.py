@@ -13,7 +13,7 @@ from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import axes_of, filled, is_empty, wide
 from intarsia.convert.aten.reduce import holds_everywhere, holds_somewhere
 from intarsia.convert.aten.unary import expm1, softplus
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.promotion import narrowed, number, promoted, promoted_wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @converter(aten.relu.default)
-def relu(ctx: ConversionContext, self: Tensor) -> Tensor:
+def relu(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype in dtypes.INTEGERS:
         (x,) = promoted(ctx, self)
         return narrowed(ctx, kernels.clip(x, 0, None))
@@ -32,13 +32,13 @@ def relu(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 
 @converter(aten.hardtanh.default)
-def hardtanh(ctx: ConversionContext, self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Tensor:
+def hardtanh(ctx: Context, self: Tensor, min_val: Any = -1, max_val: Any = 1) -> Tensor:
     (x,) = promoted(ctx, self)
     return narrowed(ctx, kernels.clip(x, number(ctx, min_val, x.dtype), number(ctx, max_val, x.dtype)))
 
 
 @converter(aten.gelu.default)
-def gelu(ctx: ConversionContext, self: Tensor, *, approximate: str = "none") -> Tensor:
+def gelu(ctx: Context, self: Tensor, *, approximate: str = "none") -> Tensor:
     (x,) = promoted(ctx, self)
     if approximate == "tanh" and x.dtype == ir.DataType.DOUBLE:  # ONNX defines it with constants of 32 bits
         inside = F.mul(F.add(x, F.mul(F.mul(F.mul(x, x), x), 0.044715)), math.sqrt(2 / math.pi))
@@ -47,24 +47,24 @@ def gelu(ctx: ConversionContext, self: Tensor, *, approximate: str = "none") -> 
 
 
 @converter(aten.silu.default)
-def silu(ctx: ConversionContext, self: Tensor) -> Tensor:
+def silu(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, F.silu(*promoted_wide(ctx, self)))
 
 
 @converter(aten.mish.default)
-def mish(ctx: ConversionContext, self: Tensor) -> Tensor:
+def mish(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, F.mish(*promoted(ctx, self)))
 
 
 @converter(aten.leaky_relu.default)
-def leaky_relu(ctx: ConversionContext, self: Tensor, negative_slope: float = 0.01) -> Tensor:
+def leaky_relu(ctx: Context, self: Tensor, negative_slope: float = 0.01) -> Tensor:
     (x,) = promoted(ctx, self)
     return narrowed(ctx, F.leaky_relu(x, negative_slope))
 
 
 @converter(aten.rrelu.default)
 def rrelu(
-    ctx: ConversionContext, self: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
+    ctx: Context, self: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
 ) -> Tensor:
     if training:
         raise ConversionError("training=True draws random slopes and is not handled")
@@ -72,7 +72,7 @@ def rrelu(
 
 
 @converter(aten.prelu.default, aten._prelu_kernel.default)
-def prelu(ctx: ConversionContext, self: Tensor, weight: Tensor) -> Tensor:
+def prelu(ctx: Context, self: Tensor, weight: Tensor) -> Tensor:
     x, slope = promoted(ctx, self, weight)
     if weight.ndim == 1 and self.ndim != 1:
         # torch gives one slope to each channel, the second dimension.
@@ -84,52 +84,26 @@ def prelu(ctx: ConversionContext, self: Tensor, weight: Tensor) -> Tensor:
 
 
 @converter(aten.hardsigmoid.default)
-def hardsigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
+def hardsigmoid(ctx: Context, self: Tensor) -> Tensor:
     (x,) = promoted_wide(ctx, self)  # a sixth is not the same in halves
     return narrowed(ctx, F.hardsigmoid(x))
 
 
 @converter(aten.hardswish.default)
-def hardswish(ctx: ConversionContext, self: Tensor) -> Tensor:
+def hardswish(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, F.hardswish(*promoted(ctx, self)))
-
-
-@converter(aten.log_sigmoid.default)
-def log_sigmoid(ctx: ConversionContext, self: Tensor) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, F.sub(0.0, softplus(F.neg(x))))  # of infinity 0.0, which `neg` would make -0.0
-
-
-@converter(aten.log_sigmoid_forward.default)
-def log_sigmoid_forward(ctx: ConversionContext, self: Tensor) -> tuple[Tensor, None]:
-    # The second result is a buffer for the backward pass; inference does not read it.
-    return log_sigmoid(ctx, self), None
 
 
 # Activations made of several layers: exponential units, shrinkage, gates.
 
-SELU_ALPHA, SELU_SCALE = 1.6732632423543772, 1.0507009873554805
-
 
 @converter(aten.elu.default)
-def elu(ctx: ConversionContext, self: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Tensor:
+def elu(ctx: Context, self: Tensor, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Tensor:
     if scale == 1 and input_scale == 1:
         (x,) = promoted(ctx, self)
         return narrowed(ctx, F.elu(x, float(alpha)))
     (x,) = promoted_wide(ctx, self)
     return narrowed(ctx, _exponential(x, alpha * scale, scale, input_scale))
-
-
-@converter(aten.selu.default)
-def selu(ctx: ConversionContext, self: Tensor) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, _exponential(x, SELU_ALPHA * SELU_SCALE, SELU_SCALE, 1))
-
-
-@converter(aten.celu.default)
-def celu(ctx: ConversionContext, self: Tensor, alpha: Any = 1.0) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, _exponential(x, alpha, 1, 1 / alpha))
 
 
 def _exponential(x: Tensor, negative: float, positive: float, inner: float) -> Tensor:
@@ -140,7 +114,7 @@ def _exponential(x: Tensor, negative: float, positive: float, inner: float) -> T
 
 
 @converter(aten.softplus.default)
-def scaled_softplus(ctx: ConversionContext, self: Tensor, beta: Any = 1, threshold: Any = 20) -> Tensor:
+def scaled_softplus(ctx: Context, self: Tensor, beta: Any = 1, threshold: Any = 20) -> Tensor:
     (x,) = promoted_wide(ctx, self)
     scaled = F.mul(x, float(beta)) if beta != 1 else x
     curve = softplus(scaled)
@@ -152,29 +126,15 @@ def scaled_softplus(ctx: ConversionContext, self: Tensor, beta: Any = 1, thresho
 
 
 @converter(aten.softshrink.default)
-def softshrink(ctx: ConversionContext, self: Tensor, lambd: Any = 0.5) -> Tensor:
+def softshrink(ctx: Context, self: Tensor, lambd: Any = 0.5) -> Tensor:
     (x,) = promoted_wide(ctx, self)
     bound = float(lambd)
     outside = F.where(F.greater(x, bound), F.sub(x, bound), F.mul(x, 0.0))
     return narrowed(ctx, F.where(F.less(x, -bound), F.add(x, bound), outside))
 
 
-@converter(aten.hardshrink.default)
-def hardshrink(ctx: ConversionContext, self: Tensor, lambd: Any = 0.5) -> Tensor:
-    (x,) = promoted(ctx, self)
-    return narrowed(ctx, F.where(F.less_equal(F.abs(x), float(lambd)), 0.0, x))
-
-
-@converter(aten.threshold.default)
-def threshold(ctx: ConversionContext, self: Tensor, threshold: Any, value: Any) -> Tensor:
-    (x,) = promoted(ctx, self)
-    return narrowed(
-        ctx, F.where(F.less_equal(x, number(ctx, threshold, x.dtype)), number(ctx, value, x.dtype), x)
-    )
-
-
 @converter(aten.glu.default)
-def glu(ctx: ConversionContext, self: Tensor, dim: int = -1) -> Tensor:
+def glu(ctx: Context, self: Tensor, dim: int = -1) -> Tensor:
     (x,) = promoted_wide(ctx, self)
     axis = dim % x.ndim
     value, gate = F.ops("Split", x, outputs=2, axis=axis, num_outputs=2)
@@ -184,7 +144,7 @@ def glu(ctx: ConversionContext, self: Tensor, dim: int = -1) -> Tensor:
 # Softmax, its logarithm, and the logarithm of a sum of exponentials.
 
 
-def _along(ctx: ConversionContext, x: Tensor, dim: int, layer: Any) -> Tensor:
+def _along(ctx: Context, x: Tensor, dim: int, layer: Any) -> Tensor:
     if is_empty(x):
         return filled(ctx)
     if x.ndim == 0:
@@ -194,14 +154,12 @@ def _along(ctx: ConversionContext, x: Tensor, dim: int, layer: Any) -> Tensor:
 
 # The dtype asked for is the dtype of the result, which the context knows.
 @converter(aten.softmax.int, aten.special_softmax.default, aten._softmax.default)
-def softmax(
-    ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None, half_to_float: bool = False
-) -> Tensor:
+def softmax(ctx: Context, self: Tensor, dim: int, dtype: Any = None, half_to_float: bool = False) -> Tensor:
     return _along(ctx, F.cast(self, ctx.dtype), dim, F.softmax)
 
 
 @converter(aten._safe_softmax.default)
-def safe_softmax(ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+def safe_softmax(ctx: Context, self: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """Softmax that makes zeros, not NaN, of a row of nothing but minus infinity."""
 
     def safe(x: Tensor, axis: int) -> Tensor:
@@ -221,14 +179,14 @@ def _log_softmax_layer(x: Tensor, axis: int) -> Tensor:
 
 @converter(aten.log_softmax.int, aten.special_log_softmax.default, aten._log_softmax.default)
 def log_softmax(
-    ctx: ConversionContext, self: Tensor, dim: int, dtype: Any = None, half_to_float: bool = False
+    ctx: Context, self: Tensor, dim: int, dtype: Any = None, half_to_float: bool = False
 ) -> Tensor:
     x = wide(F.cast(self, ctx.dtype), halves=True)  # kernels for halves lose too much
     return _along(ctx, x, dim, _log_softmax_layer)
 
 
 @converter(aten.logsumexp.default, aten.special_logsumexp.default)
-def logsumexp(ctx: ConversionContext, self: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+def logsumexp(ctx: Context, self: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     if is_empty(self):
         return filled(ctx, -torch.inf)
     x = wide(F.cast(self, ctx.dtype))

@@ -12,14 +12,15 @@ import torch
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import zero_unless
 from intarsia.convert.aten.unary import is_negative, softplus, trunc
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+prims = torch.ops.prims
 BOOL = ir.DataType.BOOL
 
 
@@ -28,7 +29,7 @@ def _is_one(value: Any) -> bool:
 
 
 @converter(aten.add.Tensor, aten.add.Scalar)
-def add(ctx: ConversionContext, self: Any, other: Any, alpha: Any = 1) -> Tensor:
+def add(ctx: Context, self: Any, other: Any, alpha: Any = 1) -> Tensor:
     if ctx.dtype == BOOL:
         a, b = ctx.promote(self, other)
         return F.logical_or(a, b) if _is_one(alpha) else F.logical_or(a, F.logical_and(b, bool(alpha)))
@@ -40,7 +41,7 @@ def add(ctx: ConversionContext, self: Any, other: Any, alpha: Any = 1) -> Tensor
 
 
 @converter(aten.sub.Tensor, aten.sub.Scalar, aten.subtract.Tensor, aten.subtract.Scalar)
-def sub(ctx: ConversionContext, self: Any, other: Any, alpha: Any = 1) -> Tensor:
+def sub(ctx: Context, self: Any, other: Any, alpha: Any = 1) -> Tensor:
     if _is_one(alpha):
         a, b = promoted(ctx, self, other)
         return narrowed(ctx, F.sub(a, b))
@@ -49,12 +50,12 @@ def sub(ctx: ConversionContext, self: Any, other: Any, alpha: Any = 1) -> Tensor
 
 
 @converter(aten.rsub.Tensor, aten.rsub.Scalar)
-def rsub(ctx: ConversionContext, self: Any, other: Any, alpha: Any = 1) -> Tensor:
+def rsub(ctx: Context, self: Any, other: Any, alpha: Any = 1) -> Tensor:
     return sub(ctx, other, self, alpha)
 
 
 @converter(aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor, aten.multiply.Scalar)
-def mul(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def mul(ctx: Context, self: Any, other: Any) -> Tensor:
     if ctx.dtype == BOOL:
         a, b = ctx.promote(self, other)
         return F.logical_and(a, b)
@@ -63,55 +64,46 @@ def mul(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 
 
 @converter(aten.addcmul.default)
-def addcmul(ctx: ConversionContext, self: Tensor, tensor1: Any, tensor2: Any, value: Any = 1) -> Tensor:
+def addcmul(ctx: Context, self: Tensor, tensor1: Any, tensor2: Any, value: Any = 1) -> Tensor:
     x, a, b, scale = promoted_wide(ctx, self, tensor1, tensor2, value)
     product = F.mul(a, b) if _is_one(value) else F.mul(F.mul(scale, a), b)
     return narrowed(ctx, F.add(x, product))
 
 
 @converter(aten.addcdiv.default)
-def addcdiv(ctx: ConversionContext, self: Tensor, tensor1: Any, tensor2: Any, value: Any = 1) -> Tensor:
+def addcdiv(ctx: Context, self: Tensor, tensor1: Any, tensor2: Any, value: Any = 1) -> Tensor:
     x, a, b, scale = promoted_wide(ctx, self, tensor1, tensor2, value)
     quotient = F.div(a, b) if _is_one(value) else F.div(F.mul(scale, a), b)
     return narrowed(ctx, F.add(x, quotient))
 
 
-@converter(aten.lerp.Scalar, aten.lerp.Tensor)
-def lerp(ctx: ConversionContext, self: Tensor, end: Tensor, weight: Any) -> Tensor:
-    a, b, w = promoted_wide(ctx, self, end, weight)
-    span = F.sub(b, a)
-    near, far = F.add(a, F.mul(w, span)), F.sub(b, F.mul(span, F.sub(1.0, w)))
-    # torch starts at the nearer end, so that both ends are met exactly.
-    return narrowed(ctx, F.where(F.less(F.abs(w), 0.5), near, far))
-
-
 @converter(aten.maximum.default, aten.max.other)
-def maximum(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def maximum(ctx: Context, self: Any, other: Any) -> Tensor:
     return larger(ctx, *promoted(ctx, self, other))
 
 
 @converter(aten.minimum.default, aten.min.other)
-def minimum(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def minimum(ctx: Context, self: Any, other: Any) -> Tensor:
     return smaller(ctx, *promoted(ctx, self, other))
 
 
 @converter(aten.fmax.default)
-def fmax(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def fmax(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = _without_nan(*promoted(ctx, self, other))
     return larger(ctx, a, b)
 
 
 @converter(aten.fmin.default)
-def fmin(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def fmin(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = _without_nan(*promoted(ctx, self, other))
     return smaller(ctx, a, b)
 
 
-def larger(ctx: ConversionContext, a: Tensor, b: Tensor) -> Tensor:
+def larger(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
     return F.logical_or(a, b) if ctx.dtype == BOOL else narrowed(ctx, kernels.maximum(a, b))
 
 
-def smaller(ctx: ConversionContext, a: Tensor, b: Tensor) -> Tensor:
+def smaller(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
     return F.logical_and(a, b) if ctx.dtype == BOOL else narrowed(ctx, kernels.minimum(a, b))
 
 
@@ -122,14 +114,14 @@ def _without_nan(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @converter(aten.copysign.Tensor, aten.copysign.Scalar)
-def copysign(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def copysign(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
     size = F.abs(a)
     return narrowed(ctx, F.where(is_negative(b), F.neg(size), size))
 
 
 @converter(aten.hypot.default)
-def hypot(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def hypot(ctx: Context, self: Any, other: Any) -> Tensor:
     # Divided by the larger one first: squares of large numbers are infinite, of small ones zero.
     high, low = _ordered(*(F.abs(value) for value in promoted_wide(ctx, self, other)))
     ratio = F.where(F.equal(low, high), 1.0, F.div(low, high))
@@ -144,16 +136,8 @@ def _ordered(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return F.where(swap, b, a), F.where(swap, a, b)
 
 
-@converter(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, aten.special_xlogy.default)
-def xlogy(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
-    x, y = promoted_wide(ctx, self, other)
-    product = F.mul(x, F.log(y))
-    nothing = F.logical_and(F.equal(x, 0.0), F.logical_not(F.isnan(y)))
-    return narrowed(ctx, F.where(nothing, 0.0, product))
-
-
 @converter(aten.heaviside.default)
-def heaviside(ctx: ConversionContext, self: Tensor, values: Tensor) -> Tensor:
+def heaviside(ctx: Context, self: Tensor, values: Tensor) -> Tensor:
     if ctx.dtype == BOOL:
         return F.logical_or(self, values)
     x, at_zero = promoted_wide(ctx, self, values)
@@ -162,7 +146,7 @@ def heaviside(ctx: ConversionContext, self: Tensor, values: Tensor) -> Tensor:
 
 
 @converter(aten.logaddexp.default)
-def logaddexp(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+def logaddexp(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
     high, low = _ordered(*promoted_wide(ctx, self, other))
     gap = F.where(F.equal(high, low), 0.0, F.sub(low, high))  # equal infinities have no difference
     return narrowed(ctx, F.add(high, softplus(gap)))
@@ -172,13 +156,13 @@ def logaddexp(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
 
 
 @converter(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.true_divide.Scalar)
-def true_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def true_divide(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = promoted(ctx, self, other)
     return narrowed(ctx, F.div(a, b))
 
 
 @converter(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.divide.Tensor_mode, aten.divide.Scalar_mode)
-def divide(ctx: ConversionContext, self: Any, other: Any, *, rounding_mode: str | None) -> Tensor:
+def divide(ctx: Context, self: Any, other: Any, *, rounding_mode: str | None) -> Tensor:
     if rounding_mode is None:
         return true_divide(ctx, self, other)
     if rounding_mode == "floor":
@@ -189,14 +173,14 @@ def divide(ctx: ConversionContext, self: Any, other: Any, *, rounding_mode: str 
 
 
 @converter(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def floor_divide(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
     if a.dtype in dtypes.FLOATS:
         return narrowed(ctx, _floor_of_floats(a, b))
     return narrowed(ctx, floor_of_ints(a, b))
 
 
-def trunc_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def trunc_divide(ctx: Context, self: Any, other: Any) -> Tensor:
     """The quotient without its fraction."""
     a, b = promoted_wide(ctx, self, other)
     if a.dtype in dtypes.FLOATS:
@@ -206,14 +190,14 @@ def trunc_divide(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 
 
 @converter(prims.div.default)
-def prims_div(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def prims_div(ctx: Context, self: Any, other: Any) -> Tensor:
     if ctx.dtype in dtypes.FLOATS:
         return true_divide(ctx, self, other)
     return trunc_divide(ctx, self, other)
 
 
 @converter(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
-def remainder(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def remainder(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
     if a.dtype not in dtypes.FLOATS:
         return narrowed(ctx, F.mod(a, divisor(b)))
@@ -222,7 +206,7 @@ def remainder(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 
 
 @converter(aten.fmod.Tensor, aten.fmod.Scalar)
-def fmod(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def fmod(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = promoted_wide(ctx, self, other)
     if a.dtype not in dtypes.FLOATS:
         # Not with `fmod`, which ONNX Runtime computes in float64.
@@ -286,7 +270,7 @@ def divisor(b: Tensor) -> Tensor:
 
 
 @converter(aten.pow.Tensor_Scalar)
-def pow_scalar(ctx: ConversionContext, self: Tensor, exponent: Any) -> Tensor:
+def pow_scalar(ctx: Context, self: Tensor, exponent: Any) -> Tensor:
     if isinstance(exponent, Tensor):
         return power(ctx, self, exponent)
     if ctx.dtype in dtypes.INTEGERS:
@@ -321,7 +305,7 @@ def _as_a_powers_base(x: Tensor) -> Tensor:
 
 
 @converter(aten.pow.Tensor_Tensor)
-def power(ctx: ConversionContext, self: Any, exponent: Any) -> Tensor:
+def power(ctx: Context, self: Any, exponent: Any) -> Tensor:
     if ctx.dtype == ir.DataType.BOOL:
         raise ConversionError("a power of booleans is not handled")
     if ctx.dtype not in dtypes.FLOATS:
@@ -332,12 +316,12 @@ def power(ctx: ConversionContext, self: Any, exponent: Any) -> Tensor:
 
 
 @converter(aten.pow.Scalar)
-def scalar_power(ctx: ConversionContext, self: Any, exponent: Tensor) -> Tensor:
+def scalar_power(ctx: Context, self: Any, exponent: Tensor) -> Tensor:
     return power(ctx, self, exponent)
 
 
 @converter(aten.ldexp.Tensor)
-def ldexp(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+def ldexp(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
     (a,) = promoted_wide(ctx, self)
     own = other.dtype if other.dtype in dtypes.FLOATS else ir.DataType.FLOAT
     places = F.cast(other, wide(own))
@@ -395,7 +379,7 @@ def _has(exponent: Tensor, bit: int) -> Tensor:
 
 
 @converter(aten.atan2.default, aten.arctan2.default)
-def atan2(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def atan2(ctx: Context, self: Any, other: Any) -> Tensor:
     y, x = promoted_wide(ctx, self, other)
     height, width = F.abs(y), F.abs(x)
     steep = F.greater(height, width)
@@ -410,7 +394,7 @@ def atan2(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
 
 
 @converter(aten.angle.default)
-def angle(ctx: ConversionContext, self: Tensor) -> Tensor:
+def angle(ctx: Context, self: Tensor) -> Tensor:
     """Zero, or half a turn for what is negative; not a number stays so."""
     if self.dtype in dtypes.UNSIGNED or self.dtype == dtypes.DataType.BOOL:
         return F.mul(F.cast(self, ctx.dtype), F.constant(0.0, ctx.dtype))

@@ -10,7 +10,7 @@ import torch
 
 from intarsia.convert.aten.kernels import HALVES, filled, is_empty, on_cpu, used, wide, zero_unless
 from intarsia.convert.aten.reduce import holds_everywhere
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Dim, Tensor, dtypes, shapes
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def attend(
-    ctx: ConversionContext,
+    ctx: Context,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -48,7 +48,7 @@ def attend(
     return F.cast(_restore(ctx, result, rank), query.dtype)
 
 
-def _result(ctx: ConversionContext) -> torch.Tensor:
+def _result(ctx: Context) -> torch.Tensor:
     value: torch.Tensor = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
     return value
 
@@ -82,18 +82,18 @@ def _flatten(x: Tensor, batch: tuple[Dim, ...]) -> Tensor:
     return F.reshape(whole, [shapes.product(batch), 1, *tail])  # type: ignore[list-item]
 
 
-def _restore(ctx: ConversionContext, made: Tensor, rank: int) -> Tensor:
+def _restore(ctx: Context, output: Tensor, rank: int) -> Tensor:
     result = _result(ctx)
-    if rank == 3 and made.shape[1] == 1 and result.ndim == 3:
-        return F.squeeze(made, [1])
+    if rank == 3 and output.shape[1] == 1 and result.ndim == 3:
+        return F.squeeze(output, [1])
     if rank == 2:
-        return F.squeeze(made, [0, 1])
+        return F.squeeze(output, [0, 1])
     sizes = [size if isinstance(size, int) else None for size in result.shape]
-    if rank == 4 and (None in sizes or list(made.shape) == sizes):
-        return made
+    if rank == 4 and (None in sizes or list(output.shape) == sizes):
+        return output
     if None in sizes:
         raise ConversionError(f"attention over {rank} dimensions of unknown size is not handled")
-    return F.reshape(made, sizes)
+    return F.reshape(output, sizes)
 
 
 def _full_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -155,17 +155,17 @@ def _repeat(x: Tensor, heads: Dim, shared: Dim) -> Tensor:
     return F.gather(x, np.arange(heads) // (heads // shared), axis=1)
 
 
-def _alone(ctx: ConversionContext, made: Tensor) -> tuple[Tensor | None, ...]:
+def _alone(ctx: Context, output: Tensor) -> tuple[Tensor | None, ...]:
     """The attention of an operator that also returns what only training reads."""
     for index in range(1, len(ctx.value)):
         if used(ctx.node, index):
             raise ConversionError(f"result {index} of {ctx.name}, made for training, is not handled")
-    return (made, *[None] * (len(ctx.value) - 1))
+    return (output, *[None] * (len(ctx.value) - 1))
 
 
 @converter(aten.scaled_dot_product_attention.default)
 def scaled_dot_product_attention(
-    ctx: ConversionContext,
+    ctx: Context,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -185,7 +185,7 @@ def scaled_dot_product_attention(
     aten._scaled_dot_product_cudnn_attention.default,
 )
 def fused_attention(
-    ctx: ConversionContext,
+    ctx: Context,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -203,7 +203,7 @@ def fused_attention(
 
 @converter(aten._scaled_dot_product_attention_math.default)
 def math(
-    ctx: ConversionContext,
+    ctx: Context,
     query: Tensor,
     key: Tensor,
     value: Tensor,

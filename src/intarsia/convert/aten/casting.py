@@ -10,17 +10,18 @@ import torch
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.comparison import truth
 from intarsia.convert.aten.creation import filled_like
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.promotion import narrowed, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+prims = torch.ops.prims
 
 
-def converted(ctx: ConversionContext, x: Tensor) -> Tensor:
+def converted(ctx: Context, x: Tensor) -> Tensor:
     """`x` in the dtype of the result."""
     return truth(x) if ctx.dtype == ir.DataType.BOOL else F.cast(x, ctx.dtype)
 
@@ -35,18 +36,18 @@ def converted(ctx: ConversionContext, x: Tensor) -> Tensor:
     aten._to_copy.default,
 )
 def to(
-    ctx: ConversionContext, self: Tensor, dtype: Any = None, other: Tensor | None = None, copy: bool = False
+    ctx: Context, self: Tensor, dtype: Any = None, other: Tensor | None = None, copy: bool = False
 ) -> Tensor:
     return converted(ctx, self)
 
 
 @converter(prims.convert_element_type.default)
-def convert_element_type(ctx: ConversionContext, a: Tensor, dtype: Any) -> Tensor:
+def convert_element_type(ctx: Context, a: Tensor, dtype: Any) -> Tensor:
     return converted(ctx, a)
 
 
 @converter(aten.item.default, aten._local_scalar_dense.default)
-def item(ctx: ConversionContext, self: Tensor) -> Tensor:
+def item(ctx: Context, self: Tensor) -> Tensor:
     """The one element as a number of the graph: a 0-d integer, or a 0-d float as wide as Python's."""
     if self.dtype == ir.DataType.BOOL:
         raise ConversionError("the truth of a tensor as a Python bool is not handled")
@@ -58,7 +59,7 @@ _BYTES = frozenset({ir.DataType.BOOL, ir.DataType.INT8, ir.DataType.UINT8})
 
 
 @converter(aten.view.dtype, aten.view_copy.dtype)
-def view_dtype(ctx: ConversionContext, self: Tensor, dtype: Any) -> Tensor:
+def view_dtype(ctx: Context, self: Tensor, dtype: Any) -> Tensor:
     """The same bits read as another dtype: bytes can be computed, anything else needs a layer of its own."""
     if self.dtype == ctx.dtype:
         return self
@@ -94,12 +95,12 @@ def view_dtype(ctx: ConversionContext, self: Tensor, dtype: Any) -> Tensor:
     aten.resolve_conj.default,
     aten.resolve_neg.default,
 )
-def same(ctx: ConversionContext, self: Tensor) -> Tensor:
+def same(ctx: Context, self: Tensor) -> Tensor:
     return self
 
 
 @converter(prims.view_of.default)
-def view_of(ctx: ConversionContext, a: Tensor) -> Tensor:
+def view_of(ctx: Context, a: Tensor) -> Tensor:
     return a
 
 
@@ -109,7 +110,7 @@ def view_of(ctx: ConversionContext, a: Tensor) -> Tensor:
     aten.alpha_dropout.default,
     aten.feature_alpha_dropout.default,
 )
-def dropout(ctx: ConversionContext, input: Tensor, p: float, train: bool) -> Tensor:
+def dropout(ctx: Context, input: Tensor, p: float, train: bool) -> Tensor:
     if train and p == 1:
         (x,) = promoted(ctx, input)
         return narrowed(ctx, F.mul(x, 0.0))  # all is dropped, and a NaN stays one
@@ -118,7 +119,7 @@ def dropout(ctx: ConversionContext, input: Tensor, p: float, train: bool) -> Ten
 
 
 @converter(aten.native_dropout.default)
-def native_dropout(ctx: ConversionContext, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, ...]:
+def native_dropout(ctx: Context, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, ...]:
     _refuse_training(p, train is None or train)
     return input, filled_like(input, True, ir.DataType.BOOL)
 
@@ -129,7 +130,7 @@ def _refuse_training(p: float, train: bool) -> None:
 
 
 @converter(aten.copy.default)
-def copy(ctx: ConversionContext, self: Tensor, src: Tensor) -> Tensor:
+def copy(ctx: Context, self: Tensor, src: Tensor) -> Tensor:
     source = F.cast(src, ctx.dtype)
     if source.shape == self.shape and None not in self.shape:
         return source

@@ -12,8 +12,8 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.arithmetic import floor_of_ints, larger, smaller
-from intarsia.convert.context import ConversionContext
-from intarsia.convert.promotion import narrowed, native, number, promoted, wide
+from intarsia.convert.context import Context
+from intarsia.convert.promotion import narrowed, native, number, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -25,7 +25,7 @@ BOOL = ir.DataType.BOOL
 Compare = Callable[[Any, Any], Tensor]
 
 
-def comparable(ctx: ConversionContext, a: Any, b: Any) -> tuple[Tensor, ...]:
+def comparable(ctx: Context, a: Any, b: Any) -> tuple[Tensor, ...]:
     """Both in torch's common dtype, or a wider one that engines compare in."""
     a, b = ctx.common(a, b)
     dtype = ir.DataType.INT32 if a.dtype == BOOL else native(a.dtype)
@@ -57,15 +57,10 @@ def greater_equal(a: Any, b: Any) -> Tensor:
 COMPARISONS: dict[str, Compare] = {
     "eq": F.equal,
     "ne": _different,
-    "not_equal": _different,
     "lt": F.less,
-    "less": F.less,
     "le": F.less_equal,
-    "less_equal": F.less_equal,
     "gt": greater,
-    "greater": greater,
     "ge": greater_equal,
-    "greater_equal": greater_equal,
 }
 LOGIC: dict[str, Compare] = {
     "logical_and": F.logical_and,
@@ -75,7 +70,7 @@ LOGIC: dict[str, Compare] = {
 
 
 def _comparison(name: str, functional: Compare) -> None:
-    def compare(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+    def compare(ctx: Context, self: Any, other: Any) -> Tensor:
         return functional(*comparable(ctx, self, other))
 
     compare.__name__ = compare.__qualname__ = name
@@ -84,7 +79,7 @@ def _comparison(name: str, functional: Compare) -> None:
 
 
 def _logic(name: str, functional: Compare) -> None:
-    def logic(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+    def logic(ctx: Context, self: Any, other: Any) -> Tensor:
         return functional(truth(self), truth(other))
 
     logic.__name__ = logic.__qualname__ = name
@@ -98,7 +93,7 @@ for _name, _functional in LOGIC.items():
 
 
 @converter(aten.logical_not.default)
-def logical_not(ctx: ConversionContext, self: Tensor) -> Tensor:
+def logical_not(ctx: Context, self: Tensor) -> Tensor:
     return F.logical_not(truth(self))
 
 
@@ -108,21 +103,21 @@ def always(x: Tensor) -> Tensor:
 
 
 @converter(aten.isnan.default)
-def isnan(ctx: ConversionContext, self: Tensor) -> Tensor:
+def isnan(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
         return F.logical_not(always(self))
     return F.isnan(F.cast(self, native(self.dtype)))
 
 
 @converter(aten.isinf.default)
-def isinf(ctx: ConversionContext, self: Tensor) -> Tensor:
+def isinf(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
         return F.logical_not(always(self))
     return F.isinf(F.cast(self, native(self.dtype)))
 
 
 @converter(aten.isfinite.default)
-def isfinite(ctx: ConversionContext, self: Tensor) -> Tensor:
+def isfinite(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
         return always(self)
     return finite(F.cast(self, native(self.dtype)))
@@ -133,33 +128,13 @@ def finite(x: Tensor) -> Tensor:
     return F.less(F.abs(x), math.inf)
 
 
-@converter(aten.isclose.default)
-def isclose(
-    ctx: ConversionContext,
-    self: Tensor,
-    other: Tensor,
-    rtol: float = 1e-05,
-    atol: float = 1e-08,
-    equal_nan: bool = False,
-) -> Tensor:
-    dtype = wide(self.dtype) if self.dtype in dtypes.FLOATS else ir.DataType.FLOAT
-    same = F.equal(self, other) if self.dtype not in dtypes.FLOATS else None
-    a, b = F.cast(self, dtype), F.cast(other, dtype)
-    close = F.equal(a, b) if same is None else same
-    if equal_nan and same is None:
-        close = F.logical_or(close, F.logical_and(F.isnan(a), F.isnan(b)))
-    gap = F.abs(F.sub(a, b))
-    allowed = F.add(F.abs(F.mul(b, rtol)), atol)
-    return F.logical_or(close, F.logical_and(finite(gap), F.less_equal(gap, allowed)))
-
-
 # Bits of integers (of booleans: logic), and shifts.
 
 Pair = Callable[[Any, Any], Tensor]
 
 
 def _register(name: str, dunder: str, of_bits: Pair, of_truths: Pair) -> None:
-    def bitwise(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+    def bitwise(ctx: Context, self: Any, other: Any) -> Tensor:
         a, b = ctx.promote(self, other)
         return of_truths(a, b) if ctx.dtype == BOOL else of_bits(a, b)
 
@@ -175,7 +150,7 @@ _register("bitwise_xor", "__xor__", F.bitwise_xor, F.logical_xor)
 
 
 @converter(aten.bitwise_not.default)
-def bitwise_not(ctx: ConversionContext, self: Tensor) -> Tensor:
+def bitwise_not(ctx: Context, self: Tensor) -> Tensor:
     return F.logical_not(self) if self.dtype == BOOL else F.bitwise_not(self)
 
 
@@ -186,7 +161,7 @@ def bitwise_not(ctx: ConversionContext, self: Tensor) -> Tensor:
     aten.__lshift__.Tensor,
     aten.__lshift__.Scalar,
 )
-def left_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def left_shift(ctx: Context, self: Any, other: Any) -> Tensor:
     # ONNX shifts unsigned integers only; a product with a power of two wraps just as a shift does.
     a, b = _shiftable(ctx, self, other)
     if _is_plain(other, ctx.dtype):
@@ -201,7 +176,7 @@ def left_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     aten.__rshift__.Tensor,
     aten.__rshift__.Scalar,
 )
-def right_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
+def right_shift(ctx: Context, self: Any, other: Any) -> Tensor:
     a, b = _shiftable(ctx, self, other)
     if _is_plain(other, ctx.dtype):
         return narrowed(ctx, floor_of_ints(a, F.constant(1 << other, a.dtype)))
@@ -213,7 +188,7 @@ def right_shift(ctx: ConversionContext, self: Any, other: Any) -> Tensor:
     return narrowed(ctx, F.where(F.equal(places, last), sign, shifted))
 
 
-def _shiftable(ctx: ConversionContext, self: Any, other: Any) -> tuple[Tensor, Tensor]:
+def _shiftable(ctx: Context, self: Any, other: Any) -> tuple[Tensor, Tensor]:
     if ctx.dtype not in dtypes.INTEGERS:
         raise ConversionError(f"a shift of {ctx.dtype.name} is not handled")
     a, b = promoted(ctx, self, other)
@@ -255,7 +230,7 @@ def _places(b: Tensor, width: int, beyond: int) -> Tensor:
     aten.clamp_min.Tensor,
     aten.clamp_max.Tensor,
 )
-def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None) -> Tensor:
+def clamp(ctx: Context, self: Tensor, min: Any = None, max: Any = None) -> Tensor:
     if isinstance(min, Tensor) or isinstance(max, Tensor):
         x = self if min is None else larger(ctx, *promoted(ctx, self, min))
         return x if max is None else smaller(ctx, *promoted(ctx, x, max))
@@ -270,22 +245,22 @@ def clamp(ctx: ConversionContext, self: Tensor, min: Any = None, max: Any = None
     return narrowed(ctx, kernels.clip(x, low, high))
 
 
-def _bound(ctx: ConversionContext, value: Any, x: Tensor) -> Tensor | None:
+def _bound(ctx: Context, value: Any, x: Tensor) -> Tensor | None:
     return None if value is None else number(ctx, value, x.dtype)
 
 
 @converter(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
-def where(ctx: ConversionContext, condition: Tensor, self: Any, other: Any) -> Tensor:
+def where(ctx: Context, condition: Tensor, self: Any, other: Any) -> Tensor:
     a, b = ctx.promote(self, other)
     return choose(ctx, truth(condition), a, b)
 
 
 @converter(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def masked_fill(ctx: ConversionContext, self: Tensor, mask: Tensor, value: Any) -> Tensor:
+def masked_fill(ctx: Context, self: Tensor, mask: Tensor, value: Any) -> Tensor:
     return choose(ctx, truth(mask), ctx.tensor(value, ctx.dtype), self)
 
 
-def choose(ctx: ConversionContext, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def choose(ctx: Context, condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Where, in a dtype that it has a kernel for."""
     dtype = ir.DataType.UINT8 if ctx.dtype == BOOL else native(ctx.dtype)
     return narrowed(ctx, F.where(condition, F.cast(a, dtype), F.cast(b, dtype)))

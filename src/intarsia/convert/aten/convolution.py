@@ -22,7 +22,7 @@ from intarsia.convert.aten.sizes import (
     wrap,
 )
 from intarsia.convert.aten.view import moved
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
@@ -41,7 +41,7 @@ def _batched(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _conv(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -72,11 +72,11 @@ def _conv(
     return _done(ctx, result, input, weight)
 
 
-def _done(ctx: ConversionContext, made: Tensor, input: Tensor, weight: Tensor) -> Tensor:
-    return F.cast(F.squeeze(made, [0]) if input.ndim == weight.ndim - 1 else made, ctx.dtype)
+def _done(ctx: Context, output: Tensor, input: Tensor, weight: Tensor) -> Tensor:
+    return F.cast(F.squeeze(output, [0]) if input.ndim == weight.ndim - 1 else output, ctx.dtype)
 
 
-def _of_nothing(ctx: ConversionContext, bias: Tensor | None) -> Tensor:
+def _of_nothing(ctx: Context, bias: Tensor | None) -> Tensor:
     if bias is None or 0 in ctx.value.shape:
         return filled(ctx)
     rank = ctx.value.ndim - 2
@@ -121,7 +121,7 @@ def _product(values: list[int]) -> int:
 
 @converter(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 def conv_transpose(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -226,7 +226,7 @@ def _stretch(x: Tensor, axis: int, stride: int) -> Tensor:
     aten.conv3d.padding,
 )
 def convolution(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -254,7 +254,7 @@ def convolution(
 
 
 @converter(aten.unfold.default, aten.unfold_copy.default)
-def unfold(ctx: ConversionContext, self: Tensor, dimension: int, size: int, step: int) -> Tensor:
+def unfold(ctx: Context, self: Tensor, dimension: int, size: int, step: int) -> Tensor:
     if self.ndim == 0:
         return F.slice(F.reshape(self, [1]), 0, size, axis=0)
     axis = wrap(dimension, self.ndim)
@@ -270,7 +270,7 @@ def _windows(x: Tensor, axis: int, span: int, step: int) -> Size:
 
 @converter(aten.im2col.default)
 def im2col(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     kernel_size: Sequence[int],
     dilation: Sequence[int],
@@ -300,7 +300,7 @@ def _places(x: Tensor, axis: int, kernel: int, dilation: int, stride: int) -> Te
 
 @converter(aten.col2im.default)
 def col2im(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     output_size: Sequence[Size],
     kernel_size: Sequence[int],

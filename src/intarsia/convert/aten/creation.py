@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
@@ -49,7 +49,7 @@ def filled_like(x: Tensor, value: Any, dtype: ir.DataType) -> Tensor:
 # dtype is named because it may be given; what it comes to is the context's.
 @converter(aten.full.default, aten.new_full.default)
 def full(
-    ctx: ConversionContext, size: Sizes, fill_value: Any, self: Tensor | None = None, *, dtype: Any = None
+    ctx: Context, size: Sizes, fill_value: Any, self: Tensor | None = None, *, dtype: Any = None
 ) -> Tensor:
     return filled(size, fill_value, ctx.dtype)
 
@@ -65,7 +65,7 @@ def full(
     aten.new_empty_strided.default,
 )
 def zeros(
-    ctx: ConversionContext,
+    ctx: Context,
     size: Sizes,
     self: Tensor | None = None,
     stride: Sizes = (),
@@ -77,32 +77,32 @@ def zeros(
 
 
 @converter(aten.ones.default, aten.new_ones.default)
-def ones(ctx: ConversionContext, size: Sizes, self: Tensor | None = None, *, dtype: Any = None) -> Tensor:
+def ones(ctx: Context, size: Sizes, self: Tensor | None = None, *, dtype: Any = None) -> Tensor:
     return filled(size, 1, ctx.dtype)
 
 
 @converter(aten.full_like.default)
-def full_like(ctx: ConversionContext, self: Tensor, fill_value: Any, *, dtype: Any = None) -> Tensor:
+def full_like(ctx: Context, self: Tensor, fill_value: Any, *, dtype: Any = None) -> Tensor:
     return filled_like(self, fill_value, ctx.dtype)
 
 
 @converter(aten.zeros_like.default, aten.empty_like.default, aten.zero.default)
-def zeros_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+def zeros_like(ctx: Context, self: Tensor, *, dtype: Any = None) -> Tensor:
     return filled_like(self, 0, ctx.dtype)
 
 
 @converter(aten.ones_like.default)
-def ones_like(ctx: ConversionContext, self: Tensor, *, dtype: Any = None) -> Tensor:
+def ones_like(ctx: Context, self: Tensor, *, dtype: Any = None) -> Tensor:
     return filled_like(self, 1, ctx.dtype)
 
 
 @converter(aten.fill.Scalar, aten.fill.Tensor)
-def fill(ctx: ConversionContext, self: Tensor, value: Any) -> Tensor:
+def fill(ctx: Context, self: Tensor, value: Any) -> Tensor:
     return filled_like(self, value, ctx.dtype)
 
 
 @converter(aten.scalar_tensor.default)
-def scalar_tensor(ctx: ConversionContext, s: Any, *, dtype: Any = None) -> Tensor:
+def scalar_tensor(ctx: Context, s: Any, *, dtype: Any = None) -> Tensor:
     return ctx.tensor(s, ctx.dtype)
 
 
@@ -112,7 +112,7 @@ INT64 = ir.DataType.INT64
 
 
 @converter(aten.arange.default, aten.arange.start, aten.arange.start_step)
-def arange(ctx: ConversionContext, end: Any, start: Any = 0, step: Any = 1, *, dtype: Any = None) -> Tensor:
+def arange(ctx: Context, end: Any, start: Any = 0, step: Any = 1, *, dtype: Any = None) -> Tensor:
     if not any(isinstance(bound, Tensor) for bound in (start, end, step)):
         return literal(torch.arange(start, end, step, dtype=ctx.torch_dtype))
     # A whole number written as a float makes the same steps.
@@ -126,41 +126,20 @@ def arange(ctx: ConversionContext, end: Any, start: Any = 0, step: Any = 1, *, d
 
 
 @converter(aten.linspace.default)
-def linspace(ctx: ConversionContext, start: Any, end: Any, steps: Any, *, dtype: Any = None) -> Tensor:
+def linspace(ctx: Context, start: Any, end: Any, steps: Any, *, dtype: Any = None) -> Tensor:
     _refuse_dynamic(start=start, end=end, steps=steps)
     return literal(torch.linspace(start, end, steps, dtype=ctx.torch_dtype))
 
 
 @converter(aten.logspace.default)
 def logspace(
-    ctx: ConversionContext, start: Any, end: Any, steps: Any, base: float = 10.0, *, dtype: Any = None
+    ctx: Context, start: Any, end: Any, steps: Any, base: float = 10.0, *, dtype: Any = None
 ) -> Tensor:
     _refuse_dynamic(start=start, end=end, steps=steps)
     return literal(torch.logspace(start, end, steps, base, dtype=ctx.torch_dtype))
-
-
-@converter(aten.tril_indices.default)
-def tril_indices(ctx: ConversionContext, row: Any, col: Any, offset: int = 0, *, dtype: Any = None) -> Tensor:
-    _refuse_dynamic(row=row, col=col)
-    return literal(torch.tril_indices(row, col, offset, dtype=ctx.torch_dtype))
-
-
-@converter(aten.triu_indices.default)
-def triu_indices(ctx: ConversionContext, row: Any, col: Any, offset: int = 0, *, dtype: Any = None) -> Tensor:
-    _refuse_dynamic(row=row, col=col)
-    return literal(torch.triu_indices(row, col, offset, dtype=ctx.torch_dtype))
 
 
 def _refuse_dynamic(**values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, Tensor):
             raise ConversionError(f"{name} known only at run time is not handled")
-
-
-@converter(aten.eye.default, aten.eye.m)
-def eye(ctx: ConversionContext, n: Any, m: Any = None, *, dtype: Any = None) -> Tensor:
-    m = n if m is None else m
-    if not isinstance(n, Tensor) and not isinstance(m, Tensor):
-        return literal(torch.eye(n, m, dtype=ctx.torch_dtype))
-    rows, columns = F.arange(0, n, 1, INT64), F.arange(0, m, 1, INT64)
-    return F.cast(F.equal(F.unsqueeze(rows, [1]), F.unsqueeze(columns, [0])), ctx.dtype)

@@ -13,7 +13,7 @@ from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import from_the_front
 from intarsia.convert.aten.sizes import Size, int64, reshape, result_shape, size, sizes, wrap
 from intarsia.convert.aten.view import broadcast, expanded, ordered
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
@@ -46,12 +46,12 @@ class Indices:
         return self.indices[0].ndim
 
 
-def read(x: Tensor, given: Sequence[Tensor | None]) -> Indices:
+def read(x: Tensor, items: Sequence[Tensor | None]) -> Indices:
     """What an index list asks of `x`."""
     axes: list[int] = []
     indices: list[Tensor] = []
     axis = 0
-    for item in given:
+    for item in items:
         if item is None:
             axis += 1
         elif item.dtype not in _MASKS:
@@ -134,11 +134,11 @@ def restored(asked: Indices, flat: Tensor) -> Tensor:
     return ordered(flat, [order.index(axis) for axis in range(len(order))])
 
 
-def to_result(asked: Indices, made: Tensor) -> Tensor:
+def to_result(asked: Indices, output: Tensor) -> Tensor:
     """What the indices made, from the front to where torch puts it."""
     front = list(range(asked.rank))
-    rest = list(range(asked.rank, made.ndim))
-    return ordered(made, [*rest[: asked.at], *front, *rest[asked.at :]])
+    rest = list(range(asked.rank, output.ndim))
+    return ordered(output, [*rest[: asked.at], *front, *rest[asked.at :]])
 
 
 def to_front(asked: Indices, values: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def result_sizes(asked: Indices) -> tuple[list[Size], Shape]:
 
 
 @converter(aten.index.Tensor, aten._unsafe_index.Tensor)
-def index(ctx: ConversionContext, self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+def index(ctx: Context, self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     if all(item is None for item in indices):
         return self
     asked = read(self, indices)
@@ -170,11 +170,7 @@ def index(ctx: ConversionContext, self: Tensor, indices: Sequence[Tensor | None]
 
 @converter(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(
-    ctx: ConversionContext,
-    self: Tensor,
-    indices: Sequence[Tensor | None],
-    values: Tensor,
-    accumulate: bool = False,
+    ctx: Context, self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> Tensor:
     return _put(self, indices, values, accumulate)
 
@@ -218,9 +214,7 @@ def _masked(x: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tens
 
 
 @converter(aten.put.default)
-def put(
-    ctx: ConversionContext, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
-) -> Tensor:
+def put(ctx: Context, self: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     line, values = F.reshape(index, [-1]), F.reshape(source, [-1])
     return reshape(_put(F.reshape(self, [-1]), [line], values, accumulate), sizes(self), self.shape)
 
@@ -238,9 +232,7 @@ def cropped(x: Tensor, like: Tensor, but: int | None = None) -> Tensor:
 
 
 @converter(aten.gather.default)
-def gather(
-    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False
-) -> Tensor:
+def gather(ctx: Context, self: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:
     axis = wrap(dim, self.ndim)
     index = from_the_front(index, size(self, axis) if self.ndim else 1)
     if self.ndim == 0 or index.ndim != self.ndim:  # one element, or no index at all
@@ -250,7 +242,7 @@ def gather(
 
 
 @converter(aten.index_select.default)
-def index_select(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor) -> Tensor:
+def index_select(ctx: Context, self: Tensor, dim: int, index: Tensor) -> Tensor:
     axis = wrap(dim, self.ndim)
     index = F.reshape(index, [-1]) if index.ndim == 0 else index
     if self.ndim == 0:  # every index is 0
@@ -258,42 +250,9 @@ def index_select(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor) 
     return F.gather(self, from_the_front(index, size(self, axis)), axis)
 
 
-@converter(aten.take.default)
-def take(ctx: ConversionContext, self: Tensor, index: Tensor) -> Tensor:
-    extent: Size = 1
-    for one in sizes(self):
-        extent = extent * one
-    return F.gather(F.reshape(self, [-1]), wrapped(index, extent), 0)
-
-
-@converter(aten.take_along_dim.default)
-def take_along_dim(ctx: ConversionContext, self: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-    if dim is None:
-        extent: Size = 1
-        for one in sizes(self):
-            extent = extent * one
-        return F.gather(F.reshape(self, [-1]), from_the_front(F.reshape(indices, [-1]), extent), 0)
-    axis = wrap(dim, self.ndim)
-    index = from_the_front(indices, size(self, axis))
-    # All dimensions but the one looked along broadcast.
-    x = broadcast([self, _one(index, axis)], _but(axis, self, index))[0]
-    places = broadcast([index, _one(self, axis)], _but(axis, index, self))[0]
-    return F.gather_elements(x, places, axis)
-
-
-def _but(axis: int, x: Tensor, other: Tensor) -> Shape:
-    thin = [tuple(1 if i == axis else d for i, d in enumerate(t.shape)) for t in (x, other)]
-    common = broadcast_shape(*thin)
-    return (*common[:axis], x.shape[axis], *common[axis + 1 :])
-
-
-def _one(x: Tensor, axis: int) -> Tensor:
-    return F.slice(x, 0, 1, axis=axis)
-
-
 @converter(aten.embedding.default)
 def embedding(
-    ctx: ConversionContext,
+    ctx: Context,
     weight: Tensor,
     indices: Tensor,
     padding_idx: Size = -1,
@@ -308,34 +267,28 @@ def embedding(
 
 
 @converter(aten.nonzero.default, aten.argwhere.default)
-def nonzero(ctx: ConversionContext, self: Tensor) -> Tensor:
+def nonzero(ctx: Context, self: Tensor) -> Tensor:
     if self.ndim == 0:  # a row for a truth, and no columns
         return F.slice(F.transpose(kernels.nonzero(F.reshape(self, [1])), (1, 0)), 0, 0, axis=1)
     return F.transpose(kernels.nonzero(self), (1, 0))
 
 
 @converter(aten.nonzero_static.default)
-def nonzero_static(ctx: ConversionContext, self: Tensor, *, size: Size, fill_value: int = -1) -> Tensor:
+def nonzero_static(ctx: Context, self: Tensor, *, size: Size, fill_value: int = -1) -> Tensor:
     places = nonzero(ctx, self)
     spare = F.full([size, self.ndim], fill_value, ir.DataType.INT64)
     return F.slice(F.concat([places, spare], 0), 0, size, axis=0)
 
 
-@converter(aten.nonzero_numpy.default)
-def nonzero_numpy(ctx: ConversionContext, self: Tensor) -> list[Tensor]:
-    x = self if self.ndim else F.reshape(self, [1])
-    return [F.squeeze(line, [0]) for line in F.split(kernels.nonzero(x), [1] * x.ndim, 0)]
-
-
 @converter(aten.masked_select.default)
-def masked_select(ctx: ConversionContext, self: Tensor, mask: Tensor) -> Tensor:
+def masked_select(ctx: Context, self: Tensor, mask: Tensor) -> Tensor:
     x, holds = broadcast([self, mask], broadcast_shape(self.shape, mask.shape))
     places = F.squeeze(kernels.nonzero(F.reshape(holds, [-1])), [0])
     return F.gather(F.reshape(x, [-1]), places, 0)
 
 
 @converter(aten.masked_scatter.default)
-def masked_scatter(ctx: ConversionContext, self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+def masked_scatter(ctx: Context, self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     shape = broadcast_shape(self.shape, mask.shape)
     x, holds = broadcast([self, mask], shape)
     # The n-th truth takes the n-th element; a spare one keeps the look-up valid where there is none.

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from intarsia.convert.aten.sizes import END, Size, int64
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
 from intarsia.network import functional as F
@@ -112,7 +112,7 @@ def wide(x: Tensor, *, halves: bool = False) -> Tensor:
     return F.cast(x, ir.DataType.INT32) if x.dtype in _SMALL else x
 
 
-def on_cpu(ctx: ConversionContext) -> bool:
+def on_cpu(ctx: Context) -> bool:
     """Whether torch computes this on a CPU, where float16 costs precision and gains nothing."""
     value = ctx.value[0] if isinstance(ctx.value, tuple | list) else ctx.value
     return bool(value.device.type == "cpu")
@@ -158,7 +158,7 @@ def is_empty(*tensors: Tensor) -> bool:
     return any(0 in x.shape for x in tensors)
 
 
-def filled(ctx: ConversionContext, value: float = 0, output: int | None = None) -> Tensor:
+def filled(ctx: Context, value: float = 0, output: int | None = None) -> Tensor:
     """What torch makes of nothing: a result of one value (or of none), whatever the operands hold."""
     result = ctx.value if output is None else ctx.value[output]
     sizes = whole(list(result.shape), "a size")

@@ -23,7 +23,7 @@ from intarsia.convert.aten.kernels import (
 )
 from intarsia.convert.aten.reduce import largest
 from intarsia.convert.aten.sizes import arange, size
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.network import Tensor, shapes
 from intarsia.network import functional as F
@@ -49,7 +49,7 @@ def _scaled(x: Tensor, factor: Any) -> Tensor:
     return x if factor == 1 else F.mul(x, factor)
 
 
-def _plus(ctx: ConversionContext, result: Tensor, self: Tensor, beta: Any, alpha: Any) -> Tensor:
+def _plus(ctx: Context, result: Tensor, self: Tensor, beta: Any, alpha: Any) -> Tensor:
     """`beta * self + alpha * made`; with beta 0 torch does not look at self, whatever it holds."""
     result = _scaled(result, alpha)
     if beta != 0:
@@ -58,7 +58,7 @@ def _plus(ctx: ConversionContext, result: Tensor, self: Tensor, beta: Any, alpha
 
 
 @converter(aten.linear.default)
-def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(ctx: Context, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.ndim != 2 or not is_float(input) or is_empty(input, weight):
         turned = F.transpose(weight, (1, 0)) if weight.ndim == 2 else weight
         result = product(input, turned)
@@ -73,38 +73,36 @@ def linear(ctx: ConversionContext, input: Tensor, weight: Tensor, bias: Tensor |
     return F.cast(result, ctx.dtype)
 
 
-def _restore(made: Tensor, x: Tensor, columns: Any) -> Tensor:
+def _restore(output: Tensor, x: Tensor, columns: Any) -> Tensor:
     sizes: list[Any] = list(x.shape[:-1])
     unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(unknown) <= 1:
-        return F.reshape(made, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
-    return F.reshape(made, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
+        return F.reshape(output, [*(-1 if i in unknown else d for i, d in enumerate(sizes)), columns])
+    return F.reshape(output, F.concat([F.op("Shape", x, end=-1), F.ints([columns])], 0))
 
 
 @converter(aten.mm.default, aten.bmm.default)
-def mm(ctx: ConversionContext, self: Tensor, mat2: Tensor) -> Tensor:
+def mm(ctx: Context, self: Tensor, mat2: Tensor) -> Tensor:
     return F.cast(product(self, mat2), ctx.dtype)
 
 
 @converter(aten.matmul.default)
-def matmul(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+def matmul(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
     return F.cast(product(self, other), ctx.dtype)
 
 
 @converter(aten.mv.default)
-def mv(ctx: ConversionContext, self: Tensor, vec: Tensor) -> Tensor:
+def mv(ctx: Context, self: Tensor, vec: Tensor) -> Tensor:
     return F.cast(product(self, vec), ctx.dtype)
 
 
 @converter(aten.dot.default)
-def dot(ctx: ConversionContext, self: Tensor, tensor: Tensor) -> Tensor:
+def dot(ctx: Context, self: Tensor, tensor: Tensor) -> Tensor:
     return F.cast(product(self, tensor), ctx.dtype)
 
 
 @converter(aten.addmm.default)
-def addmm(
-    ctx: ConversionContext, self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
+def addmm(ctx: Context, self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     rounded = any(is_rounded(factor, mat1.dtype) for factor in (alpha, beta))
     if not is_float(mat1) or is_empty(mat1, mat2) or rounded:
         return _plus(ctx, product(mat1, mat2), self, beta, alpha)
@@ -114,14 +112,14 @@ def addmm(
 
 @converter(aten.baddbmm.default)
 def baddbmm(
-    ctx: ConversionContext, self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
+    ctx: Context, self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
     return _plus(ctx, product(batch1, batch2, halves=on_cpu(ctx)), self, beta, alpha)
 
 
 @converter(aten.addbmm.default)
 def addbmm(
-    ctx: ConversionContext, self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
+    ctx: Context, self: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
     if is_empty(batch1, batch2):
         return _plus(ctx, wide(filled(ctx)), self, beta, alpha)
@@ -136,27 +134,13 @@ def addbmm(
 
 
 @converter(aten.addmv.default)
-def addmv(
-    ctx: ConversionContext, self: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
+def addmv(ctx: Context, self: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     return _plus(ctx, product(mat, vec, halves=on_cpu(ctx)), self, beta, alpha)
-
-
-@converter(aten.addr.default)
-def addr(
-    ctx: ConversionContext, self: Tensor, vec1: Tensor, vec2: Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor:
-    x, a, b = ctx.promote(self, vec1, vec2)
-    # Halves in float32: a product rounded before a sum that nearly cancels it would be far off.
-    a, b = wide(a, halves=True), wide(b, halves=True)
-    # As torch multiplies, so that what overflows does in both: alpha by the first vector, before the second.
-    result = F.mul(_scaled(F.unsqueeze(a, [1]), alpha), F.unsqueeze(b, [0]))
-    return _plus(ctx, result, x, beta, 1)
 
 
 @converter(aten.bilinear.default)
 def bilinear(
-    ctx: ConversionContext, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
+    ctx: Context, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     if is_empty(input1, input2, weight):
         return filled(ctx) if bias is None else F.expand(bias, whole(list(ctx.value.shape), "a size"))
@@ -165,19 +149,6 @@ def bilinear(
     result = F.mul(F.matmul(rows, wide(weight)), F.unsqueeze(wide(input2), [-2, -3]))
     summed = summed_up(result, [result.ndim - 2, result.ndim - 1])
     return F.cast(summed if bias is None else F.add(summed, wide(bias)), ctx.dtype)
-
-
-@converter(aten.linalg_cross.default)
-def linalg_cross(ctx: ConversionContext, self: Tensor, other: Tensor, *, dim: int = -1) -> Tensor:
-    a, b = (wide(x) for x in ctx.promote(self, other))
-    axis = dim % self.ndim
-
-    def turned(x: Tensor, order: list[int]) -> Tensor:
-        return F.gather(x, np.array(order), axis)
-
-    one = F.mul(turned(a, [1, 2, 0]), turned(b, [2, 0, 1]))
-    two = F.mul(turned(a, [2, 0, 1]), turned(b, [1, 2, 0]))
-    return F.cast(F.sub(one, two), ctx.dtype)
 
 
 # Distances between rows.
@@ -214,7 +185,7 @@ def _by_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @converter(aten.cdist.default, aten._cdist_forward.default)
-def cdist(ctx: ConversionContext, x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+def cdist(ctx: Context, x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
     if is_empty(x1, x2):
         return filled(ctx)
     a, b = wide(x1, halves=True), wide(x2, halves=True)
@@ -227,14 +198,14 @@ def cdist(ctx: ConversionContext, x1: Tensor, x2: Tensor, p: float = 2.0, comput
 
 
 @converter(aten._euclidean_dist.default)
-def euclidean_dist(ctx: ConversionContext, x1: Tensor, x2: Tensor) -> Tensor:
+def euclidean_dist(ctx: Context, x1: Tensor, x2: Tensor) -> Tensor:
     if is_empty(x1, x2):
         return filled(ctx)
     return F.cast(_by_product(wide(x1, halves=True), wide(x2, halves=True)), ctx.dtype)
 
 
 @converter(aten.pdist.default, aten._pdist_forward.default)
-def pdist(ctx: ConversionContext, self: Tensor, p: float = 2.0) -> Tensor:
+def pdist(ctx: Context, self: Tensor, p: float = 2.0) -> Tensor:
     rows = self.shape[0]
     if (isinstance(rows, int) and rows < 2) or is_empty(self):
         return filled(ctx)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten.kernels import filled, is_empty, left_where, static, used, wide
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -30,7 +30,7 @@ def ones(sizes: Sequence[Any], dtype: ir.DataType, value: float = 1.0) -> Tensor
 
 
 def _layer_norm(
-    ctx: ConversionContext, input: Tensor, sizes: Sequence[int], weight: Any, bias: Any, eps: float
+    ctx: Context, input: Tensor, sizes: Sequence[int], weight: Any, bias: Any, eps: float
 ) -> Tensor:
     if is_empty(input):
         return filled(ctx, output=0 if isinstance(ctx.value, tuple | list) else None)
@@ -44,7 +44,7 @@ def _layer_norm(
 
 @converter(aten.layer_norm.default)
 def layer_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -57,7 +57,7 @@ def layer_norm(
 
 @converter(aten.native_layer_norm.default)
 def native_layer_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None,
@@ -122,14 +122,7 @@ def _by_batch(input: Tensor, weight: Any, bias: Any, eps: float) -> tuple[Tensor
 
 
 def _batch(
-    ctx: ConversionContext,
-    input: Tensor,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    var: Any,
-    training: bool,
-    eps: float,
+    ctx: Context, input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, eps: float
 ) -> tuple[Tensor, Any, Any]:
     if is_empty(input):
         raise ConversionError("batch norm of an empty tensor is not handled")
@@ -144,7 +137,7 @@ def _batch(
 
 @converter(aten.batch_norm.default)
 def batch_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -158,9 +151,9 @@ def batch_norm(
     return _batch(ctx, input, weight, bias, running_mean, running_var, training, eps)[0]
 
 
-def _with_statistics(ctx: ConversionContext, made: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
-    result: list[Any] = [made[0]]
-    for index, statistic in ((1, made[1]), (2, made[2])):
+def _with_statistics(ctx: Context, results: tuple[Tensor, Any, Any]) -> tuple[Any, ...]:
+    result: list[Any] = [results[0]]
+    for index, statistic in ((1, results[1]), (2, results[2])):
         if not used(ctx.node, index):
             result.append(None)
         elif statistic is None:
@@ -178,7 +171,7 @@ def _with_statistics(ctx: ConversionContext, made: tuple[Tensor, Any, Any]) -> t
     aten._batch_norm_no_update.default,
 )
 def native_batch_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -238,7 +231,7 @@ def _group_norm(input: Tensor, groups: int, weight: Any, bias: Any, eps: float) 
 
 @converter(aten.group_norm.default)
 def group_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -253,7 +246,7 @@ def group_norm(
 
 @converter(aten.native_group_norm.default)
 def native_group_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -275,7 +268,7 @@ def native_group_norm(
 
 @converter(aten.instance_norm.default)
 def instance_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -304,7 +297,7 @@ def instance_norm(
 
 @converter(aten._native_batch_norm_legit_functional.default)
 def native_batch_norm_functional(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -356,7 +349,7 @@ def _rms_norm(input: Tensor, sizes: Sequence[int], weight: Any, eps: float | Non
 
 @converter(aten.rms_norm.default)
 def rms_norm(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -367,11 +360,7 @@ def rms_norm(
 
 @converter(aten._fused_rms_norm.default)
 def fused_rms_norm(
-    ctx: ConversionContext,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
+    ctx: Context, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor | None]:
     if is_empty(input):
         return filled(ctx, output=0), filled(ctx, output=1)

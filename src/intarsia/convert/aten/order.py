@@ -22,7 +22,7 @@ from intarsia.convert.aten.kernels import (
 )
 from intarsia.convert.aten.reduce import holds_somewhere
 from intarsia.convert.aten.sizes import END, arange, int64, size, smaller
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -47,7 +47,7 @@ def _place(x: Tensor, axis: int, largest: bool) -> Tensor:
     return F.where(holds_somewhere(nans, [axis], True), first, place)
 
 
-def _arg(ctx: ConversionContext, self: Tensor, dim: int | None, keepdim: bool, largest: bool) -> Tensor:
+def _arg(ctx: Context, self: Tensor, dim: int | None, keepdim: bool, largest: bool) -> Tensor:
     if is_empty(self):
         return filled(ctx)
     if self.ndim == 0:
@@ -61,18 +61,16 @@ def _arg(ctx: ConversionContext, self: Tensor, dim: int | None, keepdim: bool, l
 
 
 @converter(aten.argmax.default)
-def argmax(ctx: ConversionContext, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+def argmax(ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     return _arg(ctx, self, dim, keepdim, True)
 
 
 @converter(aten.argmin.default)
-def argmin(ctx: ConversionContext, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+def argmin(ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     return _arg(ctx, self, dim, keepdim, False)
 
 
-def _extreme_dim(
-    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool, largest: bool
-) -> tuple[Tensor, Tensor]:
+def _extreme_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool, largest: bool) -> tuple[Tensor, Tensor]:
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
@@ -90,12 +88,12 @@ def pick(x: Tensor, indices: Tensor, axis: int) -> Tensor:
 
 
 @converter(aten.max.dim)
-def max_dim(ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def max_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     return _extreme_dim(ctx, self, dim, keepdim, True)
 
 
 @converter(aten.min.dim)
-def min_dim(ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def min_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     return _extreme_dim(ctx, self, dim, keepdim, False)
 
 
@@ -184,13 +182,13 @@ def without_ties(x: Tensor, k: Any, axis: int, largest: bool, first: int = 0) ->
     return F.slice(values, 0, k, axis=axis), F.slice(indices, 0, k, axis=axis)
 
 
-def _tells_places(ctx: ConversionContext) -> bool:
+def _tells_places(ctx: Context) -> bool:
     """Whether the second result, where the elements stood, is read."""
     return isinstance(ctx.value, tuple | list) and used(ctx.node, 1)
 
 
 def _ordered(
-    ctx: ConversionContext, self: Tensor, k: Any, dim: int, largest: bool, stable: bool = False
+    ctx: Context, self: Tensor, k: Any, dim: int, largest: bool, stable: bool = False
 ) -> tuple[Tensor, Tensor]:
     if is_empty(self) or k == 0:
         return filled(ctx, output=0), filled(ctx, output=1)
@@ -204,7 +202,7 @@ def _ordered(
 
 @converter(aten.topk.default)
 def topk(
-    ctx: ConversionContext, self: Tensor, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
+    ctx: Context, self: Tensor, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
     return _ordered(ctx, self, k, dim, largest)
 
@@ -218,17 +216,12 @@ def _count(x: Tensor, dim: int) -> Any:
 
 @converter(aten.sort.default, aten.sort.stable)
 def sort(
-    ctx: ConversionContext,
-    self: Tensor,
-    dim: int = -1,
-    descending: bool = False,
-    *,
-    stable: bool | None = False,
+    ctx: Context, self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = False
 ) -> tuple[Tensor, Tensor]:
     return _ordered(ctx, self, _count(self, dim), dim, descending, bool(stable))
 
 
-def _kth(ctx: ConversionContext, self: Tensor, k: int, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _kth(ctx: Context, self: Tensor, k: int, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
@@ -245,15 +238,13 @@ def _kth(ctx: ConversionContext, self: Tensor, k: int, dim: int, keepdim: bool) 
 
 @converter(aten.kthvalue.default)
 def kthvalue(
-    ctx: ConversionContext, self: Tensor, k: int, dim: int = -1, keepdim: bool = False
+    ctx: Context, self: Tensor, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     return _kth(ctx, self, k, dim, keepdim)
 
 
 @converter(aten.median.dim)
-def median_dim(
-    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
+def median_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median; a NaN anywhere is the median."""
     if self.ndim == 0 or is_empty(self):
         return _kth(ctx, self, 1, dim, keepdim)
@@ -268,7 +259,7 @@ def median_dim(
 
 
 @converter(aten.median.default)
-def median(ctx: ConversionContext, self: Tensor) -> Tensor:
+def median(ctx: Context, self: Tensor) -> Tensor:
     if is_empty(self):
         return filled(ctx, math.nan)
     if self.ndim == 0:
@@ -277,9 +268,7 @@ def median(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 
 @converter(aten.nanmedian.dim)
-def nanmedian_dim(
-    ctx: ConversionContext, self: Tensor, dim: int, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
+def nanmedian_dim(ctx: Context, self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The lower median of what is a number; a row of nothing else has none."""
     if self.ndim == 0 or is_empty(self) or not is_float(self):
         return median_dim(ctx, self, dim, keepdim)
@@ -295,7 +284,7 @@ def nanmedian_dim(
 
 
 @converter(aten.nanmedian.default)
-def nanmedian(ctx: ConversionContext, self: Tensor) -> Tensor:
+def nanmedian(ctx: Context, self: Tensor) -> Tensor:
     if is_empty(self) or self.ndim == 0 or not is_float(self):
         return median(ctx, self)
     return nanmedian_dim(ctx, F.reshape(self, [-1]), 0)[0]
@@ -308,7 +297,7 @@ _COMPARED = {D.BFLOAT16: D.FLOAT, D.BOOL: D.INT32}
 
 @converter(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
 def searchsorted(
-    ctx: ConversionContext,
+    ctx: Context,
     sorted_sequence: Tensor,
     self: Any,
     *,
@@ -323,7 +312,7 @@ def searchsorted(
 
 @converter(aten.bucketize.Tensor, aten.bucketize.Scalar)
 def bucketize(
-    ctx: ConversionContext, self: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
+    ctx: Context, self: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False
 ) -> Tensor:
     return _rank_of(ctx, boundaries, self, right)
 
@@ -349,7 +338,7 @@ def _unsorted(line: Tensor) -> Tensor | None:
     return F.logical_not(rises)
 
 
-def _rank_of(ctx: ConversionContext, line: Tensor, values: Any, right: bool) -> Tensor:
+def _rank_of(ctx: Context, line: Tensor, values: Any, right: bool) -> Tensor:
     """How many elements of the sorted `line` lie before each value; NaN comes after all numbers."""
     unsorted = _unsorted(line)
     a, b = ctx.common(line, values)
@@ -365,7 +354,7 @@ def _rank_of(ctx: ConversionContext, line: Tensor, values: Any, right: bool) -> 
 
 @converter(aten.isin.Tensor_Tensor, aten.isin.Tensor_Scalar, aten.isin.Scalar_Tensor)
 def isin(
-    ctx: ConversionContext,
+    ctx: Context,
     elements: Tensor | None = None,
     test_elements: Tensor | None = None,
     element: Any = None,
@@ -384,7 +373,7 @@ def isin(
 
 
 @converter(aten.one_hot.default)
-def one_hot(ctx: ConversionContext, self: Tensor, num_classes: int = -1) -> Tensor:
+def one_hot(ctx: Context, self: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:
         raise ConversionError(f"num_classes={num_classes}, to be read from the data, is not handled")
     outside = F.logical_or(F.less(self, 0), F.less(num_classes - 1, self))

@@ -24,7 +24,7 @@ from intarsia.convert.aten.kernels import (
     wide,
 )
 from intarsia.convert.aten.reduce import holds_somewhere
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -132,12 +132,12 @@ def _batched(x: Tensor, rank: int) -> Tensor:
     return F.unsqueeze(x, [0]) if x.ndim == rank + 1 else x
 
 
-def _unbatched(made: Tensor, x: Tensor, rank: int) -> Tensor:
-    return F.squeeze(made, [0]) if x.ndim == rank + 1 else made
+def _unbatched(output: Tensor, x: Tensor, rank: int) -> Tensor:
+    return F.squeeze(output, [0]) if x.ndim == rank + 1 else output
 
 
 def _max_pool(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     rank: int,
     kernel_size: Any,
@@ -210,7 +210,7 @@ def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
     return values, F.squeeze(F.gather_elements(table, chosen, -1), [-1])
 
 
-def _rank(ctx: ConversionContext) -> int:
+def _rank(ctx: Context) -> int:
     """How many dimensions the operator pools over, by its name."""
     return int(next(letter for letter in ctx.operator if letter.isdigit()))
 
@@ -221,7 +221,7 @@ def _of_all_ranks(name: str) -> list[Any]:
 
 @converter(*_of_all_ranks("max_pool{}d"))
 def max_pool(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     kernel_size: Any,
     stride: Any = (),
@@ -234,7 +234,7 @@ def max_pool(
 
 @converter(*_of_all_ranks("max_pool{}d_with_indices"))
 def max_pool_with_indices(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     kernel_size: Any,
     stride: Any = (),
@@ -251,7 +251,7 @@ def max_pool_with_indices(
 
 @converter(*_of_all_ranks("avg_pool{}d"))
 def avg_pool(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     kernel_size: Any,
     stride: Any = (),
@@ -312,7 +312,7 @@ def avg_pool(
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool3d.default,
 )
-def adaptive_avg_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> Tensor:
+def adaptive_avg_pool(ctx: Context, self: Tensor, output_size: Any) -> Tensor:
     if is_empty(self):
         return filled(ctx, math.nan)
     rank = _rank(ctx)
@@ -338,7 +338,7 @@ def adaptive_avg_pool(ctx: ConversionContext, self: Tensor, output_size: Any) ->
 
 
 @converter(*_of_all_ranks("adaptive_max_pool{}d"))
-def adaptive_max_pool(ctx: ConversionContext, self: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
+def adaptive_max_pool(ctx: Context, self: Tensor, output_size: Any) -> tuple[Tensor, Tensor]:
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     rank = _rank(ctx)
@@ -350,12 +350,7 @@ def adaptive_max_pool(ctx: ConversionContext, self: Tensor, output_size: Any) ->
 
 @converter(aten.max_unpool2d.default, aten.max_unpool3d.default)
 def max_unpool(
-    ctx: ConversionContext,
-    self: Tensor,
-    indices: Tensor,
-    output_size: Any,
-    stride: Any = (),
-    padding: Any = (),
+    ctx: Context, self: Tensor, indices: Tensor, output_size: Any, stride: Any = (), padding: Any = ()
 ) -> Tensor:
     if is_empty(self):
         return filled(ctx)

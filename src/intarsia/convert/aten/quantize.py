@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
@@ -30,7 +30,7 @@ _RANGES = {
 }
 
 
-def _limits(ctx: ConversionContext, quant_min: Any, quant_max: Any) -> tuple[int, int]:
+def _limits(ctx: Context, quant_min: Any, quant_max: Any) -> tuple[int, int]:
     low, high = _number(quant_min, "quant_min"), _number(quant_max, "quant_max")
     if ctx.dtype not in _RANGES:
         raise ConversionError(f"dtype={ctx.torch_dtype} is not handled")
@@ -114,13 +114,7 @@ if HAS_QUANTIZED:
 
     @converter(q.quantize_per_tensor.default, q.quantize_per_tensor.tensor, q.quantize_per_tensor.tensor2)
     def quantize_per_tensor(
-        ctx: ConversionContext,
-        input: Tensor,
-        scale: Any,
-        zero_point: Any,
-        quant_min: Any,
-        quant_max: Any,
-        dtype: Any,
+        ctx: Context, input: Tensor, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, dtype: Any
     ) -> Tensor:
         limits = _limits(ctx, quant_min, quant_max)
         zero = _flat(_zero_point(zero_point, ir.DataType.FLOAT))
@@ -131,7 +125,7 @@ if HAS_QUANTIZED:
         q.dequantize_per_tensor.default, q.dequantize_per_tensor.tensor, q.dequantize_per_tensor.tensor2
     )
     def dequantize_per_tensor(
-        ctx: ConversionContext,
+        ctx: Context,
         input: Tensor,
         scale: Any,
         zero_point: Any,
@@ -146,7 +140,7 @@ if HAS_QUANTIZED:
 
     @converter(q.quantize_per_channel.default)
     def quantize_per_channel(
-        ctx: ConversionContext,
+        ctx: Context,
         input: Tensor,
         scales: Tensor,
         zero_points: Tensor,
@@ -164,7 +158,7 @@ if HAS_QUANTIZED:
 
     @converter(q.dequantize_per_channel.default)
     def dequantize_per_channel(
-        ctx: ConversionContext,
+        ctx: Context,
         input: Tensor,
         scales: Tensor,
         zero_points: Tensor | None,
@@ -185,7 +179,7 @@ def _fake(x: Tensor, scale: Tensor, zero_point: Tensor, inverse: Tensor, limits:
 
 @converter(aten.fake_quantize_per_tensor_affine.default, aten.fake_quantize_per_tensor_affine.tensor_qparams)
 def fake_quantize_per_tensor(
-    ctx: ConversionContext, self: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int
+    ctx: Context, self: Tensor, scale: Any, zero_point: Any, quant_min: int, quant_max: int
 ) -> Tensor:
     _float_only(self)
     zero = _flat(_zero_point(zero_point, ir.DataType.FLOAT))
@@ -195,13 +189,7 @@ def fake_quantize_per_tensor(
 
 @converter(aten.fake_quantize_per_channel_affine.default)
 def fake_quantize_per_channel(
-    ctx: ConversionContext,
-    self: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    axis: int,
-    quant_min: int,
-    quant_max: int,
+    ctx: Context, self: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
 ) -> Tensor:
     _float_only(self)
     scale, zero = _scale(scale), F.cast(zero_point, torch.float32)

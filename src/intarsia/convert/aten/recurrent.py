@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from intarsia.convert.aten.kernels import is_empty, static, wide
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
@@ -48,11 +48,11 @@ def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
     return F.concat(list(parts), axis)
 
 
-def _merged(made: Tensor, directions: int, hidden: int) -> Tensor:
+def _merged(output: Tensor, directions: int, hidden: int) -> Tensor:
     """(time, directions, batch, hidden) as (time, batch, directions * hidden)."""
     if directions == 1:
-        return F.squeeze(made, [1])
-    turned = F.transpose(made, (0, 2, 1, 3))
+        return F.squeeze(output, [1])
+    turned = F.transpose(output, (0, 2, 1, 3))
     lead: list[Any] = [
         size if isinstance(size, int) else F.size(turned, i) for i, size in enumerate(turned.shape[:2])
     ]
@@ -61,7 +61,7 @@ def _merged(made: Tensor, directions: int, hidden: int) -> Tensor:
 
 @converter(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 def recurrent(
-    ctx: ConversionContext,
+    ctx: Context,
     input: Tensor,
     hx: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],

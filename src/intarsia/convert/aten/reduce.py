@@ -22,25 +22,20 @@ from intarsia.convert.aten.kernels import (
     sum_of_integers,
     wide,
 )
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+prims = torch.ops.prims
 
 Layer = Callable[..., Tensor]
 
 
 def reduced(
-    ctx: ConversionContext,
-    x: Tensor,
-    dim: Any,
-    keepdim: bool,
-    layer: Layer,
-    empty: float,
-    output: int | None = None,
+    ctx: Context, x: Tensor, dim: Any, keepdim: bool, layer: Layer, empty: float, output: int | None = None
 ) -> Tensor:
     """`layer` over dimensions, in a dtype wide enough, cast to the dtype of the result."""
     value = ctx.value if output is None else ctx.value[output]
@@ -51,12 +46,12 @@ def reduced(
     return F.cast(result, value.dtype)
 
 
-def _sum(ctx: ConversionContext, given: Tensor) -> Layer:
+def _sum(ctx: Context, operand: Tensor) -> Layer:
     """How elements are added up; what is given as small integers or truth stays small enough."""
-    return sum_of_integers if ctx.dtype in LONG and given.dtype in LONG else F.reduce_sum
+    return sum_of_integers if ctx.dtype in LONG and operand.dtype in LONG else F.reduce_sum
 
 
-def _product(ctx: ConversionContext) -> Layer:
+def _product(ctx: Context) -> Layer:
     return product_of_integers if ctx.dtype in LONG else _product_of_floats
 
 
@@ -67,38 +62,26 @@ def _product_of_floats(x: Tensor, axes: list[int] | None = None, *, keepdims: bo
     return left_where(result, F.logical_and(finite, F.logical_or(F.isinf(result), F.isnan(result))))
 
 
-def _accumulated(ctx: ConversionContext, x: Tensor) -> Tensor:
+def _accumulated(ctx: Context, x: Tensor) -> Tensor:
     """`x` in the dtype torch adds up in: that of the result, wider if that is short."""
     return wide(F.cast(x, ctx.dtype), halves=True)
 
 
 @converter(aten.sum.default, aten.sum.dim_IntList)
 def sum_of(
-    ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    ctx: Context, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     return reduced(ctx, _accumulated(ctx, self), dim, keepdim, _sum(ctx, self), 0)
 
 
-@converter(aten.nansum.default)
-def nansum(
-    ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
-    x = _accumulated(ctx, self)
-    if is_float(x):
-        x = F.where(F.isnan(x), 0.0, x)
-    return reduced(ctx, x, dim, keepdim, _sum(ctx, self), 0)
-
-
 @converter(aten.mean.default, aten.mean.dim)
-def mean(
-    ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Tensor:
+def mean(ctx: Context, self: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     return reduced(ctx, _accumulated(ctx, self), dim, keepdim, F.reduce_mean, math.nan)
 
 
 @converter(aten.prod.default, aten.prod.dim_int)
 def prod(
-    ctx: ConversionContext, self: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+    ctx: Context, self: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     return reduced(ctx, _accumulated(ctx, self), dim, keepdim, _product(ctx), 1)
 
@@ -128,7 +111,8 @@ def _extreme(layer: Layer, worst: float) -> Layer:
     return extreme
 
 
-largest, smallest = _extreme(F.reduce_max, -math.inf), _extreme(F.reduce_min, math.inf)
+largest: Layer = _extreme(F.reduce_max, -math.inf)
+smallest: Layer = _extreme(F.reduce_min, math.inf)
 
 
 def _comparable(x: Tensor) -> Tensor:
@@ -136,20 +120,13 @@ def _comparable(x: Tensor) -> Tensor:
 
 
 @converter(aten.amax.default, aten.max.default)
-def amax(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+def amax(ctx: Context, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     return reduced(ctx, _comparable(self), list(dim), keepdim, largest, 0)
 
 
 @converter(aten.amin.default, aten.min.default)
-def amin(ctx: ConversionContext, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
+def amin(ctx: Context, self: Tensor, dim: Any = (), keepdim: bool = False) -> Tensor:
     return reduced(ctx, _comparable(self), list(dim), keepdim, smallest, 0)
-
-
-@converter(aten.aminmax.default)
-def aminmax(ctx: ConversionContext, self: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    x = _comparable(self)
-    # Over all dimensions torch keeps them all, of size 1.
-    return tuple(reduced(ctx, x, dim, keepdim, layer, 0, i) for i, layer in enumerate((smallest, largest)))
 
 
 def _nonzero(x: Tensor) -> Tensor:
@@ -159,7 +136,7 @@ def _nonzero(x: Tensor) -> Tensor:
     return F.logical_not(F.equal(wide(x), 0))
 
 
-def _truth(ctx: ConversionContext, x: Tensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
+def _truth(ctx: Context, x: Tensor, dim: Any, keepdim: bool, every: bool) -> Tensor:
     if dim is not None and not isinstance(dim, int) and not list(dim):
         return F.cast(_nonzero(x), ctx.dtype)  # an empty list reduces nothing here
     layer = F.reduce_min if every else F.reduce_max
@@ -171,24 +148,16 @@ def _truth(ctx: ConversionContext, x: Tensor, dim: Any, keepdim: bool, every: bo
 
 
 @converter(aten.any.default, aten.any.dim, aten.any.dims)
-def any_of(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+def any_of(ctx: Context, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _truth(ctx, self, dim, keepdim, False)
 
 
 @converter(aten.all.default, aten.all.dim, aten.all.dims)
-def all_of(ctx: ConversionContext, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+def all_of(ctx: Context, self: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _truth(ctx, self, dim, keepdim, True)
 
 
-@converter(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
-def count_nonzero(ctx: ConversionContext, self: Tensor, dim: Any = None) -> Tensor:
-    counts = F.cast(_nonzero(self), ir.DataType.INT64)
-    return reduced(ctx, counts, dim, False, F.reduce_sum, 0)
-
-
-def _variance(
-    ctx: ConversionContext, self: Tensor, dim: Any, correction: Any, keepdim: bool
-) -> tuple[Tensor, Tensor]:
+def _variance(ctx: Context, self: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean, in the dtype to go on computing in."""
     x = wide(self, halves=True)
     axes = axes_of(dim, self.ndim)
@@ -209,7 +178,7 @@ def _variance(
 
 
 def _spread(
-    ctx: ConversionContext, x: Tensor, dim: Any, correction: Any, keepdim: bool, *, root: bool, mean: bool
+    ctx: Context, x: Tensor, dim: Any, correction: Any, keepdim: bool, *, root: bool, mean: bool
 ) -> Any:
     if is_empty(x):
         return tuple(filled(ctx, math.nan, i) for i in range(2)) if mean else filled(ctx, math.nan)
@@ -227,7 +196,7 @@ def _register_spread(name: str, root: bool, mean: bool) -> None:
     packet = getattr(aten, name)
 
     def spread(
-        ctx: ConversionContext,
+        ctx: Context,
         self: Tensor,
         dim: Any = None,
         unbiased: bool = True,
@@ -251,7 +220,7 @@ for _name, _root, _mean in (
     _register_spread(_name, _root, _mean)
 
 
-def _vector_norm(ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim: bool) -> Tensor:
+def _vector_norm(ctx: Context, self: Tensor, p: Any, dim: Any, keepdim: bool) -> Tensor:
     """`sum(|x|**p)**(1/p)` and its limits."""
     p = 2.0 if p is None else float(p)
     if is_empty(self):
@@ -275,37 +244,16 @@ def _vector_norm(ctx: ConversionContext, self: Tensor, p: Any, dim: Any, keepdim
 
 @converter(aten.linalg_vector_norm.default)
 def linalg_vector_norm(
-    ctx: ConversionContext,
-    self: Tensor,
-    ord: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: Any = None,
+    ctx: Context, self: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
     return _vector_norm(ctx, self, ord, dim, keepdim)
-
-
-@converter(
-    aten.norm.Scalar, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype
-)
-def norm(
-    ctx: ConversionContext,
-    self: Tensor,
-    p: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: Any = None,
-) -> Tensor:
-    return _vector_norm(ctx, self, p, dim, keepdim)
 
 
 # Running sums, products and extremes.
 
 
 @converter(aten.cumsum.default)
-def cumsum(ctx: ConversionContext, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+def cumsum(ctx: Context, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     if is_empty(self):
         return filled(ctx)
     x = wide(F.cast(self, ctx.dtype), halves=True)
@@ -329,7 +277,7 @@ def _scan(x: Tensor, axis: int, fill: float, combine: Callable[[Tensor, Tensor],
 
 
 @converter(aten.cumprod.default)
-def cumprod(ctx: ConversionContext, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+def cumprod(ctx: Context, self: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
     if is_empty(self):
         return filled(ctx)
     x = wide(F.cast(self, ctx.dtype), halves=True)
@@ -337,7 +285,7 @@ def cumprod(ctx: ConversionContext, self: Tensor, dim: int, *, dtype: Any = None
 
 
 @converter(aten.logcumsumexp.default)
-def logcumsumexp(ctx: ConversionContext, self: Tensor, dim: int) -> Tensor:
+def logcumsumexp(ctx: Context, self: Tensor, dim: int) -> Tensor:
     if is_empty(self):
         return filled(ctx)
     x = wide(self, halves=True)
@@ -350,7 +298,7 @@ def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
     return F.add(F.log(F.add(F.exp(F.sub(a, shift)), F.exp(F.sub(b, shift)))), shift)
 
 
-def _running_extreme(ctx: ConversionContext, self: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
+def _running_extreme(ctx: Context, self: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
     if is_empty(self):
         return filled(ctx, output=0), filled(ctx, output=1)
     if self.ndim == 0:
@@ -381,12 +329,12 @@ def _moved(x: Tensor, axis: int, step: int) -> Tensor:
 
 
 @converter(aten.cummax.default)
-def cummax(ctx: ConversionContext, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def cummax(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return _running_extreme(ctx, self, dim, True)
 
 
 @converter(aten.cummin.default)
-def cummin(ctx: ConversionContext, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def cummin(ctx: Context, self: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return _running_extreme(ctx, self, dim, False)
 
 
@@ -394,12 +342,12 @@ def cummin(ctx: ConversionContext, self: Tensor, dim: int) -> tuple[Tensor, Tens
 
 
 @converter(prims.sum.default)
-def prims_sum(ctx: ConversionContext, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
+def prims_sum(ctx: Context, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
     return sum_of(ctx, inp, _dims_of_prims(dims))
 
 
 @converter(prims.prod.default)
-def prims_prod(ctx: ConversionContext, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
+def prims_prod(ctx: Context, inp: Tensor, dims: Any, *, output_dtype: Any = None) -> Tensor:
     return reduced(ctx, _accumulated(ctx, inp), _dims_of_prims(dims), False, _product(ctx), 1)
 
 

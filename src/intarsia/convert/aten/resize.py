@@ -13,7 +13,7 @@ import torch
 
 from intarsia.convert.aten.kernels import HALVES, filled, is_empty, is_float, static, wide
 from intarsia.convert.aten.sizes import Size, floor_divide, int64, size
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -214,12 +214,7 @@ def _layer(x: Tensor, goal: Sequence[Any], scales: Sequence[float | None], **att
 
 
 def smooth(
-    ctx: ConversionContext,
-    self: Tensor,
-    mode: str,
-    output_size: Any,
-    align: bool,
-    scales: Sequence[float | None],
+    ctx: Context, self: Tensor, mode: str, output_size: Any, align: bool, scales: Sequence[float | None]
 ) -> Tensor:
     """Linear or cubic, with or without antialiasing."""
     if is_empty(self):
@@ -259,7 +254,7 @@ def smooth(
 
 
 def nearest(
-    ctx: ConversionContext, self: Tensor, exact: bool, output_size: Any, scales: Sequence[float | None]
+    ctx: Context, self: Tensor, exact: bool, output_size: Any, scales: Sequence[float | None]
 ) -> Tensor:
     if is_empty(self):
         return filled(ctx)
@@ -315,7 +310,7 @@ def _overloads(*names: str) -> list[Any]:
     *_overloads(*(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3))),
 )
 def upsample_nearest(
-    ctx: ConversionContext,
+    ctx: Context,
     output_size: Any,
     self: Tensor | None = None,
     input: Tensor | None = None,
@@ -345,7 +340,7 @@ _SMOOTH = {
 
 @converter(*_overloads(*_SMOOTH))
 def upsample_smooth(
-    ctx: ConversionContext,
+    ctx: Context,
     output_size: Any,
     align_corners: bool,
     self: Tensor | None = None,
@@ -370,12 +365,7 @@ _GRID_PADDING = ("zeros", "border", "reflection")
 
 @converter(aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
 def grid_sampler(
-    ctx: ConversionContext,
-    input: Tensor,
-    grid: Tensor,
-    interpolation_mode: int,
-    padding_mode: int,
-    align_corners: bool,
+    ctx: Context, input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
     if is_empty(input, grid):
         return filled(ctx)

@@ -14,7 +14,7 @@ from intarsia.convert.aten.indexing import cropped, wrapped
 from intarsia.convert.aten.kernels import from_the_front, left_where, used, zero_unless
 from intarsia.convert.aten.sizes import END, Size, arange, int64, reshape, result_shape, size, sizes, wrap
 from intarsia.convert.aten.view import expanded
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -38,7 +38,7 @@ _OLD_NAMES = {"add": "sum", "multiply": "prod"}
     aten.scatter_reduce.two,
 )
 def scatter(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     dim: int,
     index: Tensor,
@@ -54,12 +54,12 @@ def scatter(
 
 
 @converter(aten.scatter_add.default)
-def scatter_add(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+def scatter_add(ctx: Context, self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return _written(ctx, self, dim, index, src, "sum")
 
 
 def _written(
-    ctx: ConversionContext,
+    ctx: Context,
     x: Tensor,
     dim: int,
     index: Tensor,
@@ -124,11 +124,11 @@ def _mean(total: Tensor, index: Tensor, axis: int, include_self: bool) -> Tensor
     return F.sub(quotient, F.cast(low, total.dtype))
 
 
-def _with_nan(made: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: int) -> Tensor:
+def _with_nan(output: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: int) -> Tensor:
     # torch's largest and smallest of anything with a NaN is NaN; engines skip some of them.
     before, after = (F.cast(F.isnan(t), D.FLOAT) for t in (base, added))
     tainted = F.greater(F.scatter_elements(before, index, after, axis, reduction="add"), 0.0)
-    return F.where(tainted, F.constant(np.nan, made.dtype), made)
+    return F.where(tainted, F.constant(np.nan, output.dtype), output)
 
 
 # Slices written or reduced at the numbers of a vector: index_add, index_copy, index_fill.
@@ -136,7 +136,7 @@ def _with_nan(made: Tensor, base: Tensor, added: Tensor, index: Tensor, axis: in
 
 @converter(aten.index_add.default)
 def index_add(
-    ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+    ctx: Context, self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> Tensor:
     wide = kernels.accumulator(self.dtype)
     scaled = source if alpha == 1 else F.mul(F.cast(source, wide), F.constant(alpha, wide))
@@ -144,13 +144,13 @@ def index_add(
 
 
 @converter(aten.index_copy.default)
-def index_copy(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+def index_copy(ctx: Context, self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return _rows(self, dim, index, source, None)
 
 
 @converter(aten.index_reduce.default)
 def index_reduce(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     dim: int,
     index: Tensor,
@@ -167,18 +167,14 @@ def index_reduce(
 
 
 @converter(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
-def index_fill(ctx: ConversionContext, self: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    return _filled(self, dim, index, ctx.tensor(value, self.dtype))
-
-
-def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Tensor:
-    line = F.reshape(index, [-1])
-    if x.ndim == 0:
-        return F.reshape(_filled(F.reshape(x, [1]), 0, line, value), [])
-    axis = wrap(dim, x.ndim)
-    wanted: list[Size] = [size(line, 0) if i == axis else size(x, i) for i in range(x.ndim)]
+def index_fill(ctx: Context, self: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    x = self if self.ndim else F.reshape(self, [1])
+    axis, line = wrap(dim, x.ndim), F.reshape(index, [-1])
     known = tuple(line.shape[0] if i == axis else d for i, d in enumerate(x.shape))
-    return _rows(x, dim, line, expanded(value, wanted, known), None, counts_back=True)
+    wanted: list[Size] = [size(line, 0) if i == axis else size(x, i) for i in range(x.ndim)]
+    fill = expanded(ctx.tensor(value, x.dtype), wanted, known)
+    result = _rows(x, axis, wrapped(line, size(x, axis)), fill, None)  # negative numbers count from the end
+    return result if self.ndim else F.reshape(result, [])
 
 
 def _rows(
@@ -189,30 +185,18 @@ def _rows(
     reduce: str | None,
     include_self: bool = True,
     dtype: ir.DataType | None = None,
-    counts_back: bool = False,
 ) -> Tensor:
-    """`x` with slices of `source` written or reduced at the numbers of a vector.
-
-    Negative numbers count from the end where torch reads them so (`counts_back`), elsewhere it refuses them.
-    """
+    """`x` with slices of `source` written or reduced at the numbers of a vector."""
     wanted = x.dtype if dtype is None else dtype
     if x.ndim == 0:
-        flat = _rows(
-            F.reshape(x, [1]),
-            0,
-            F.reshape(index, [-1]),
-            F.reshape(source, [-1]),
-            reduce,
-            include_self,
-            counts_back=counts_back,
-        )
+        line = F.reshape(x, [1])
+        flat = _rows(line, 0, F.reshape(index, [-1]), F.reshape(source, [-1]), reduce, include_self)
         return F.cast(F.reshape(flat, []), wanted)
     axis = wrap(dim, x.ndim)
     if 0 in source.shape:
         return F.cast(x, wanted)
     source = F.unsqueeze(source, list(range(x.ndim))) if source.ndim == 0 else source
-    read = wrapped if counts_back else from_the_front
-    line = F.reshape(read(index, size(x, axis)), [-1 if i == axis else 1 for i in range(x.ndim)])
+    line = F.reshape(from_the_front(index, size(x, axis)), [-1 if i == axis else 1 for i in range(x.ndim)])
     places = expanded(line, sizes(source), source.shape)
     return F.cast(reduced(x, places, source, axis, reduce, include_self), wanted)
 
@@ -223,30 +207,9 @@ _REDUCE = ("sum", "mean", "amax")
 Bags = Sequence[Tensor | None]
 
 
-@converter(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
-def embedding_bag(
-    ctx: ConversionContext,
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Bags:
-    if padding_idx is not None and padding_idx < 0:
-        rows = weight.shape[0]
-        if not isinstance(rows, int):
-            raise ConversionError(f"padding_idx={padding_idx} of a table of unknown length is not handled")
-        padding_idx += rows
-    return _bags(ctx, weight, indices, offsets, mode, per_sample_weights, include_last_offset, padding_idx)
-
-
 @converter(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-def core_embedding_bag(
-    ctx: ConversionContext,
+def embedding_bag(
+    ctx: Context,
     weight: Tensor,
     indices: Tensor,
     offsets: Tensor,
@@ -257,41 +220,27 @@ def core_embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Bags:
-    absent = None if padding_idx < 0 else padding_idx
-    return _bags(ctx, weight, indices, offsets, mode, per_sample_weights, include_last_offset, absent)
-
-
-def _bags(
-    ctx: ConversionContext,
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    mode: int,
-    weights: Tensor | None,
-    include_last: bool,
-    padding: int | None,
-) -> Bags:
     for output in (1, 2, 3):
         if used(ctx.node, output):
             raise ConversionError(f"result {output} of embedding_bag, meant for gradients, is not handled")
     wide = kernels.accumulator(weight.dtype)
     indices = from_the_front(indices, size(weight, 0))
     rows = F.cast(F.gather(weight, indices, 0), wide)
-    if weights is not None:
-        rows = F.mul(rows, F.unsqueeze(F.cast(weights, wide), [1]))
+    if per_sample_weights is not None:
+        rows = F.mul(rows, F.unsqueeze(F.cast(per_sample_weights, wide), [1]))
     unlike = _unlike_offsets(offsets, size(indices, 0))
-    if include_last:  # what comes behind the last one is in a bag or in none, as torch's modes differ
+    if include_last_offset:  # what comes behind the last one is in a bag or in none, as torch's modes differ
         ends = F.equal(F.slice(F.cast(offsets, D.INT64), -1, END, axis=0), int64(size(indices, 0)))
         unlike = F.logical_or(unlike, F.logical_not(ends))
     bag = F.add(_bag_of(indices, offsets), zero_unless(unlike))
     count: Size = size(offsets, 0)
-    if padding is not None:
+    if padding_idx >= 0:
         # What pads goes to a bag behind the last one.
-        pads = F.equal(indices, F.constant(padding, D.INT64))
+        pads = F.equal(indices, F.constant(padding_idx, D.INT64))
         bag = F.where(pads, F.constant(count) if isinstance(count, int) else count, bag)
     result = _reduced(rows, bag, count, _REDUCE[mode])
     return (
-        F.cast(F.slice(result, 0, count - 1 if include_last else count, axis=0), weight.dtype),
+        F.cast(F.slice(result, 0, count - 1 if include_last_offset else count, axis=0), weight.dtype),
         None,
         None,
         None,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.interpreter import shape_of
 from intarsia.errors import ConversionError
 from intarsia.network import Shape, Tensor
@@ -35,7 +35,7 @@ def sizes(x: Tensor) -> list[Size]:
     return [size(x, axis) for axis in range(x.ndim)]
 
 
-def result_shape(ctx: ConversionContext) -> Shape:
+def result_shape(ctx: Context) -> Shape:
     """The sizes torch gives the result, symbols by name."""
     return shape_of(ctx.value)
 

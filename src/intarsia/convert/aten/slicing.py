@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.aten.kernels import left_where
+from intarsia.convert.aten.kernels import left_where, whole
 from intarsia.convert.aten.sizes import (
     END,
     Size,
     arange,
     ceil_divide,
     clamped,
-    floor_divide,
     from_front,
     int64,
     larger,
-    modulo,
     reshape,
     size,
     sizes,
     smaller,
     wrap,
 )
-from intarsia.convert.aten.view import broadcast, moved
-from intarsia.convert.context import ConversionContext
-from intarsia.convert.interpreter import shape_of
+from intarsia.convert.aten.view import moved
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Tensor, dtypes
+from intarsia.network import Tensor
 from intarsia.network import functional as F
 
 aten = torch.ops.aten
@@ -40,7 +35,7 @@ aten = torch.ops.aten
 
 @converter(aten.slice.Tensor, aten.slice_copy.Tensor)
 def slice_tensor(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     dim: int = 0,
     start: Size | None = None,
@@ -62,19 +57,19 @@ def _reaches_end(end: Size, extent: int | str | None) -> bool:
 
 
 @converter(aten.select.int, aten.select_copy.int)
-def select(ctx: ConversionContext, self: Tensor, dim: int, index: Size) -> Tensor:
+def select(ctx: Context, self: Tensor, dim: int, index: Size) -> Tensor:
     return F.gather(self, index, wrap(dim, self.ndim))
 
 
 @converter(aten.narrow.default, aten.narrow_copy.default)
-def narrow(ctx: ConversionContext, self: Tensor, dim: int, start: Size, length: Size) -> Tensor:
+def narrow(ctx: Context, self: Tensor, dim: int, start: Size, length: Size) -> Tensor:
     axis = wrap(dim, self.ndim)
     first = from_front(start, size(self, axis))
     return F.slice(self, first, first + length, axis=axis)
 
 
 @converter(aten.narrow.Tensor)
-def narrow_tensor(ctx: ConversionContext, self: Tensor, dim: int, start: Tensor, length: Size) -> Tensor:
+def narrow_tensor(ctx: Context, self: Tensor, dim: int, start: Tensor, length: Size) -> Tensor:
     axis = wrap(dim, self.ndim)
     extent = size(self, axis)
     first = from_front(F.cast(F.reshape(start, []), torch.int64), extent)
@@ -84,7 +79,7 @@ def narrow_tensor(ctx: ConversionContext, self: Tensor, dim: int, start: Tensor,
 
 @converter(aten.slice_scatter.default)
 def slice_scatter(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     src: Tensor,
     dim: int = 0,
@@ -99,7 +94,7 @@ def slice_scatter(
 
 
 @converter(aten.select_scatter.default)
-def select_scatter(ctx: ConversionContext, self: Tensor, src: Tensor, dim: int, index: Size) -> Tensor:
+def select_scatter(ctx: Context, self: Tensor, src: Tensor, dim: int, index: Size) -> Tensor:
     axis = wrap(dim, self.ndim)
     first = from_front(index, size(self, axis))
     return replaced(self, F.unsqueeze(F.cast(src, self.dtype), [axis]), axis, first, 1)
@@ -137,7 +132,7 @@ def cut(x: Tensor, lengths: Sequence[Size], axis: int) -> list[Tensor]:
     return pieces
 
 
-def _pieces(ctx: ConversionContext, x: Tensor, length: Size, axis: int) -> list[Tensor]:
+def _pieces(ctx: Context, x: Tensor, length: Size, axis: int) -> list[Tensor]:
     count, extent = len(ctx.value), size(x, axis)
     if isinstance(extent, int) and isinstance(length, int):
         return cut(x, [max(0, min(length, extent - i * length)) for i in range(count)], axis)
@@ -147,9 +142,7 @@ def _pieces(ctx: ConversionContext, x: Tensor, length: Size, axis: int) -> list[
 
 
 @converter(aten.split.Tensor, aten.split_copy.Tensor, aten.unsafe_split.Tensor, aten.split.sizes)
-def split(
-    ctx: ConversionContext, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0
-) -> list[Tensor]:
+def split(ctx: Context, self: Tensor, split_size: Size | Sequence[Size], dim: int = 0) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     if isinstance(split_size, int | Tensor):
         return _pieces(ctx, self, split_size, axis)
@@ -157,7 +150,7 @@ def split(
 
 
 @converter(aten.chunk.default, aten.unsafe_chunk.default)
-def chunk(ctx: ConversionContext, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+def chunk(ctx: Context, self: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     axis = wrap(dim, self.ndim)
     return _pieces(ctx, self, ceil_divide(size(self, axis), chunks), axis)
 
@@ -167,86 +160,36 @@ def chunk(ctx: ConversionContext, self: Tensor, chunks: int, dim: int = 0) -> li
     aten.split_with_sizes_copy.default,
     aten.unsafe_split_with_sizes.default,
 )
-def split_with_sizes(
-    ctx: ConversionContext, self: Tensor, split_sizes: Sequence[Size], dim: int = 0
-) -> list[Tensor]:
+def split_with_sizes(ctx: Context, self: Tensor, split_sizes: Sequence[Size], dim: int = 0) -> list[Tensor]:
     return cut(self, split_sizes, wrap(dim, self.ndim))
 
 
 @converter(aten.unbind.int, aten.unbind_copy.int)
-def unbind(ctx: ConversionContext, self: Tensor, dim: int = 0) -> list[Tensor]:
+def unbind(ctx: Context, self: Tensor, dim: int = 0) -> list[Tensor]:
     axis, count = wrap(dim, self.ndim), len(ctx.value)
     return [F.squeeze(piece, [axis]) for piece in cut(self, [1] * count, axis)]
 
 
-@converter(aten.tensor_split.sections)
-def tensor_split(ctx: ConversionContext, self: Tensor, sections: Size, dim: int = 0) -> list[Tensor]:
-    if not isinstance(sections, int):
-        raise ConversionError("a number of sections that is not known yet is not handled")
-    return _even(self, sections, wrap(dim, self.ndim))
-
-
-def _even(x: Tensor, sections: int, axis: int) -> list[Tensor]:
-    extent = size(x, axis)
-    share, rest = floor_divide(extent, sections), modulo(extent, sections)
-    # The first `rest` pieces are one longer.
-    bounds: list[Size] = [i * share + smaller(i, rest) if i else 0 for i in range(sections)]
-    return _between(x, [*bounds, extent], axis)
-
-
-def _between(x: Tensor, bounds: Sequence[Size], axis: int) -> list[Tensor]:
-    if all(isinstance(bound, int) for bound in bounds):
-        known = [int(bound) for bound in bounds]  # type: ignore[arg-type]
-        return cut(x, [b - a for a, b in itertools.pairwise(known)], axis)
-    return [F.slice(x, a, b, axis=axis) for a, b in itertools.pairwise(bounds)]
-
-
-@converter(aten.tensor_split.indices)
-def tensor_split_indices(
-    ctx: ConversionContext, self: Tensor, indices: Sequence[Size], dim: int = 0
-) -> list[Tensor]:
-    return _at(self, indices, wrap(dim, self.ndim))
-
-
-def _at(x: Tensor, indices: Sequence[Size], axis: int) -> list[Tensor]:
-    # Bounds are those of slices: negative ones count from the end, a later one may be smaller.
-    starts: list[Size] = [0, *indices]
-    return [F.slice(x, a, b, axis=axis) for a, b in zip(starts, [*indices, END], strict=True)]
-
-
 @converter(aten.tensor_split.tensor_indices_or_sections)
 def tensor_split_tensor(
-    ctx: ConversionContext, self: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0
+    ctx: Context, self: Tensor, tensor_indices_or_sections: Tensor, dim: int = 0
 ) -> list[Tensor]:
     sections, axis = tensor_indices_or_sections, wrap(dim, self.ndim)
+    if sections.ndim == 0:
+        return cut(self, whole([piece.shape[axis] for piece in ctx.value], "the sizes of the pieces"), axis)
     known = sections.constant
-    if sections.ndim == 1:
-        if known is not None:
-            return _at(self, list(map(int, known)), axis)
+    if known is not None:
+        bounds: list[Size] = list(map(int, known))
+    else:
         # Torch refuses the largest numbers, which a slice would cut to the size.
         far = F.logical_or(F.less(_LONGEST, sections), F.less(sections, -_LONGEST))
         inside = left_where(sections, far)
-        return _at(self, [F.gather(inside, i) for i in range(len(ctx.value) - 1)], axis)
-    if known is None:
-        raise ConversionError("a number of sections that is not known yet is not handled")
-    return _even(self, int(known), axis)
+        bounds = [F.gather(inside, i) for i in range(len(ctx.value) - 1)]
+    # Bounds are those of slices: negative ones count from the end, a later one may be smaller.
+    return [F.slice(self, a, b, axis=axis) for a, b in zip([0, *bounds], [*bounds, END], strict=True)]
 
 
-def _stacked_axis(name: str, rank: int) -> int:
-    return {"hsplit": 0 if rank == 1 else 1, "vsplit": 0, "dsplit": 2}[name]
-
-
-@converter(aten.hsplit.int, aten.vsplit.int, aten.dsplit.int)
-def hvd_split(ctx: ConversionContext, self: Tensor, sections: int) -> list[Tensor]:
-    return _even(self, sections, _stacked_axis(ctx.operator, self.ndim))
-
-
-@converter(aten.hsplit.array, aten.vsplit.array, aten.dsplit.array)
-def hvd_split_at(ctx: ConversionContext, self: Tensor, indices: Sequence[Size]) -> list[Tensor]:
-    return _at(self, indices, _stacked_axis(ctx.operator, self.ndim))
-
-
-# Several tensors made one: cat, stack, meshgrid.
+# Several tensors made one: cat, stack.
 
 
 def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
@@ -254,7 +197,7 @@ def joined(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 
 @converter(aten.cat.default, aten.concat.default, aten.concatenate.default)
-def cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def cat(ctx: Context, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     promoted = ctx.promote(*tensors)
     rank = max(x.ndim for x in promoted)
     # torch lets an empty vector join tensors of any rank, and ignores it.
@@ -263,22 +206,9 @@ def cat(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tens
 
 
 @converter(aten.stack.default)
-def stack(ctx: ConversionContext, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def stack(ctx: Context, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     axis = wrap(dim, tensors[0].ndim + 1)
     return joined([F.unsqueeze(x, [axis]) for x in ctx.promote(*tensors)], axis)
-
-
-@converter(aten.meshgrid.default, aten.meshgrid.indexing)
-def meshgrid(ctx: ConversionContext, tensors: Sequence[Tensor], *, indexing: str = "ij") -> list[Tensor]:
-    if indexing not in ("ij", "xy"):
-        raise ConversionError(f"indexing={indexing!r} is not handled")
-    # "xy" is "ij" over the first two swapped, both before and after.
-    swapped = indexing == "xy" and len(tensors) > 1
-    inputs = [tensors[1], tensors[0], *tensors[2:]] if swapped else tensors
-    rank = len(inputs)
-    lines = [F.reshape(x, [-1 if i == place else 1 for i in range(rank)]) for place, x in enumerate(inputs)]
-    grids = broadcast(lines, shape_of(ctx.value[0]))
-    return [grids[1], grids[0], *grids[2:]] if swapped else grids
 
 
 # Borders put around a tensor, or cut off where the padding is negative.
@@ -290,28 +220,24 @@ _LAYER_MODE = {"constant": "constant", "reflect": "reflect", "replicate": "edge"
 
 @converter(aten.constant_pad_nd.default, aten.pad.default, aten._pad_enum.default)
 def pad(
-    ctx: ConversionContext,
-    self: Tensor,
-    pad: Sequence[Size],
-    mode: str | int = "constant",
-    value: float | None = None,
+    ctx: Context, self: Tensor, pad: Sequence[Size], mode: str | int = "constant", value: float | None = None
 ) -> Tensor:
     name = _MODES[mode] if isinstance(mode, int) else mode
     return padded(self, pad, name, 0 if value is None else value)
 
 
 @converter(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
-def reflection_pad(ctx: ConversionContext, self: Tensor, padding: Sequence[Size]) -> Tensor:
+def reflection_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
     return padded(self, padding, "reflect")
 
 
 @converter(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
-def replication_pad(ctx: ConversionContext, self: Tensor, padding: Sequence[Size]) -> Tensor:
+def replication_pad(ctx: Context, self: Tensor, padding: Sequence[Size]) -> Tensor:
     return padded(self, padding, "replicate")
 
 
 @converter(aten._pad_circular.default)
-def pad_circular(ctx: ConversionContext, self: Tensor, pad: Sequence[Size]) -> Tensor:
+def pad_circular(ctx: Context, self: Tensor, pad: Sequence[Size]) -> Tensor:
     return padded(self, pad, "circular")
 
 
@@ -366,12 +292,12 @@ def _circular(x: Tensor, sides: Sides) -> Tensor:
 
 
 @converter(aten.tril.default)
-def tril(ctx: ConversionContext, self: Tensor, diagonal: Size = 0) -> Tensor:
+def tril(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
     return kernels.trilu(self, diagonal, upper=False)
 
 
 @converter(aten.triu.default)
-def triu(ctx: ConversionContext, self: Tensor, diagonal: Size = 0) -> Tensor:
+def triu(ctx: Context, self: Tensor, diagonal: Size = 0) -> Tensor:
     return kernels.trilu(self, diagonal, upper=True)
 
 
@@ -392,36 +318,13 @@ def taken(x: Tensor, offset: int, dim1: int, dim2: int) -> Tensor:
 
 
 @converter(aten.diagonal.default, aten.diagonal_copy.default)
-def diagonal(ctx: ConversionContext, self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+def diagonal(ctx: Context, self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     return taken(self, offset, dim1, dim2)
-
-
-@converter(aten.linalg_diagonal.default)
-def linalg_diagonal(
-    ctx: ConversionContext, A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1
-) -> Tensor:
-    return taken(A, offset, dim1, dim2)
-
-
-@converter(aten.diag_embed.default)
-def diag_embed(
-    ctx: ConversionContext, self: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1
-) -> Tensor:
-    result = embedded(self, offset)
-    return moved(
-        result, [result.ndim - 2, result.ndim - 1], [wrap(dim1, result.ndim), wrap(dim2, result.ndim)]
-    )
-
-
-def embedded(x: Tensor, offset: int) -> Tensor:
-    """Square matrices with `x`'s last dimension on a diagonal, zeros elsewhere."""
-    extent = size(x, x.ndim - 1) + abs(offset)
-    return _placed(x, None, extent, extent, offset)
 
 
 @converter(aten.diagonal_scatter.default)
 def diagonal_scatter(
-    ctx: ConversionContext, self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
+    ctx: Context, self: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> Tensor:
     rank = self.ndim
     axes, last = [wrap(dim1, rank), wrap(dim2, rank)], [rank - 2, rank - 1]
@@ -430,8 +333,8 @@ def diagonal_scatter(
     return moved(result, last, axes)
 
 
-def _placed(x: Tensor, base: Tensor | None, rows: Size, columns: Size, offset: int) -> Tensor:
-    """Matrices whose diagonal is the last dimension of `x`, over `base` or zeros."""
+def _placed(x: Tensor, base: Tensor, rows: Size, columns: Size, offset: int) -> Tensor:
+    """`base` with the last dimension of `x` on the diagonal of its matrices."""
     down, right = F.unsqueeze(arange(rows), [1]), F.unsqueeze(arange(columns), [0])
     on = F.equal(F.sub(right, down), int64(offset))
     # Above the main diagonal the element's number is its row, below it its column.
@@ -440,5 +343,4 @@ def _placed(x: Tensor, base: Tensor | None, rows: Size, columns: Size, offset: i
     pads: list[Size] = [*[0] * (2 * x.ndim - 1), missing]
     line = kernels.pad(x, pads) if not isinstance(missing, int) or missing else x
     line = F.unsqueeze(line, [x.ndim] if offset >= 0 else [x.ndim - 1])
-    zero = False if x.dtype == ir.DataType.BOOL else 0.0 if x.dtype in dtypes.FLOATS else 0
-    return kernels.where(on, line, F.constant(zero, x.dtype) if base is None else base)
+    return kernels.where(on, line, base)

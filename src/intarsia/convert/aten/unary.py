@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -32,12 +32,10 @@ LAYERS: dict[Any, Callable[[Any], Tensor]] = {
     aten.cos.default: F.cos,
     aten.cosh.default: F.cosh,
     aten.erf.default: F.erf,
-    aten.special_erf.default: F.erf,
     aten.exp.default: F.exp,
     aten.log.default: F.log,
     aten.reciprocal.default: F.reciprocal,
     aten.sigmoid.default: F.sigmoid,
-    aten.special_expit.default: F.sigmoid,
     aten.sin.default: F.sin,
     aten.sinh.default: F.sinh,
     aten.sqrt.default: F.sqrt,
@@ -71,25 +69,14 @@ def trunc(x: Tensor) -> Tensor:
     return F.where(F.less(x, 0.0), F.ceil(x), F.floor(x))
 
 
-def sinc(x: Tensor) -> Tensor:
-    """`sin(pi x) / (pi x)`, one at zero."""
-    angle = F.mul(x, math.pi)
-    return F.where(F.equal(x, 0.0), 1.0, F.div(F.sin(angle), angle))
-
-
 # Several layers each, so halves are computed in float32.
 FORMULAS: dict[Any, Formula] = {
     aten.exp2.default: lambda x: F.pow(F.constant(2.0, x.dtype), x),
-    aten.special_exp2.default: lambda x: F.pow(F.constant(2.0, x.dtype), x),
     aten.expm1.default: expm1,
-    aten.special_expm1.default: expm1,
     aten.log10.default: lambda x: F.mul(F.log(x), 1 / math.log(10)),
     aten.log1p.default: log1p,
-    aten.special_log1p.default: log1p,
     aten.log2.default: lambda x: F.mul(F.log(x), 1 / math.log(2)),
     aten.rsqrt.default: lambda x: F.reciprocal(F.sqrt(x)),
-    aten.sinc.default: sinc,
-    aten.special_sinc.default: sinc,
 }
 
 # Nothing to do to integers.
@@ -97,28 +84,26 @@ ROUNDINGS: dict[Any, Callable[[Any], Tensor]] = {
     aten.ceil.default: F.ceil,
     aten.floor.default: F.floor,
     aten.round.default: F.round,
-    aten.special_round.default: F.round,
     aten.trunc.default: trunc,
-    aten.fix.default: trunc,
 }
 
 
 def _layer(target: Any, functional: Callable[[Any], Tensor]) -> None:
-    def layer(ctx: ConversionContext, self: Tensor) -> Tensor:
+    def layer(ctx: Context, self: Tensor) -> Tensor:
         return narrowed(ctx, functional(*promoted(ctx, self)))
 
     converter(target)(_named(layer, target))
 
 
 def _formula(target: Any, formula: Formula) -> None:
-    def layers(ctx: ConversionContext, self: Tensor) -> Tensor:
+    def layers(ctx: Context, self: Tensor) -> Tensor:
         return narrowed(ctx, formula(*promoted_wide(ctx, self)))
 
     converter(target)(_named(layers, target))
 
 
 def _rounding(target: Any, functional: Callable[[Any], Tensor]) -> None:
-    def rounding(ctx: ConversionContext, self: Tensor) -> Tensor:
+    def rounding(ctx: Context, self: Tensor) -> Tensor:
         if self.dtype not in dtypes.FLOATS:
             return self
         return narrowed(ctx, functional(*promoted(ctx, self)))
@@ -140,17 +125,17 @@ for _target, _function in ROUNDINGS.items():
 
 
 @converter(aten.abs.default, aten.absolute.default)
-def abs(ctx: ConversionContext, self: Tensor) -> Tensor:
+def abs(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, F.abs(*promoted(ctx, self)))
 
 
 @converter(aten.neg.default, aten.negative.default)
-def neg(ctx: ConversionContext, self: Tensor) -> Tensor:
+def neg(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, F.neg(*promoted(ctx, self)))
 
 
 @converter(aten.sign.default, aten.sgn.default)
-def sign(ctx: ConversionContext, self: Tensor) -> Tensor:
+def sign(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype == ir.DataType.BOOL:
         return self
     if self.dtype not in dtypes.FLOATS:
@@ -160,7 +145,7 @@ def sign(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 
 @converter(aten.signbit.default)
-def signbit(ctx: ConversionContext, self: Tensor) -> Tensor:
+def signbit(ctx: Context, self: Tensor) -> Tensor:
     if self.dtype == ir.DataType.BOOL or self.dtype in dtypes.UNSIGNED:
         return F.logical_not(F.equal(self, self))
     return is_negative(F.cast(self, wide(self.dtype)))
@@ -174,21 +159,13 @@ def is_negative(x: Tensor) -> Tensor:
 
 
 @converter(aten.square.default)
-def square(ctx: ConversionContext, self: Tensor) -> Tensor:
+def square(ctx: Context, self: Tensor) -> Tensor:
     (x,) = promoted(ctx, self)
     return narrowed(ctx, F.mul(x, x))
 
 
-@converter(aten.frac.default)
-def frac(ctx: ConversionContext, self: Tensor) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return F.sub(self, self)
-    (x,) = promoted_wide(ctx, self)
-    return narrowed(ctx, F.sub(x, trunc(x)))
-
-
 @converter(aten.round.decimals)
-def round_decimals(ctx: ConversionContext, self: Tensor, decimals: int = 0) -> Tensor:
+def round_decimals(ctx: Context, self: Tensor, decimals: int = 0) -> Tensor:
     if self.dtype not in dtypes.FLOATS:
         return self
     (x,) = promoted_wide(ctx, self)
@@ -199,30 +176,12 @@ def round_decimals(ctx: ConversionContext, self: Tensor, decimals: int = 0) -> T
 
 
 @converter(aten.logit.default, aten.special_logit.default)
-def logit(ctx: ConversionContext, self: Tensor, eps: float | None = None) -> Tensor:
+def logit(ctx: Context, self: Tensor, eps: float | None = None) -> Tensor:
     (x,) = promoted_wide(ctx, self)
     if eps is not None:
         low, high = F.constant(eps, x.dtype), F.constant(1.0 - eps, x.dtype)
         x = F.where(F.less(x, low), low, F.where(F.less(high, x), high, x))  # a NaN stays one
     return narrowed(ctx, F.log(F.div(x, F.sub(1.0, x))))
-
-
-@converter(aten.nan_to_num.default)
-def nan_to_num(
-    ctx: ConversionContext,
-    self: Tensor,
-    nan: float | None = None,
-    posinf: float | None = None,
-    neginf: float | None = None,
-) -> Tensor:
-    if self.dtype not in dtypes.FLOATS:
-        return self
-    limits = torch.finfo(ctx.torch_dtype)
-    (x,) = promoted_wide(ctx, self)
-    x = F.where(F.isnan(x), 0.0 if nan is None else nan, x)
-    x = F.where(F.equal(x, math.inf), limits.max if posinf is None else posinf, x)
-    x = F.where(F.equal(x, -math.inf), limits.min if neginf is None else neginf, x)
-    return narrowed(ctx, x)
 
 
 # Error and gamma functions that engines have no layer for, by formulas that keep float32's digits.
@@ -263,7 +222,7 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return result
 
 
-def _single(ctx: ConversionContext, self: Tensor) -> Tensor:
+def _single(ctx: Context, self: Tensor) -> Tensor:
     """The operand in float32, whose digits the formulas have."""
     (x,) = promoted_wide(ctx, self)
     if x.dtype != ir.DataType.FLOAT:
@@ -287,12 +246,12 @@ def _erfc(x: Tensor) -> Tensor:
 
 
 @converter(aten.erfc.default, aten.special_erfc.default)
-def erfc(ctx: ConversionContext, self: Tensor) -> Tensor:
+def erfc(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, _erfc(_single(ctx, self)))
 
 
 @converter(aten.special_ndtr.default)
-def ndtr(ctx: ConversionContext, self: Tensor) -> Tensor:
+def ndtr(ctx: Context, self: Tensor) -> Tensor:
     """The share of a normal distribution below `self`."""
     x = F.mul(_single(ctx, self), -math.sqrt(0.5))
     return narrowed(ctx, F.mul(_erfc(x), 0.5))
@@ -309,7 +268,7 @@ def _is_pole(x: Tensor) -> Tensor:
 
 
 @converter(aten.lgamma.default, aten.special_gammaln.default)
-def lgamma(ctx: ConversionContext, self: Tensor) -> Tensor:
+def lgamma(ctx: Context, self: Tensor) -> Tensor:
     """The logarithm of the gamma function's size.
 
     Below 1/2 by reflection, up to 3/2 one step further, up to 3 by a polynomial, beyond by Stirling's series.
@@ -334,7 +293,7 @@ def lgamma(ctx: ConversionContext, self: Tensor) -> Tensor:
 
 
 @converter(aten.digamma.default, aten.special_digamma.default, aten.special_psi.default)
-def digamma(ctx: ConversionContext, self: Tensor) -> Tensor:
+def digamma(ctx: Context, self: Tensor) -> Tensor:
     """The slope of lgamma: below 1/2 by reflection, else six steps further by its series."""
     x = _single(ctx, self)
     below = F.less(x, 0.5)

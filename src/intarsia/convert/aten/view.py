@@ -23,7 +23,7 @@ from intarsia.convert.aten.sizes import (
     total,
     wrap,
 )
-from intarsia.convert.context import ConversionContext
+from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Shape, Tensor
@@ -40,22 +40,22 @@ aten = torch.ops.aten
     aten.view_copy.default,
     aten._reshape_alias.default,
 )
-def view(ctx: ConversionContext, self: Tensor, size: Sequence[Size], stride: Sequence[Size] = ()) -> Tensor:
+def view(ctx: Context, self: Tensor, size: Sequence[Size], stride: Sequence[Size] = ()) -> Tensor:
     return reshape(self, size, result_shape(ctx))
 
 
 @converter(aten.reshape.default)
-def reshape_default(ctx: ConversionContext, self: Tensor, shape: Sequence[Size]) -> Tensor:
+def reshape_default(ctx: Context, self: Tensor, shape: Sequence[Size]) -> Tensor:
     return reshape(self, shape, result_shape(ctx))
 
 
 @converter(aten.view_as.default, aten.reshape_as.default)
-def view_as(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+def view_as(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
     return reshape(self, sizes(other), result_shape(ctx))
 
 
 @converter(aten.flatten.using_ints)
-def flatten(ctx: ConversionContext, self: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+def flatten(ctx: Context, self: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     if self.ndim == 0:
         return F.reshape(self, [1])
     first, last = wrap(start_dim, self.ndim), wrap(end_dim, self.ndim)
@@ -65,13 +65,8 @@ def flatten(ctx: ConversionContext, self: Tensor, start_dim: int = 0, end_dim: i
     return reshape(self, sizes, result_shape(ctx))
 
 
-@converter(aten.ravel.default)
-def ravel(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return self if self.ndim == 1 else F.reshape(self, [-1])
-
-
 @converter(aten.unflatten.int)
-def unflatten(ctx: ConversionContext, self: Tensor, dim: int, sizes: Sequence[Size]) -> Tensor:
+def unflatten(ctx: Context, self: Tensor, dim: int, sizes: Sequence[Size]) -> Tensor:
     at = wrap(dim, self.ndim)
     before = [size(self, i) for i in range(at)]
     after = [size(self, i) for i in range(at + 1, self.ndim)]
@@ -79,7 +74,7 @@ def unflatten(ctx: ConversionContext, self: Tensor, dim: int, sizes: Sequence[Si
 
 
 @converter(aten.unsqueeze.default, aten.unsqueeze_copy.default)
-def unsqueeze(ctx: ConversionContext, self: Tensor, dim: int) -> Tensor:
+def unsqueeze(ctx: Context, self: Tensor, dim: int) -> Tensor:
     return F.unsqueeze(self, [wrap(dim, self.ndim + 1)])
 
 
@@ -91,7 +86,7 @@ def unsqueeze(ctx: ConversionContext, self: Tensor, dim: int) -> Tensor:
     aten.squeeze.dims,
     aten.squeeze_copy.dims,
 )
-def squeeze(ctx: ConversionContext, self: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
+def squeeze(ctx: Context, self: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     # A size torch does not know to be 1 stays; torch's own rank of the result says whether that is so.
     dims = range(self.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     axes = sorted({wrap(dim, self.ndim) for dim in dims} if self.ndim else set())
@@ -99,22 +94,6 @@ def squeeze(ctx: ConversionContext, self: Tensor, dim: int | Sequence[int] | Non
     if self.ndim - len(gone) != len(result_shape(ctx)):
         raise ConversionError(f"squeezing a tensor of shape {self.shape} depends on a size not known yet")
     return F.squeeze(self, gone) if gone else self
-
-
-@converter(aten.atleast_1d.default)
-def atleast_1d(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return self if self.ndim >= 1 else F.unsqueeze(self, [0])
-
-
-@converter(aten.atleast_2d.default)
-def atleast_2d(ctx: ConversionContext, self: Tensor) -> Tensor:
-    return self if self.ndim >= 2 else F.unsqueeze(self, list(range(2 - self.ndim)))
-
-
-@converter(aten.atleast_3d.default)
-def atleast_3d(ctx: ConversionContext, self: Tensor) -> Tensor:
-    axes = {0: [0, 1, 2], 1: [0, 2], 2: [2]}.get(self.ndim, [])
-    return F.unsqueeze(self, axes) if axes else self
 
 
 # Dimensions in another order.
@@ -140,33 +119,33 @@ def swapped(x: Tensor, a: int, b: int) -> Tensor:
 
 
 @converter(aten.permute.default, aten.permute_copy.default)
-def permute(ctx: ConversionContext, self: Tensor, dims: Sequence[int]) -> Tensor:
+def permute(ctx: Context, self: Tensor, dims: Sequence[int]) -> Tensor:
     return ordered(self, [wrap(dim, self.ndim) for dim in dims])
 
 
 @converter(aten.transpose.int, aten.transpose_copy.int, aten.swapdims.default)
-def transpose(ctx: ConversionContext, self: Tensor, dim0: int, dim1: int) -> Tensor:
+def transpose(ctx: Context, self: Tensor, dim0: int, dim1: int) -> Tensor:
     return swapped(self, wrap(dim0, self.ndim), wrap(dim1, self.ndim))
 
 
 @converter(aten.swapaxes.default)
-def swapaxes(ctx: ConversionContext, self: Tensor, axis0: int, axis1: int) -> Tensor:
+def swapaxes(ctx: Context, self: Tensor, axis0: int, axis1: int) -> Tensor:
     return swapped(self, wrap(axis0, self.ndim), wrap(axis1, self.ndim))
 
 
 @converter(aten.t.default, aten.numpy_T.default, aten.matrix_H.default)
-def t(ctx: ConversionContext, self: Tensor) -> Tensor:
+def t(ctx: Context, self: Tensor) -> Tensor:
     return ordered(self, list(reversed(range(self.ndim))))
 
 
 @converter(aten.mT.default, aten.mH.default, aten.adjoint.default)
-def matrix_transpose(ctx: ConversionContext, self: Tensor) -> Tensor:
+def matrix_transpose(ctx: Context, self: Tensor) -> Tensor:
     return swapped(self, self.ndim - 2, self.ndim - 1)
 
 
 @converter(aten.movedim.intlist, aten.moveaxis.intlist, aten.movedim.int, aten.moveaxis.int)
 def movedim(
-    ctx: ConversionContext, self: Tensor, source: int | Sequence[int], destination: int | Sequence[int]
+    ctx: Context, self: Tensor, source: int | Sequence[int], destination: int | Sequence[int]
 ) -> Tensor:
     before, after = ([dims] if isinstance(dims, int) else dims for dims in (source, destination))
     return moved(self, [wrap(i, self.ndim) for i in before], [wrap(i, self.ndim) for i in after])
@@ -182,12 +161,12 @@ def flipped(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 @converter(aten.flip.default)
-def flip(ctx: ConversionContext, self: Tensor, dims: Sequence[int]) -> Tensor:
+def flip(ctx: Context, self: Tensor, dims: Sequence[int]) -> Tensor:
     return flipped(self, [wrap(dim, self.ndim) for dim in dims] if self.ndim else [])
 
 
 @converter(aten.roll.default)
-def roll(ctx: ConversionContext, self: Tensor, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Tensor:
+def roll(ctx: Context, self: Tensor, shifts: Sequence[Size], dims: Sequence[int] = ()) -> Tensor:
     if not dims:
         flat = _rolled(F.reshape(self, [-1]), shifts[0], 0)
         return reshape(flat, sizes(self), result_shape(ctx))
@@ -207,7 +186,7 @@ def _rolled(x: Tensor, shift: Size, axis: int) -> Tensor:
 
 
 @converter(aten.pixel_shuffle.default)
-def pixel_shuffle(ctx: ConversionContext, self: Tensor, upscale_factor: int) -> Tensor:
+def pixel_shuffle(ctx: Context, self: Tensor, upscale_factor: int) -> Tensor:
     r = upscale_factor
     if self.ndim == 4 and self.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16) and 0 not in self.shape:
         return F.op("DepthToSpace", self, blocksize=r, mode="CRD")
@@ -220,17 +199,6 @@ def pixel_shuffle(ctx: ConversionContext, self: Tensor, upscale_factor: int) -> 
         [*batch, floor_divide(channels, r * r), height * r, width * r],
         result_shape(ctx),
     )
-
-
-@converter(aten.pixel_unshuffle.default)
-def pixel_unshuffle(ctx: ConversionContext, self: Tensor, downscale_factor: int) -> Tensor:
-    r = downscale_factor
-    *batch, channels, height, width = sizes(self)
-    low, thin = floor_divide(height, r), floor_divide(width, r)
-    split = reshape(self, [*batch, channels, low, r, thin, r])
-    n = len(batch)
-    order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
-    return reshape(F.transpose(split, order), [*batch, channels * (r * r), low, thin], result_shape(ctx))
 
 
 # Elements repeated: expand, broadcast, repeat, tile, repeat_interleave.
@@ -255,12 +223,12 @@ def expanded(x: Tensor, wanted: Sequence[Size], shape: Shape) -> Tensor:
 
 
 @converter(aten.expand.default, aten.expand_copy.default, aten.broadcast_to.default)
-def expand(ctx: ConversionContext, self: Tensor, size: Sequence[Size], *, implicit: bool = False) -> Tensor:
+def expand(ctx: Context, self: Tensor, size: Sequence[Size], *, implicit: bool = False) -> Tensor:
     return expanded(self, size, result_shape(ctx))
 
 
 @converter(aten.expand_as.default)
-def expand_as(ctx: ConversionContext, self: Tensor, other: Tensor) -> Tensor:
+def expand_as(ctx: Context, self: Tensor, other: Tensor) -> Tensor:
     return expanded(self, sizes(other), result_shape(ctx))
 
 
@@ -289,19 +257,19 @@ def _widest(tensors: Sequence[Tensor], axis: int, known: str | None) -> Size:
 
 @converter(torch.ops.prims.broadcast_in_dim.default)
 def broadcast_in_dim(
-    ctx: ConversionContext, a: Tensor, shape: Sequence[Size], broadcast_dimensions: Sequence[int]
+    ctx: Context, a: Tensor, shape: Sequence[Size], broadcast_dimensions: Sequence[int]
 ) -> Tensor:
     new = [axis for axis in range(len(shape)) if axis not in broadcast_dimensions]
     return expanded(F.unsqueeze(a, new) if new else a, shape, result_shape(ctx))
 
 
 @converter(aten.repeat.default)
-def repeat(ctx: ConversionContext, self: Tensor, repeats: Sequence[Size]) -> Tensor:
+def repeat(ctx: Context, self: Tensor, repeats: Sequence[Size]) -> Tensor:
     return _tiled(self, repeats)
 
 
 @converter(aten.tile.default)
-def tile(ctx: ConversionContext, self: Tensor, dims: Sequence[Size]) -> Tensor:
+def tile(ctx: Context, self: Tensor, dims: Sequence[Size]) -> Tensor:
     return _tiled(self, [1] * (self.ndim - len(dims)) + list(dims))
 
 
@@ -313,50 +281,9 @@ def _tiled(x: Tensor, repeats: Sequence[Size]) -> Tensor:
     return kernels.tile(x, repeats)
 
 
-@converter(aten.repeat_interleave.self_int)
-def repeat_interleave_int(
-    ctx: ConversionContext,
-    self: Tensor,
-    repeats: Size,
-    dim: int | None = None,
-    *,
-    output_size: Size | None = None,
-) -> Tensor:
-    x, axis = _flat_or(self, dim)
-    tall = F.unsqueeze(x, [axis + 1])
-    target: list[Size] = [1] * tall.ndim
-    target[axis + 1] = repeats
-    extent = size(x, axis)
-    joined = [*sizes(x)[:axis], extent * repeats, *sizes(x)[axis + 1 :]]
-    return reshape(kernels.expand(tall, target), joined, result_shape(ctx))
-
-
-@converter(aten.repeat_interleave.self_Tensor)
-def repeat_interleave(
-    ctx: ConversionContext,
-    self: Tensor,
-    repeats: Tensor,
-    dim: int | None = None,
-    *,
-    output_size: Size | None = None,
-) -> Tensor:
-    x, axis = _flat_or(self, dim)
-    if repeats.ndim == 0 or repeats.shape == (1,):
-        repeats = kernels.expand(F.reshape(repeats, [1]), [size(x, axis)])
-    return F.gather(x, _which(repeats), axis)
-
-
 @converter(aten.repeat_interleave.Tensor)
-def repeat_interleave_counts(
-    ctx: ConversionContext, repeats: Tensor, *, output_size: Size | None = None
-) -> Tensor:
+def repeat_interleave_counts(ctx: Context, repeats: Tensor, *, output_size: Size | None = None) -> Tensor:
     return F.cast(_which(repeats), ctx.dtype)
-
-
-def _flat_or(x: Tensor, dim: int | None) -> tuple[Tensor, int]:
-    if x.ndim == 0 or (dim is None and x.ndim > 1):
-        return F.reshape(x, [-1]), 0
-    return x, wrap(dim or 0, x.ndim)
 
 
 def _which(repeats: Tensor) -> Tensor:
@@ -375,7 +302,7 @@ def _which(repeats: Tensor) -> Tensor:
 
 @converter(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     size: Sequence[Size],
     stride: Sequence[Size],
@@ -387,7 +314,7 @@ def as_strided(
 
 @converter(aten.as_strided_scatter.default)
 def as_strided_scatter(
-    ctx: ConversionContext,
+    ctx: Context,
     self: Tensor,
     src: Tensor,
     size: Sequence[Size],
@@ -417,7 +344,7 @@ def _strided_places(
 
 
 @converter(aten.resize.default)
-def resize(ctx: ConversionContext, self: Tensor, size: Sequence[Size]) -> Tensor:
+def resize(ctx: Context, self: Tensor, size: Sequence[Size]) -> Tensor:
     flat, _ = _in_memory_order(ctx, self)
     have, want = flat.shape[0], product(result_shape(ctx))
     if not isinstance(have, int) or not isinstance(want, int) or want > have:
@@ -425,7 +352,7 @@ def resize(ctx: ConversionContext, self: Tensor, size: Sequence[Size]) -> Tensor
     return reshape(F.slice(flat, 0, want, axis=0), size, result_shape(ctx))
 
 
-def _in_memory_order(ctx: ConversionContext, x: Tensor) -> tuple[Tensor, list[int]]:
+def _in_memory_order(ctx: Context, x: Tensor) -> tuple[Tensor, list[int]]:
     """The elements as torch holds them, and the order of `x`'s dimensions there.
 
     Refused where memory holds more than `x` shows.

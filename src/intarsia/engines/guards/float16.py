@@ -105,10 +105,11 @@ class _Watch:
         interval, sure = range_of(tensor, self.known), Interval(max(-most, _SAFE.low), min(most, _SAFE.high))
         if interval.within(sure):
             return
-        is_finite = most == LARGEST_HALF and tensor.value not in self.inputs
+        # One sum tells of infinities and NaN; a limit needs a look at each element.
+        needs_finite = most == LARGEST_HALF or interval.reach <= sure.high
         self.guards[tensor.value, most] = (
             ValueGuard(tensor.name, -_CALM, _CALM, total=True)
-            if is_finite
+            if needs_finite and tensor.value not in self.inputs
             else ValueGuard(tensor.name, -most, most)
         )
         self.known[tensor.value] = interval.cut(sure)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.graph.devices import uses_gpu
+from intarsia.graph.nodes import uses_gpu
 
 LEAST = 2  # of a size that is a symbol of Inductor's: 0 and 1 are numbers there
 

@@ -33,7 +33,7 @@ class VaryingInputs:
     def __init__(self, described: Sequence[torch.Tensor]) -> None:
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
-        self.tensors = [self._tensor(value) for value in described]
+        self.tensors: list[Any] = [self._tensor(value) for value in described]
         known: dict[str, torch.SymInt] = {}
         for value, tensor in zip(described, self.tensors, strict=True):
             for old, new in zip(value.shape, tensor.shape, strict=True):

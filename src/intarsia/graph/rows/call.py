@@ -72,33 +72,35 @@ class Call:
         placed: Mapping[fx.Node, Any],
         trains: bool = False,
     ) -> None:
-        self.node, self.size, self.result = node, size, result
+        self.node: fx.Node = node
+        self.size: int = size
+        self.result: Any = result
         self.trains = trains  # random numbers and batch norm's own statistics are a training step's business
         self._values, self._placed = values, placed
         schema = getattr(node.target, "_schema", None)
-        self.name = str(node.target) if schema is None else str(schema.name)
+        self.name: str = str(node.target) if schema is None else str(schema.name)
         self.tags: Sequence[torch.Tag] = getattr(node.target, "tags", ())
         self._order, self._given = _bound(node)
 
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument as it was: tensors and numbers, not nodes."""
-        given = self._given.get(name, default)
-        return fx.node.map_arg(given, self._values.__getitem__)
+        argument = self._given.get(name, default)
+        return fx.node.map_arg(argument, self._values.__getitem__)
 
     def of(self, name: str) -> Any:
         """Where the batch is in an argument, or in each item of a list."""
         return self._where(self._given.get(name))
 
-    def _where(self, given: Any) -> Any:
-        if isinstance(given, fx.Node):
-            return self._placed[given]
-        return [self._where(item) for item in given] if isinstance(given, list | tuple) else None
+    def _where(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self._placed[argument]
+        return [self._where(item) for item in argument] if isinstance(argument, list | tuple) else None
 
     def operands(self) -> list[tuple[torch.Tensor, Placement]]:
         """Every tensor among the arguments, with where the batch is in it."""
         nodes: list[fx.Node] = []
-        for given in self._given.values():
-            fx.node.map_arg(given, nodes.append)
+        for argument in self._given.values():
+            fx.node.map_arg(argument, nodes.append)
         return [
             (self._values[n], self._placed[n]) for n in nodes if isinstance(self._values[n], torch.Tensor)
         ]
@@ -109,8 +111,8 @@ class Call:
 
     def inexact(self) -> bool:
         """Whether one of those is no multiple of it."""
-        found = [self.of(name) for name in self.sizes()]
-        flat = [item for one in found for item in (one if isinstance(one, list | tuple) else [one])]
+        places = [self.of(name) for name in self.sizes()]
+        flat = [item for one in places for item in (one if isinstance(one, list | tuple) else [one])]
         return Size(None) in flat
 
     def numbers(self) -> list[str]:
@@ -129,10 +131,10 @@ class Call:
 
     def rows(self, name: str) -> Rows:
         """Where the batch is in an argument that must have it."""
-        found = self.of(name)
-        if not isinstance(found, Rows):
+        place = self.of(name)
+        if not isinstance(place, Rows):
             raise Unknown(f"{self.name} takes rows into an argument other than {name}")
-        return found
+        return place
 
     def at(self, axis: int, result: torch.Tensor | None = None) -> Rows:
         """The batch is at this axis of the result, folded with the same outer axis as in the arguments."""
@@ -153,12 +155,12 @@ class Call:
         """The batch is at this axis of every result."""
         if isinstance(self.result, torch.Tensor):
             return self.at(axis)
-        return tuple(self.at(axis, made) for made in self.result)
+        return tuple(self.at(axis, result) for result in self.result)
 
 
-def _holds(found: Any, kind: type) -> bool:
-    several = isinstance(found, list | tuple)
-    return any(_holds(item, kind) for item in found) if several else isinstance(found, kind)
+def _holds(place: Any, kind: type) -> bool:
+    several = isinstance(place, list | tuple)
+    return any(_holds(item, kind) for item in place) if several else isinstance(place, kind)
 
 
 def _bound(node: fx.Node) -> tuple[list[str], dict[str, Any]]:

@@ -13,11 +13,11 @@ def embedding(call: Call) -> Placement:
 
 
 def gather(call: Call) -> Placement:
-    found, chosen = call.of("self"), call.of("index")
+    place, chosen = call.of("self"), call.of("index")
     dim = call.arg("dim") % max(1, call.arg("self").dim())
-    if not isinstance(found, Rows) or found != chosen or found.axis == dim:
+    if not isinstance(place, Rows) or place != chosen or place.axis == dim:
         raise Mixes(f"{call.name} picks from other rows than those it has indices for")
-    return call.at(found.axis)
+    return call.at(place.axis)
 
 
 def index_select(call: Call) -> Placement:
@@ -33,7 +33,7 @@ def index(call: Call) -> Placement:
 
     An index along the batch must be the numbers of the rows, each row's own, in step with all other indices.
     """
-    value, found = call.arg("self"), call.of("self")
+    value, place = call.arg("self"), call.of("self")
     indices, placed = call.arg("indices"), call.of("indices")
     if any(item is not None and item.dtype in (torch.bool, torch.uint8) for item in indices):
         raise Unknown(f"{call.name} picks by a mask")
@@ -43,23 +43,23 @@ def index(call: Call) -> Placement:
     rank = max(indices[axis].dim() for axis in where)
     together = where == list(range(where[0], where[-1] + 1))
     start = where[0] if together else 0
-    own = isinstance(found, Rows) and isinstance(placed[found.axis], Numbers)
+    own = isinstance(place, Rows) and isinstance(placed[place.axis], Numbers)
     steps = {
         placed[axis].axis + rank - indices[axis].dim()
         for axis in where
         if isinstance(placed[axis], Rows | Numbers)
     }
-    if isinstance(found, Rows) and not own:
-        if steps or indices[found.axis] is not None:
+    if isinstance(place, Rows) and not own:
+        if steps or indices[place.axis] is not None:
             raise Mixes(f"{call.name} picks from all rows")
-        kept_before = sum(indices[axis] is None for axis in range(found.axis))
-        passed = rank if not together or where[0] < found.axis else 0
+        kept_before = sum(indices[axis] is None for axis in range(place.axis))
+        passed = rank if not together or where[0] < place.axis else 0
         return call.at(kept_before + passed)
     if any(
-        isinstance(placed[axis], Numbers) for axis in where if not own or axis != getattr(found, "axis", None)
+        isinstance(placed[axis], Numbers) for axis in where if not own or axis != getattr(place, "axis", None)
     ):
         raise Mixes(f"{call.name} picks by the numbers of rows")
-    if len(steps) != 1 or (own and isinstance(found, Rows) and found != Rows(found.axis)):
+    if len(steps) != 1 or (own and isinstance(place, Rows) and place != Rows(place.axis)):
         raise Mixes(f"{call.name} picks by indices that are not in step with the rows")
     (step,) = steps
     for axis in where:

@@ -93,13 +93,13 @@ def einsum(call: Call) -> Placement:
     if "." in equation or "->" not in equation:
         raise Unknown(f"{call.name} of {equation} is not understood")
     terms, made = equation.split("->")
-    found = list(zip(terms.split(","), call.of("tensors"), strict=True))
-    letters = {term[where.axis] for term, where in found if isinstance(where, Rows)}
+    places = list(zip(terms.split(","), call.of("tensors"), strict=True))
+    letters = {term[where.axis] for term, where in places if isinstance(where, Rows)}
     if len(letters) != 1:
         raise Mixes(f"{call.name} of {equation} sets rows against each other")
     (letter,) = letters
-    fixed = any(letter in term for term, where in found if not isinstance(where, Rows))
-    if fixed or made.count(letter) != 1 or any(term.count(letter) > 1 for term, _ in found):
+    fixed = any(letter in term for term, where in places if not isinstance(where, Rows))
+    if fixed or made.count(letter) != 1 or any(term.count(letter) > 1 for term, _ in places):
         raise Mixes(f"{call.name} of {equation} adds up over the batch")
     return call.at(made.index(letter))
 

@@ -24,10 +24,10 @@ def placement(call: Call) -> Any:
     if not isinstance(target, torch._ops.OpOverload):
         raise Unknown(f"{getattr(target, '__name__', target)} is not known to keep rows apart")
     if call.name == "aten::sym_size":
-        found = call.of("self")
-        if not isinstance(found, Rows | Numbers) or call.arg("dim") % call.arg("self").dim() != found.axis:
+        place = call.of("self")
+        if not isinstance(place, Rows | Numbers) or call.arg("dim") % call.arg("self").dim() != place.axis:
             return None
-        return Size(found.length * found.outer if isinstance(found, Rows) else 1)
+        return Size(place.length * place.outer if isinstance(place, Rows) else 1)
     if call.name in _CHECKS:
         return None
     if torch.Tag.nondeterministic_seeded in call.tags and _plain(call.name) not in _RULES and not call.trains:
@@ -171,8 +171,8 @@ def _repeat_interleave(call: Call) -> Placement:
 def _same(call: Call) -> Placement:
     """Axis by axis the same; unlike `pointwise`, numbers of rows stay what they are."""
     call.only("self")
-    found = call.of("self")
-    return found if isinstance(found, Numbers) else call.at(call.rows("self").axis)
+    place = call.of("self")
+    return place if isinstance(place, Numbers) else call.at(call.rows("self").axis)
 
 
 def _loss(call: Call) -> Placement:

@@ -13,70 +13,70 @@ from intarsia.graph.rows.call import Call, Mixes, Numbers, Placement, Rows, Size
 _TO_THE_END = 2**31  # a slice that ends here or beyond takes all rows, however many there are
 
 
-def _moved(call: Call, found: Placement, axis: int) -> Placement:
+def _moved(call: Call, place: Placement, axis: int) -> Placement:
     """The same kind of value, its batch at another axis."""
-    return Numbers(axis) if isinstance(found, Numbers) else call.at(axis)
+    return Numbers(axis) if isinstance(place, Numbers) else call.at(axis)
 
 
-def _axis(found: Placement, call: Call) -> int:
-    if not isinstance(found, Rows | Numbers):
+def _axis(place: Placement, call: Call) -> int:
+    if not isinstance(place, Rows | Numbers):
         raise Unknown(f"{call.name} takes rows into an argument that is not understood")
-    return found.axis
+    return place.axis
 
 
 def reshape(call: Call) -> Placement:
     """Memory keeps its order: before the batch stand as many elements as stood there."""
-    found, value = call.of("self"), call.arg("self")
-    if found is None:
+    place, value = call.of("self"), call.arg("self")
+    if place is None:
         raise Mixes(f"{call.name} shapes a constant by the size of the batch")
     if value.numel() == 0:
         raise Unknown(f"{call.name} of no elements is not understood")
-    axis = _axis(found, call)
-    before = math.prod(value.shape[:axis]) * getattr(found, "outer", 1)
+    axis = _axis(place, call)
+    before = math.prod(value.shape[:axis]) * getattr(place, "outer", 1)
     passed = 1
     for new, length in enumerate(call.result.shape):
         outer, rest = divmod(before, passed)
         if not rest and outer and length % (outer * call.size) == 0:
             moved = call.folded(new, outer)
-            if isinstance(found, Numbers) and moved != Rows(new):
+            if isinstance(place, Numbers) and moved != Rows(new):
                 raise Mixes(f"{call.name} folds the numbers of rows with another axis")
-            return Numbers(new) if isinstance(found, Numbers) else moved
+            return Numbers(new) if isinstance(place, Numbers) else moved
         passed *= length
     raise Unknown(f"{call.name} tears the batch apart")
 
 
 def transpose(call: Call) -> Placement:
-    found, rank = call.of("self"), call.result.dim()
+    place, rank = call.of("self"), call.result.dim()
     pair = [call.arg("dim0", 0) % rank, call.arg("dim1", 1) % rank] if rank else []
     if call.name == "aten::t" and rank < 2:
-        return found  # type: ignore[no-any-return]
+        return place  # type: ignore[no-any-return]
     if call.name == "aten::numpy_T" and rank != 2:
         raise Unknown(f"{call.name} of {rank} axes is not understood")
-    axis = _axis(found, call)
-    return _moved(call, found, pair[1 - pair.index(axis)] if axis in pair else axis)
+    axis = _axis(place, call)
+    return _moved(call, place, pair[1 - pair.index(axis)] if axis in pair else axis)
 
 
 def permute(call: Call) -> Placement:
-    found = call.of("self")
+    place = call.of("self")
     order = [dim % call.result.dim() for dim in call.arg("dims")]
-    return _moved(call, found, order.index(_axis(found, call)))
+    return _moved(call, place, order.index(_axis(place, call)))
 
 
 def unsqueeze(call: Call) -> Placement:
-    found = call.of("self")
-    axis, new = _axis(found, call), call.arg("dim") % call.result.dim()
-    return _moved(call, found, axis + (new <= axis))
+    place = call.of("self")
+    axis, new = _axis(place, call), call.arg("dim") % call.result.dim()
+    return _moved(call, place, axis + (new <= axis))
 
 
 def squeeze(call: Call) -> Placement:
-    found, value = call.of("self"), call.arg("self")
-    axis, dims = _axis(found, call), call.arg("dim", None)
+    place, value = call.of("self"), call.arg("self")
+    axis, dims = _axis(place, call), call.arg("dim", None)
     if dims is None:
         raise Unknown(f"{call.name} takes out every axis of length 1, the batch's too if it has one row")
     gone = {d % value.dim() for d in ([dims] if isinstance(dims, int) else dims)}
     if axis in gone:
         raise Mixes(f"{call.name} takes out the batch where it has one row")
-    return _moved(call, found, axis - sum(value.shape[d] == 1 for d in gone if d < axis))
+    return _moved(call, place, axis - sum(value.shape[d] == 1 for d in gone if d < axis))
 
 
 def expand(call: Call) -> Placement:
@@ -92,17 +92,17 @@ def expand(call: Call) -> Placement:
 
 
 def repeat(call: Call) -> Placement:
-    found, value, repeats = call.of("self"), call.arg("self"), call.arg("repeats")
+    place, value, repeats = call.of("self"), call.arg("self"), call.arg("repeats")
     sized = [axis for axis, where in enumerate(call.of("repeats")) if isinstance(where, Size)]
     added = len(repeats) - value.dim()
-    if found is None:
+    if place is None:
         if any(axis >= added and value.shape[axis - added] != 1 for axis in sized):
             raise Mixes(f"{call.name} repeats a constant that has an axis of its own there")
         return _filled(call, sized)
-    axis = _axis(found, call) + added
+    axis = _axis(place, call) + added
     if sized or repeats[axis] != 1:
         raise Mixes(f"{call.name} repeats the batch")
-    return _moved(call, found, axis)
+    return _moved(call, place, axis)
 
 
 def _filled(call: Call, sized: Sequence[int]) -> Rows:
@@ -136,12 +136,12 @@ def arange(call: Call) -> Placement:
 
 def cut(call: Call) -> Any:
     """Parts along an axis that is not the batch's, or all of the batch's."""
-    found, value = call.of("self"), call.arg("self")
-    axis, dim = _axis(found, call), call.arg("dim", 0) % value.dim()
+    place, value = call.of("self"), call.arg("self")
+    axis, dim = _axis(place, call), call.arg("dim", 0) % value.dim()
     if dim != axis:
         if call.sizes():
             raise Mixes(f"{call.name} cuts another axis by the size of the batch")
-        if isinstance(found, Numbers):
+        if isinstance(place, Numbers):
             return (
                 Numbers(axis)
                 if isinstance(call.result, torch.Tensor)
@@ -156,7 +156,7 @@ def cut(call: Call) -> Any:
     )
     if not whole:
         raise Mixes(f"{call.name} takes some rows and leaves others")
-    return _moved(call, found, axis)
+    return _moved(call, place, axis)
 
 
 def _is_size(call: Call, name: str, axis: int) -> bool:
@@ -165,25 +165,25 @@ def _is_size(call: Call, name: str, axis: int) -> bool:
 
 def select(call: Call) -> Any:
     """One place of an axis that is not the batch's, which then is gone."""
-    found, value = call.of("self"), call.arg("self")
-    axis, dim = _axis(found, call), call.arg("dim", 0) % value.dim()
+    place, value = call.of("self"), call.arg("self")
+    axis, dim = _axis(place, call), call.arg("dim", 0) % value.dim()
     if dim == axis:
         raise Mixes(f"{call.name} takes one row and leaves others")
     if call.sizes():
         raise Mixes(f"{call.name} picks by the size of the batch")
-    if isinstance(found, Numbers):
+    if isinstance(place, Numbers):
         raise Mixes(f"{call.name} picks from the numbers of rows")
     return call.everywhere(axis - (dim < axis))
 
 
 def cat(call: Call) -> Placement:
-    tensors, found = call.arg("tensors"), call.of("tensors")
-    axes = {where.axis if isinstance(where, Rows) else None for where in found}
+    tensors, places = call.arg("tensors"), call.of("tensors")
+    axes = {where.axis if isinstance(where, Rows) else None for where in places}
     stacked = call.name == "aten::stack"
     dim = call.arg("dim", 0) % (tensors[0].dim() + stacked)
     if len(axes) != 1 or None in axes:
         raise Mixes(f"{call.name} joins rows with what is not a row")
-    (axis,) = (found[0].axis,)
+    (axis,) = (places[0].axis,)
     if not stacked and dim == axis:
         raise Mixes(f"{call.name} joins batches one after the other")
     return call.at(axis + (stacked and dim <= axis))

@@ -27,7 +27,7 @@ def mixing(module: fx.GraphModule, calls: Sequence[tuple[int, Sequence[Any]]]) -
     `calls` are the graph's flat inputs at several batch sizes, each with its size. Every tensor among them
     has the batch as its first axis.
     """
-    found: list[dict[fx.Node, Any]] = []
+    placements: list[dict[fx.Node, Any]] = []
     for size, inputs in calls:
         walk = _Walk(module, module.graph, size)
         try:
@@ -37,11 +37,11 @@ def mixing(module: fx.GraphModule, calls: Sequence[tuple[int, Sequence[Any]]]) -
             return str(error).splitlines()[0]  # the interpreter adds lines of its own
         except Exception as error:  # whatever an operator says: what does not run cannot be followed
             return _does_not_run(size, error)
-        found.append(walk.placed)
+        placements.append(walk.placed)
     for node in module.graph.nodes:
-        if any(placed[node] != found[0][node] for placed in found[1:]):
+        if any(placed[node] != placements[0][node] for placed in placements[1:]):
             return f"where the batch is depends on its size ({whereabouts(node)})"
-    return _outputs(module, found[0])
+    return _outputs(module, placements[0])
 
 
 def _outputs(module: fx.GraphModule, placed: Mapping[fx.Node, Any]) -> str | None:

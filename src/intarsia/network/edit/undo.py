@@ -20,7 +20,7 @@ from intarsia.network.edit.journal import (
     TypeChanged,
     UsesReplaced,
 )
-from intarsia.network.edit.remove import detach
+from intarsia.network.edit.redirect import detach
 
 
 def undo(graph: EditableGraph, edits: Sequence[Edit]) -> None:

@@ -23,10 +23,14 @@ def _reduce(op_type: str) -> Reduce:
     return record_signature(functional)
 
 
-reduce_sum, reduce_mean, reduce_prod = _reduce("ReduceSum"), _reduce("ReduceMean"), _reduce("ReduceProd")
-reduce_max, reduce_min = _reduce("ReduceMax"), _reduce("ReduceMin")
-reduce_l2, reduce_sumsquare = _reduce("ReduceL2"), _reduce("ReduceSumSquare")
-reduce_logsumexp = _reduce("ReduceLogSumExp")
+reduce_sum: Reduce = _reduce("ReduceSum")
+reduce_mean: Reduce = _reduce("ReduceMean")
+reduce_prod: Reduce = _reduce("ReduceProd")
+reduce_max: Reduce = _reduce("ReduceMax")
+reduce_min: Reduce = _reduce("ReduceMin")
+reduce_l2: Reduce = _reduce("ReduceL2")
+reduce_sumsquare: Reduce = _reduce("ReduceSumSquare")
+reduce_logsumexp: Reduce = _reduce("ReduceLogSumExp")
 
 
 @record_signature

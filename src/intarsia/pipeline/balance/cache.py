@@ -29,9 +29,9 @@ class CostCache:
     """Costs in a JSON file. Switched off, it knows nothing and keeps nothing."""
 
     def __init__(self, enabled: bool = True) -> None:
-        self.store = JsonStore(cache_path()) if enabled else None
+        self.store: JsonStore | None = JsonStore(cache_path()) if enabled else None
         self.fresh: dict[str, float] = {}
-        self.known = {} if self.store is None else _costs(self.store.read())
+        self.known: dict[str, float] = {} if self.store is None else _costs(self.store.read())
 
     def get(self, key: str | None) -> float | None:
         """The cost of something measured before."""

@@ -39,9 +39,10 @@ class Heartbeat:
     """Counts for this rank, and finds the rank that does not."""
 
     def __init__(self, ranks: Sequence[int], me: int) -> None:
-        self.ranks, self.me = list(ranks), me
+        self.ranks: list[int] = list(ranks)
+        self.me: int = me
         store = _default_store()
-        self.store = None if store is None else PrefixStore("intarsia pipeline", store)
+        self.store: PrefixStore | None = None if store is None else PrefixStore("intarsia pipeline", store)
         if self.store is not None and len(self.ranks) > 1:
             _beat(store, self.store, me)
 
@@ -67,12 +68,12 @@ class Heartbeat:
         began = time.monotonic()
         while time.monotonic() - began < _PATIENCE:
             if self.store.check([_VERDICT]):
-                return self.store.get(_VERDICT).decode()
+                return str(self.store.get(_VERDICT).decode())
             time.sleep(_PERIOD)
             silent = [r for r, count in first.items() if self._count(r) == count]
             if time.monotonic() - began > _SILENCE and silent:
                 words = " and ".join(f"rank {r}" for r in silent)
-                return self.store.compare_set(_VERDICT, "", words).decode()
+                return str(self.store.compare_set(_VERDICT, "", words).decode())
         return None
 
     def _wait_for_readers(self, verdict: str | None) -> None:

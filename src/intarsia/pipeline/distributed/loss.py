@@ -60,7 +60,10 @@ class MicrobatchLoss:
             raise PartitionError(f"loss_weight={weight!r} is neither a function of the target nor 'equal'")
         if weight is not None and reduction == "sum":
             raise PartitionError("loss_weight has no meaning with reduction='sum': sums simply add up")
-        self.loss_fn, self.weight, self.reduction, self.check = loss_fn, weight, reduction, check
+        self.loss_fn: Loss = loss_fn
+        self.weight = weight
+        self.reduction = reduction
+        self.check: bool = check
         self._targets: list[Any] = []
         self._shares: list[float] = []
         self._scale = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -136,17 +136,20 @@ class DistributedPipeline(RankStages):
             )
         if n_microbatches < 1:
             raise PartitionError(f"n_microbatches={n_microbatches} must be 1 or more")
-        self.signature, self.n_microbatches = stages.signature, n_microbatches
+        self.signature: CallSignature = stages.signature
+        self.n_microbatches: int = n_microbatches
         if n_microbatches > 1:
             self.signature.check_divisible()
-        self.loss = None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
-        self.checkpoint = recomputed_stages(checkpoint, stages)
+        self.loss: MicrobatchLoss | None = (
+            None if loss_fn is None else MicrobatchLoss(loss_fn, loss_weight, reduction, check_loss)
+        )
+        self.checkpoint: frozenset[int] = recomputed_stages(checkpoint, stages)
         if self.loss is not None and loss_weight is None and n_microbatches > 1:
             refuse_mean_inside(stages)
         world = World(group, mesh)
-        self.device = torch.device(device) if device is not None else default_device()
+        self.device: torch.device = torch.device(device) if device is not None else default_device()
         self.schedule_class = schedule_class(schedule)
-        self.stage_ranks = stage_ranks(len(stages), world.size, self.schedule_class)
+        self.stage_ranks: list[int] = stage_ranks(len(stages), world.size, self.schedule_class)
         definition = find_schedule(schedule)
         reason = None if definition is None else definition.refusal(world.size, n_microbatches)
         if reason is not None:
@@ -168,10 +171,12 @@ class DistributedPipeline(RankStages):
             materialise(stages, source, held, self.device, world)
         parts = {i: placed(stages[i], self.device) for i in held}
         super().__init__(parts, stages.keys, stages.tied, self.stage_ranks, world, self.device)
-        self.layers = stages.layers
+        self.layers: Callable[[Any], dict[str, Any]] = stages.layers
         if source is not None and is_checkpoint(source.path):
             self.load(source.path)
-        self.seed, self.steps, self._inferences = world.agreed_seed(seed), 0, 0
+        self.seed: int = world.agreed_seed(seed)
+        self.steps: int = 0
+        self._inferences = 0
         self._deferred = defer_statistics(parts.values(), deferred_batch_norm)
         self._tied = TiedGradients(stages.tied, self.stage_ranks, parts, world.pipeline)
         open_parts = [part for part in parts.values() if not isinstance(part, CompiledStage)]

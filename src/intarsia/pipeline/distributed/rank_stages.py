@@ -29,9 +29,13 @@ class RankStages:
         device: torch.device,
     ) -> None:
         # The keys of the plain model's `state_dict`, in its order.
-        self.parts, self.keys, self.ties = dict(parts), dict.fromkeys(keys), tuple(ties)
-        self.stage_ranks, self.world, self.device = list(stage_ranks), world, device
-        self.rank = world.rank
+        self.parts: dict[int, Any] = dict(parts)
+        self.keys: dict[str, Any | None] = dict.fromkeys(keys)
+        self.ties: tuple[Tied, ...] = tuple(ties)
+        self.stage_ranks: list[int] = list(stage_ranks)
+        self.world: World = world
+        self.device: torch.device = device
+        self.rank: int = world.rank
         # What random numbers depend on, with the number of the micro-batch; `steps` counts those of training.
         self.seed, self.steps = 0, 0
 
@@ -96,7 +100,8 @@ class RankStages:
         """Read this rank's share of a checkpoint, whatever cut wrote it. All ranks call it."""
         names = dict(self.named_parameters())
         counters = load_checkpoint(path, self.state_dict(), names, optimizer, self.world.everyone)
-        self.seed, self.steps = counters.get("seed", self.seed), counters.get("steps", self.steps)
+        self.seed = counters.get("seed", self.seed)
+        self.steps = counters.get("steps", self.steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this rank's parameters."""

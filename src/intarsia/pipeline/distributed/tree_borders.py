@@ -92,8 +92,10 @@ class FlatStage(nn.Module):
 
     def __init__(self, stage: nn.Module, takes: BorderForm, gives: BorderForm) -> None:
         super().__init__()
-        self.stage, self.takes, self.gives = stage, takes, gives
-        self.training = stage.training
+        self.stage: nn.Module = stage
+        self.takes: BorderForm = takes
+        self.gives: BorderForm = gives
+        self.training: bool = stage.training
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors of the next border."""

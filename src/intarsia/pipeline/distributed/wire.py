@@ -132,11 +132,15 @@ class WiredStage(nn.Module):
     ) -> None:
         super().__init__()
         self.stage = stage
-        self.dtypes = tuple(t.dtype for t in takes)
-        self.gives = tuple((spec, spec.sizes(lengths)) for spec in gives)
+        self.dtypes: tuple[Any, ...] = tuple(t.dtype for t in takes)
+        self.gives: tuple[tuple[TensorSpec, tuple[int, ...]], ...] = tuple(
+            (spec, spec.sizes(lengths)) for spec in gives
+        )
         # Inputs have the batch in front; those that every micro-batch gets in full, a dimension more.
-        self.axes = tuple(axes)
-        self.first, self.last, self.recompute = first, last, recompute
+        self.axes: tuple[int | None, ...] = tuple(axes)
+        self.first: bool = first
+        self.last: bool = last
+        self.recompute: bool = recompute
         self.used = used  # gets the numbers of the last stage's outputs that are given a gradient
 
     def forward(self, *wires: torch.Tensor) -> tuple[torch.Tensor, ...]:

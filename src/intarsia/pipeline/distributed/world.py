@@ -28,6 +28,15 @@ class World:
     in every message.
     """
 
+    pipeline: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
+    same: dist.ProcessGroup | None
+    everyone: dist.ProcessGroup | None
+    shard: DeviceMesh | None  # over which torch shards stages; with replicas it sums their gradients too
+    rank: int
+    size: int
+    me: int  # among the ranks of torch.distributed
+
     def __init__(self, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
         if mesh is None:
             self.pipeline, self.data, self.everyone = group, None, group
@@ -42,7 +51,6 @@ class World:
             self.pipeline = mesh.get_group(names[pipeline])
             others = [axis for axis in (data, shard) if axis is not None]
             table = mesh.mesh.permute(*others, pipeline).reshape(-1, mesh.mesh.shape[pipeline])
-            # The mesh over which torch shards stages; with replicas of them it sums their gradients too.
             self.shard = None if shard is None else mesh[tuple(names[axis] for axis in others)]
             self.data = mesh.get_group(names[data]) if data is not None and shard is None else None
             columns = [dist.new_group(c) for c in table.T.tolist()] if len(others) == 2 else []
@@ -51,11 +59,12 @@ class World:
             self.everyone = None if whole else dist.new_group(table.flatten().tolist())
         self.rank, self.size = dist.get_rank(self.pipeline), dist.get_world_size(self.pipeline)
         self.table: list[list[int]] = table.tolist()
-        self.replicas = len(self.table)
+        self.replicas: int = len(self.table)
         self.me = dist.get_rank()
-        self.replica = next(i for i, row in enumerate(self.table) if self.me in row)
-        self.ranks = sorted(r for row in self.table for r in row)  # everyone, in the order of a gather
-        self.heartbeat = Heartbeat(self.ranks, self.me)
+        self.replica: int = next(i for i, row in enumerate(self.table) if self.me in row)
+        # Everyone, in the order of a gather.
+        self.ranks: list[int] = sorted(r for row in self.table for r in row)
+        self.heartbeat: Heartbeat = Heartbeat(self.ranks, self.me)
 
     @property
     def mine(self) -> list[int]:

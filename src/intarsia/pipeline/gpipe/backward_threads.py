@@ -34,7 +34,7 @@ class BackwardThreads:
     """The backward jobs of one forward pass, done by the threads of the stages."""
 
     def __init__(self, threads: StageThreads) -> None:
-        self.stages = threads.count
+        self.stages: int = threads.count
         # The gradients of a stage's input, by (micro-batch, stage), until the stage before takes them.
         self.gradients: dict[tuple[int, int], Future[Gradients]] = {}
         self.recomputed: dict[tuple[int, int], Future[None]] = {}

@@ -43,8 +43,8 @@ class DeferredBatchNorm(_BatchNorm):
     def begin(self, chunks: int) -> None:
         """Start a mini-batch of so many micro-batches; what an unfinished one left is forgotten."""
         self.expected = chunks
-        self.seen = 0
-        self.count = 0
+        self.seen: int = 0
+        self.count: int = 0
         # Plain attributes, not buffers: the state dict stays that of an ordinary batch norm.
         self.mean: Tensor | None = None
         self.deviation: Tensor | None = None  # the sum of squared differences from the mean

@@ -44,7 +44,7 @@ class ReplayRandom:
     """The second run draws the random numbers of the first."""
 
     def __init__(self, device: torch.device) -> None:
-        self.devices = sorted({torch.device("cpu"), device}, key=str)
+        self.devices: list[Any] = sorted({torch.device("cpu"), device}, key=str)
         self.states: list[Tensor] = []
 
     def record(self) -> AbstractContextManager[None]:
@@ -169,10 +169,10 @@ class Checkpointing:
         structure = batch.copy()
         structure[:] = tuple(get_phony(x.device, requires_grad=False) for x in batch)
         replay = replay or ReplayRandom(batch[0].device)
-        self.shared = _Shared(function, structure, replay, ThreadState.capture(), backward_task)
+        self.shared: _Shared = _Shared(function, structure, replay, ThreadState.capture(), backward_task)
         # The input may need no gradient while the parameters do, so a phony that needs one comes along.
-        self.phony = get_phony(batch[0].device, requires_grad=True) if phony is None else phony
-        self.tie = tie_parameters(parameters, batch[0].device)
+        self.phony: Tensor = get_phony(batch[0].device, requires_grad=True) if phony is None else phony
+        self.tie: Tensor | None = tie_parameters(parameters, batch[0].device)
 
     def checkpoint(self) -> Batch:
         """Run the function under checkpointing."""

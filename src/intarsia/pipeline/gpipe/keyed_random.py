@@ -135,7 +135,8 @@ class SeenDraws(_DrawMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count, self.devices = 0, set[torch.device]()
+        self.count: int = 0
+        self.devices: set[Any] = set[torch.device]()
         self._hold = holding()
 
     def draw(self, count: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

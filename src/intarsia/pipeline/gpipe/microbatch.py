@@ -27,7 +27,7 @@ class Batch:
     """
 
     def __init__(self, value: Any) -> None:
-        self.atomic = isinstance(value, Tensor)
+        self.atomic: bool = isinstance(value, Tensor)
         if self.atomic:
             self._tensors: list[Tensor] = [value]
             return

@@ -55,9 +55,11 @@ class Progress:
     """
 
     def __init__(self, m: int, keeps: list[bool]) -> None:
-        self.m, self.n = m, len(keeps) + 1
+        self.m: int = m
+        self.n: int = len(keeps) + 1
         self.keeps = keeps
-        self.submitted, self.done = [0] * self.n, [0] * self.n
+        self.submitted: list[int] = [0] * self.n
+        self.done: list[int] = [0] * self.n
         self.failures: list[TaskResult] = []
         self.stop = False
 
@@ -123,15 +125,19 @@ class Pipeline:
         threads: StageThreads | None = None,
     ) -> None:
         self.batches = batches
-        self.partitions = list(partitions)
+        self.partitions: list[nn.Sequential] = list(partitions)
         count = len(self.partitions)
-        self.devices = devices or [torch.device("cpu")] * count
-        self.copy_streams = copy_streams or [[new_stream(d) for _ in batches] for d in self.devices]
-        self.skip_layout = skip_layout or inspect_skip_layout(self.partitions)
+        self.devices: list[torch.device] = devices or [torch.device("cpu")] * count
+        self.copy_streams: list[list[AbstractStream]] = copy_streams or [
+            [new_stream(d) for _ in batches] for d in self.devices
+        ]
+        self.skip_layout: SkipLayout = skip_layout or inspect_skip_layout(self.partitions)
         self.checkpoint_stop = checkpoint_stop
-        self.concurrent_backward = checkpoint_stop > 0 if concurrent_backward is None else concurrent_backward
-        self.effects = effects or [StageEffects() for _ in range(count)]
-        self.threads = threads or StageThreads(count)
+        self.concurrent_backward: bool = (
+            checkpoint_stop > 0 if concurrent_backward is None else concurrent_backward
+        )
+        self.effects: list[StageEffects] = effects or [StageEffects() for _ in range(count)]
+        self.threads: StageThreads = threads or StageThreads(count)
 
     def run(self) -> None:
         """Run; an exception of any stage is raised here, with the stage and the micro-batch noted."""

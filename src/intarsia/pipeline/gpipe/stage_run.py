@@ -36,12 +36,12 @@ class StageRun:
         self.effects = effects
         self.skip_tracker = skip_tracker
         self.place = place
-        self.key = key.of(place[0])
+        self.key: RandomKey = key.of(place[0])
         self.parameters = parameters  # of the stage: a walk over its modules, the same for all micro-batches
-        self.observing = not effects.known_for(stage)
-        self.mutates_input = self.observing or effects.mutates_input
+        self.observing: bool = not effects.known_for(stage)
+        self.mutates_input: bool = self.observing or effects.mutates_input
         self.mutated = False
-        self.buffers = BufferSnapshot([], [])
+        self.buffers: BufferSnapshot = BufferSnapshot([], [])
 
     def compute(
         self,

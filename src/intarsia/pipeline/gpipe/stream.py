@@ -17,7 +17,7 @@ class CPUStreamType:
         return "CPUStream"
 
 
-CPUStream = CPUStreamType()
+CPUStream: CPUStreamType = CPUStreamType()
 
 AbstractStream: TypeAlias = torch.cuda.Stream | CPUStreamType
 

@@ -62,7 +62,7 @@ class MadeUp:
 
     def __init__(self) -> None:
         device = torch.get_default_device()
-        self.device = torch.device("cpu") if device.type == "meta" else device
+        self.device: torch.device = torch.device("cpu") if device.type == "meta" else device
 
     def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
         """The least of `repeats` runs."""

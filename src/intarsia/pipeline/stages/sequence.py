@@ -92,12 +92,12 @@ class StageSequence(nn.Module):
             self.add_module(str(i), stage)
         self.signature = signature
         self.report = report
-        self.keys = tuple(keys)
+        self.keys: tuple[str, ...] = tuple(keys)
         # Found now: a stage that is loaded without the others has a parameter of its own.
         self.tied: tuple[Tied, ...] = find_tied(stages)
         # Of a model on the meta device: values of buffers that no file of weights holds.
-        self.buffer_values = dict(buffer_values or {})
-        self.training = stages[0].training
+        self.buffer_values: dict[str, Any] = dict(buffer_values or {})
+        self.training: bool = stages[0].training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer."""

@@ -21,7 +21,7 @@ class DeferredNode(nn.Module):
 
     def __init__(self, momentum: float, eps: float) -> None:
         super().__init__()
-        self.norm = DeferredBatchNorm(1, eps, momentum, affine=False)
+        self.norm: DeferredBatchNorm = DeferredBatchNorm(1, eps, momentum, affine=False)
 
     def begin(self, chunks: int) -> None:
         """Start a batch of so many micro-batches."""

@@ -23,7 +23,7 @@ class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
+        self.found: bool = False
 
     def __torch_dispatch__(
         self,

@@ -43,10 +43,11 @@ class TreeStage(nn.Module):
     def __init__(self, piece: Piece, root: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
         object.__setattr__(self, "graph", piece.graph)
-        self.arguments = tuple(node.name for node in piece.inputs)
-        self.results = tuple(node.name for node in piece.outputs)
-        self.input_names, self.output_names = tuple(inputs), tuple(outputs)
-        self.captured_training = root.training
+        self.arguments: tuple[Any, ...] = tuple(node.name for node in piece.inputs)
+        self.results: tuple[Any, ...] = tuple(node.name for node in piece.outputs)
+        self.input_names: tuple[str, ...] = tuple(inputs)
+        self.output_names: tuple[str, ...] = tuple(outputs)
+        self.captured_training: bool = root.training
         self.mean_node: str | None = None  # the call that averages over tokens itself
         self.writes = False  # whether the example changed a buffer
         self.answer: tuple[Any, ...] | None = None  # of the last stage: the example's leaves
@@ -57,7 +58,7 @@ class TreeStage(nn.Module):
                 graft_module(self, str(node.target), root.get_submodule(str(node.target)))
             elif node.op == "get_attr":
                 share(self, str(node.target), root)
-        self.training = root.training
+        self.training: bool = root.training
 
     graph: fx.Graph
     # A module may use a weight in several places without showing it.

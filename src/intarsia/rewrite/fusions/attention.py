@@ -9,7 +9,7 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.network.types import MICROSOFT
+from intarsia.network.shapes import MICROSOFT
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, order_of, scalar, weight
 from intarsia.rewrite.pattern import Refusal, refuse
 from intarsia.rewrite.rule import rule

@@ -14,7 +14,7 @@ from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
 from intarsia.network.ops import MAY_BE_IDENTITY
-from intarsia.network.types import OPSET, ir_version
+from intarsia.network.shapes import OPSET, ir_version
 from intarsia.rewrite.fusions.fusion import Fusion, given
 from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
 from intarsia.rewrite.rule import rule
@@ -34,7 +34,7 @@ _FOLDABLE = frozenset(
 class Unchanged(PatternRewriter):
     """Layers that hand on their input as it is."""
 
-    reach = 1
+    reach: int | None = 1
 
     def __init__(self) -> None:
         super().__init__("identity", MAY_BE_IDENTITY, True)
@@ -91,7 +91,7 @@ def _two_casts(rng: np.random.Generator, large: bool) -> None:
 class EqualWork(PatternRewriter):
     """A layer that does what an earlier one did."""
 
-    reach = 1
+    reach: int | None = 1
 
     def __init__(self) -> None:
         super().__init__("common_subexpression")
@@ -143,7 +143,7 @@ def _twins(rng: np.random.Generator, large: bool) -> None:
 class Folded(PatternRewriter):
     """A layer all of whose inputs are known becomes what it makes."""
 
-    reach = 1
+    reach: int | None = 1
 
     def __init__(self) -> None:
         super().__init__("constant_folding", _FOLDABLE)

@@ -21,7 +21,7 @@ class SkipLayout:
     """
 
     def __init__(self, num_partitions: int, skip_routes: Mapping[Key, tuple[int, int]]) -> None:
-        self.by_ns_name = dict(skip_routes)
+        self.by_ns_name: dict[Key, tuple[int, int]] = dict(skip_routes)
         self.by_partition: list[list[tuple[int, Namespace | None, str]]] = [[] for _ in range(num_partitions)]
         for (ns, name), (source, destination) in skip_routes.items():
             self.by_partition[destination].append((source, ns, name))

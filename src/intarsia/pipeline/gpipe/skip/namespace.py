@@ -17,7 +17,7 @@ class Namespace:
     __slots__ = ("id",)
 
     def __init__(self) -> None:
-        self.id = uuid.uuid4()
+        self.id: uuid.UUID = uuid.uuid4()
 
     def __repr__(self) -> str:
         return f"<Namespace {self.id}>"

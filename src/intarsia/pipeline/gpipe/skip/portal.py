@@ -53,7 +53,7 @@ class Portal:
 
     def put_tensor(self, tensor: Any, tensor_life: int) -> None:
         """Put a tensor in, for so many uses."""
-        self.tensor_life = tensor_life
+        self.tensor_life: int = tensor_life
         self.tensor = tensor if tensor_life > 0 else None
 
     def use_tensor(self) -> Any:
