@@ -157,7 +157,7 @@ def _is_product_of_bytes(layer: Layer) -> bool:
 
 
 def _halved(layer: Layer) -> Tensor:
-    x, weight, scale, zero, _, bias = (*layer.get_inputs(), None, None)[:6]
+    x, weight, scale, zero, _, bias = (*layer.get_inputs(), None, None, None)[:6]
     assert x is not None
     content, scales = _numbers(weight), _numbers(scale)
     zeros = np.full(scales.shape, 128, np.uint8) if zero is None else _numbers(zero).reshape(scales.shape)
