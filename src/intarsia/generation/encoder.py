@@ -38,7 +38,7 @@ class EncoderForward(ReplacedForward):
         self.source: Source = source
         self.plain: Compiled | PartlyCompiled = plain
         self.masked: Compiled | PartlyCompiled | None = masked
-        self.runs = {"encoder": 0, "own": 0}
+        self.runs: dict[str, int] = {"encoder": 0, "own": 0}
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config: Any = self.module.config
