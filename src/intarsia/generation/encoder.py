@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from intarsia.errors import InputError
-from intarsia.generation.anatomy import Anatomy
+from intarsia.generation.anatomy import Anatomy, Source
 from intarsia.generation.call import arguments
 from intarsia.generation.masks import source_mask
 from intarsia.generation.replaced import ReplacedForward
-from intarsia.generation.source import Source
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 

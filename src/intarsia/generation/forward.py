@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
-from intarsia.generation.anatomy import Anatomy
+from intarsia.generation.anatomy import Anatomy, counts_tokens
 from intarsia.generation.call import Call, arguments, understood
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask, token_mask
-from intarsia.generation.positions import counts_tokens
 from intarsia.generation.replaced import ReplacedForward
 from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
 from intarsia.runtime.compiled import Compiled

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call
+from intarsia.capture.example import Call
 from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, weights_of
