@@ -1,4 +1,4 @@
-"""Linear layers in the layouts in which people publish quantized weights, written with plain torch operators."""
+"""Linear layers in the layouts of published quantized weights, written with plain torch operators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Awq(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, zeros = (
-            ((words[:, :, None] >> self.shifts) & 15).reshape(-1, self.rows) for words in (self.qweight, self.qzeros)
+            ((words[:, :, None] >> self.shifts) & 15).reshape(-1, self.rows)
+            for words in (self.qweight, self.qzeros)
         )
         zeros, scales = (each.repeat_interleave(self.group, 0) for each in (zeros, self.scales))
         return x @ ((weight - zeros) * scales)
@@ -38,7 +39,9 @@ class Awq(nn.Module):
 class Gptq(nn.Module):
     """int32 of (columns / 8, rows); the group of each column by `g_idx`, which act-order permutes."""
 
-    def __init__(self, columns: int, rows: int, group: int, act_order: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, columns: int, rows: int, group: int, act_order: bool, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         groups = torch.arange(columns) // group
         self.register_buffer("g_idx", (groups[torch.randperm(columns)] if act_order else groups).int())
@@ -59,7 +62,9 @@ class Gptq(nn.Module):
 class Compressed(nn.Module):
     """int32 of (rows, columns / 8), or int8 as it is; symmetric, scales of (rows, groups)."""
 
-    def __init__(self, columns: int, rows: int, group: int, bits: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, columns: int, rows: int, group: int, bits: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.bits, self.group = bits, group
         if bits == 4:
@@ -85,7 +90,9 @@ class Unsigned(nn.Module):
     def __init__(self, columns: int, rows: int, nibbles: bool) -> None:
         super().__init__()
         self.nibbles = nibbles
-        self.register_buffer("weight", torch.randint(0, 256, (rows, columns // (2 if nibbles else 1)), dtype=torch.uint8))
+        self.register_buffer(
+            "weight", torch.randint(0, 256, (rows, columns // (2 if nibbles else 1)), dtype=torch.uint8)
+        )
         self.register_buffer("scale", torch.tensor(0.5 / columns))
         self.register_buffer("zero", torch.tensor(5, dtype=torch.uint8))
 

@@ -14,6 +14,7 @@ They consist of operators of torch, so that compilers see through them.
 from __future__ import annotations
 
 import torch
+from torch import fx
 from torch.nn import functional
 
 
@@ -69,3 +70,9 @@ torch.library.impl("intarsia::quantized_embedding", "CompositeImplicitAutograd",
 
 LINEAR = torch.ops.intarsia.quantized_linear.default
 EMBEDDING = torch.ops.intarsia.quantized_embedding.default
+
+
+def bits_of(node: fx.Node) -> int | None:
+    """The bits of the weight that a node reads; None for one that reads no weight in few bits."""
+    place = {LINEAR: 5, EMBEDDING: 4}.get(node.target)  # type: ignore[call-overload]
+    return None if place is None else node.args[place]  # type: ignore[return-value]

@@ -117,7 +117,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, int]:
 
 
 def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
-    """Whether a product multiplies what a call brings by a matrix of floats, made of about as many integers."""
+    """Whether a product multiplies what a call brings by a matrix made of about as many integers."""
     place, _ = _READERS[node.target]
     weight = node.args[place].meta["val"]  # type: ignore[union-attr]
     operand: Any = node.args[1 - place] if node.target is not aten.addmm.default else node.args[1]
@@ -251,7 +251,10 @@ def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
     if size < min(_SMALLEST_GROUP, columns):
         raise _Unpackable(f"its groups have {size} weights, and less than {_SMALLEST_GROUP} are not handled")
     scale = scale[:, ::size].contiguous()
-    for bits, group in [*((4, s) for s in _halves(size) if columns % 2 == 0), *((8, s) for s in _halves(size))]:
+    for bits, group in [
+        *((4, s) for s in _halves(size) if columns % 2 == 0),
+        *((8, s) for s in _halves(size)),
+    ]:
         zero = _zeros(integers, group, bits)
         if zero is None:
             continue

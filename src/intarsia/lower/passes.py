@@ -187,7 +187,9 @@ def remove_dead_code(module: fx.GraphModule) -> None:
         lambda node: node.op in ("placeholder", "output") or not _removable(node)
     )
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    for name in [name for name in module.__dict__ if name.startswith(("_folded_", "_packed_")) and name not in used]:
+    for name in [
+        name for name in module.__dict__ if name.startswith(("_folded_", "_packed_")) and name not in used
+    ]:
         del module.__dict__[name]
 
 

@@ -137,7 +137,7 @@ def has_products_of_bytes(net: Network) -> bool:
 
 
 def with_halved_bytes(net: Network) -> Network:
-    """A copy whose weights in 8 bits are sums: 16 times the upper halves of the bytes, and the lower halves."""
+    """A copy with sums for weights in 8 bits: 16 times the upper halves of bytes, and the lower halves."""
     if not has_products_of_bytes(net):
         return net
     copy = Network.of(net.graph.clone())

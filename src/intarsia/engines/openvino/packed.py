@@ -30,7 +30,9 @@ class PackedWeight:
 
 def as_inputs(net: Network, proto: Any, weights: Weights) -> list[PackedWeight]:
     """Let a model take the weights of such products as inputs, and multiply by them as they are."""
-    layers = {layer.get_outputs()[0].name: layer for layer in net.get_layers() if layer.as_layer().op_type == _KIND}
+    layers = {
+        layer.get_outputs()[0].name: layer for layer in net.get_layers() if layer.as_layer().op_type == _KIND
+    }
     if not layers:
         return []
     results = list[PackedWeight]()
@@ -45,9 +47,13 @@ def as_inputs(net: Network, proto: Any, weights: Weights) -> list[PackedWeight]:
         results.append(packed)
         bias = node.input[5] if len(node.input) > 5 else ""
         product = f"{result}_product" if bias else result
-        proto.graph.node.append(helper.make_node("MatMul", [node.input[0], packed.name], [product], name=node.name))
+        proto.graph.node.append(
+            helper.make_node("MatMul", [node.input[0], packed.name], [product], name=node.name)
+        )
         if bias:
-            proto.graph.node.append(helper.make_node("Add", [product, bias], [result], name=f"{node.name}_bias"))
+            proto.graph.node.append(
+                helper.make_node("Add", [product, bias], [result], name=f"{node.name}_bias")
+            )
         sizes = [packed.layer.attribute(size) for size in "KN"]
         proto.graph.input.append(helper.make_tensor_value_info(packed.name, TensorProto.FLOAT, sizes))
     read = {name for node in proto.graph.node for name in node.input}
@@ -86,7 +92,9 @@ def _weight(layer: Layer, memory: list[Any]) -> Any:
     rows, columns, bits, block = (layer.attribute(name) for name in ("N", "K", "bits", "block_size"))
     assert weight is not None and scale is not None
     zeros = None if zero is None else _unpacked(zero, bits)[:, : scale.shape[1]]
-    is_one_group = bool((scale == scale[:, :1]).all()) and (zeros is None or bool((zeros == zeros[:, :1]).all()))
+    is_one_group = bool((scale == scale[:, :1]).all()) and (
+        zeros is None or bool((zeros == zeros[:, :1]).all())
+    )
     if is_one_group:
         weight = weight.reshape(rows, -1)[:, : columns * bits // 8]
         scale, zeros, shape = scale[:, :1], None if zeros is None else zeros[:, :1], (rows, columns)

@@ -9,7 +9,7 @@ from intarsia.network.signature import record_signature
 
 __all__ = ["dequantize_linear", "matmul_nbits", "quantize_linear"]
 
-_IN_FLOAT32 = 1  # the accuracy level at which ONNX Runtime does not round activations
+_IN_FLOAT32 = 1  # the accuracy level at which activations are not rounded
 
 
 @record_signature
@@ -39,7 +39,7 @@ def matmul_nbits(
     bits: int,
     block: int,
 ) -> Tensor:
-    """`x @ w.T + bias` for a weight of rows by columns in 4 or 8 bits: bytes (rows, blocks, bytes of a block)."""
+    """`x @ w.T + bias`, the weight as bytes (rows, blocks of columns, bytes of a block)."""
     return op(
         "MatMulNBits",
         x,
