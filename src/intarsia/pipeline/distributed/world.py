@@ -67,7 +67,7 @@ class World:
                 own = own.select(names.index(tensor), mesh.get_local_rank(tensor))
                 names = [name for name in names if name != tensor]
             places = [names.index(name) for name in (*replicas, pipeline)]
-            table = own.permute(*places).reshape(-1, mesh.size(mesh.mesh_dim_names.index(pipeline)))
+            table = own.permute(*places).reshape(-1, dist.get_world_size(self.pipeline))
             ranks = mesh.mesh.flatten()
             whole = ranks.numel() == dist.get_world_size()
             self.everyone = None if whole else dist.new_group(ranks.tolist())
@@ -195,7 +195,7 @@ def _group(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
     every: Any = mesh.mesh_dim_names
     rest = [i for i, name in enumerate(every) if name not in names]
     rows = mesh.mesh.permute(*rest, *map(every.index, names)).flatten(0, len(rest) - 1).flatten(1).tolist()
-    groups = [dist.new_group(row) for row in rows]  # every rank makes every group
+    groups: list[dist.ProcessGroup] = [dist.new_group(row) for row in rows]  # every rank makes every group
     return groups[next(i for i, row in enumerate(rows) if dist.get_rank() in row)]
 
 

@@ -128,11 +128,12 @@ def no_other_dice() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     before, seed, torch_state = random.getstate(), torch.initial_seed(), torch.get_rng_state()
     array = None if numpy is None else numpy.random.get_state()
-    set_state, put_back = torch.set_rng_state, []
+    set_state = torch.set_rng_state
+    put_back: list[torch.Tensor] = []
 
-    def noticed(state: torch.Tensor) -> None:
-        put_back.append(state)
-        set_state(state)
+    def noticed(new_state: torch.Tensor) -> None:
+        put_back.append(new_state)
+        set_state(new_state)
 
     torch.set_rng_state = noticed  # what `fork_rng` calls at its end
     try:

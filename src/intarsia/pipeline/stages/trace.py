@@ -236,8 +236,9 @@ def _signature(
         else:
             raise CaptureError(f"output {i} is {value.meta['val']!r}, a number that changes with the input")
     ranges = {
-        str(symbol): tuple(
-            int(end) if end.is_Integer else limit for end, limit in ((r.lower, 0), (r.upper, 2**62))
+        str(symbol): (
+            int(r.lower) if r.lower.is_Integer else 0,  # a number read from data has no least
+            int(r.upper) if r.upper.is_Integer else 2**62,
         )
         for symbol, r in program.range_constraints.items()
     }
