@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from intarsia.quantized import EMBEDDING, LINEAR, dequantized
 
 aten = torch.ops.aten
 
-_SMALLEST_GROUP = 16  # columns; scales of smaller groups would take as much memory as the integers
+_BLOCKS = (256, 128, 64, 32, 16)  # columns; scales of smaller groups would take as much memory as integers
+_SHORT_BLOCK = 64  # of fewer columns, a row that has one scale is not divided
 _FEWEST_BITS = 2  # of a weight; fewer bytes of integers in a weight's constants are places, not the weight
 _SHORT = frozenset({torch.int8, torch.uint8, torch.int32})
 # Products and lookups: where the weight stands, and whether its rows are the columns of the product's result.
@@ -147,7 +148,7 @@ def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
     again = dequantized(result.weight, result.scale, result.zero, result.bits, dense.dtype)
     if not torch.equal(again, ordered):
         raise _Unpackable("scaled anew, its integers give other numbers than the model computes")
-    return result
+    return replace(result, weight=values.held(weight, result.weight))
 
 
 class _Values:
@@ -159,14 +160,7 @@ class _Values:
 
     def of(self, node: fx.Node) -> torch.Tensor:
         """The value of a node; what leads to it is let go of on the way."""
-        order: dict[fx.Node, None] = {}
-        waiting = [node]
-        while waiting:
-            one = waiting.pop()
-            order.pop(one, None)
-            order[one] = None
-            waiting += one.all_input_nodes
-        chain = sorted(order)
+        chain = sorted(_behind(node))
         last = {source: one for one in chain for source in one.all_input_nodes}
         values: dict[fx.Node, Any] = {}
         for one in chain:
@@ -182,9 +176,32 @@ class _Values:
         result: torch.Tensor = values[node]
         return result
 
+    def held(self, node: fx.Node, content: torch.Tensor) -> torch.Tensor:
+        """The same bytes where the model has them, if one of the tensors that lead to a node is laid out so."""
+        for leaf in sorted(_behind(node)):
+            if leaf.op != "get_attr":
+                continue
+            own = getattr(self._module, str(leaf.target)).detach()
+            if own.dtype in _SHORT and own.nbytes == content.nbytes and own.is_contiguous():
+                alike = own.view(torch.uint8).view(content.shape)
+                if torch.equal(alike, content):
+                    return alike
+        return content
+
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a node is given besides its first argument."""
         return fx.map_arg((node.args[1:], node.kwargs), self.of)  # type: ignore[return-value]
+
+
+def _behind(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is computed of."""
+    seen, waiting = set[fx.Node](), [node]
+    while waiting:
+        one = waiting.pop()
+        if one not in seen:
+            seen.add(one)
+            waiting += one.all_input_nodes
+    return seen
 
 
 def _origin(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -244,35 +261,29 @@ def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
     integers, order = integers.to(torch.int16), None
     columns = integers.shape[1]
     size = _group_size(scale)
-    if size < min(_SMALLEST_GROUP, columns):
+    if not _blocks(size, columns):
         order = _order_of_groups(scale)
         integers, scale = integers[:, order], scale[:, order]
         size = _group_size(scale)
-    if size < min(_SMALLEST_GROUP, columns):
-        raise _Unpackable(f"its groups have {size} weights, and less than {_SMALLEST_GROUP} are not handled")
-    scale = scale[:, ::size].contiguous()
-    for bits, group in [
-        *((4, s) for s in _halves(size) if columns % 2 == 0),
-        *((8, s) for s in _halves(size)),
-    ]:
-        zero = _zeros(integers, group, bits)
-        if zero is None:
-            continue
-        scales = scale.repeat_interleave(size // group, 1)
-        middle, groups = 2 ** (bits - 1), columns // group
-        numbers = (integers.unflatten(1, (groups, group)) + zero.unsqueeze(2)).flatten(1).to(torch.uint8)
-        weight = numbers[:, ::2] | numbers[:, 1::2] << 4 if bits == 4 else numbers
-        has_zero = bool((zero != middle).any())
-        return _Packed(weight, scales, zero.to(torch.uint8) if has_zero else None, bits, order)
+    if not (blocks := _blocks(size, columns)):
+        raise _Unpackable(f"its groups have {size} weights, and those that are no multiple of 16 are not handled")
+    for bits in (4, 8) if columns % 2 == 0 else (8,):
+        for block in blocks:
+            if (zero := _zeros(integers, block, bits)) is None:
+                continue
+            numbers = (integers.unflatten(1, (-1, block)) + zero.unsqueeze(2)).to(torch.uint8)
+            weight = numbers[..., ::2] | numbers[..., 1::2] << 4 if bits == 4 else numbers
+            is_middle = bool((zero == 2 ** (bits - 1)).all())
+            scales = scale[:, ::block].contiguous()
+            return _Packed(weight, scales, None if is_middle else zero.to(torch.uint8), bits, order)
     raise _Unpackable("the integers of a group need more than 8 bits")
 
 
-def _halves(size: int) -> list[int]:
-    """A group of so many columns, and its parts in which zero points may differ."""
-    sizes = [size]
-    while sizes[-1] % 2 == 0 and sizes[-1] // 2 >= _SMALLEST_GROUP:
-        sizes.append(sizes[-1] // 2)
-    return sizes
+def _blocks(size: int, columns: int) -> list[int]:
+    """Sizes of blocks within a group of so many columns, the largest first: zero points may be of less."""
+    blocks = [block for block in _BLOCKS if size % block == 0]
+    is_row = size == columns and (not blocks or blocks[0] < _SHORT_BLOCK)
+    return [columns, *blocks] if is_row else blocks
 
 
 def _zeros(integers: torch.Tensor, group: int, bits: int) -> torch.Tensor | None:
