@@ -1,15 +1,15 @@
 """Weights in 4 or 8 bits as a graph holds them: the operators that read them, and how their bits lie.
 
-A weight of N rows and K columns is `(integers - zero) * scale`, with one scale and one zero for each block of
+A weight of N rows and K columns is `(integers - zero) * scale`, with a scale and a zero for each block of
 consecutive columns of a row:
 
-    weight   uint8, (N, blocks, bytes of a block); in 4 bits the even columns are the lower halves of the bytes
+    weight   uint8, (N, blocks, bytes of a block); in 4 bits even columns are the lower halves of bytes
     scale    (N, blocks), in the dtype in which the model multiplies
     zero     uint8, (N, blocks); None stands for the middle of the range, 8 or 128
 
 Blocks have 16, 32, 64, 128 or 256 columns, as kernels want them, or are rows.
 
-The operators are what the matcher of `lower/packing.py` puts into a graph, converters take, and PyTorch runs.
+The matcher of `lower/packing.py` puts the operators into a graph; converters take them, PyTorch runs them.
 They consist of operators of torch, so that compilers see through them.
 """
 
@@ -55,7 +55,8 @@ def _embedding(
 ) -> torch.Tensor:
     zeros = None if zero is None else torch.embedding(zero, indices)
     rows, scales = torch.embedding(weight.flatten(1), indices), torch.embedding(scale, indices)
-    return dequantized(rows.unflatten(-1, weight.shape[1:]), scales, zeros, bits, dtype)
+    blocks = rows.reshape(*indices.shape, *weight.shape[1:])
+    return dequantized(blocks, scales, zeros, bits, dtype)
 
 
 torch.library.define(
@@ -75,5 +76,5 @@ EMBEDDING = torch.ops.intarsia.quantized_embedding.default
 
 def bits_of(node: fx.Node) -> int | None:
     """The bits of the weight that a node reads; None for one that reads no weight in few bits."""
-    place = {LINEAR: 5, EMBEDDING: 4}.get(node.target)  # type: ignore[call-overload]
+    place = {LINEAR: 5, EMBEDDING: 4}.get(node.target)
     return None if place is None else node.args[place]  # type: ignore[return-value]

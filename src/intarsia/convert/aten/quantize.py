@@ -8,8 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from intarsia.convert.aten.indexing import from_the_front
-from intarsia.convert.aten.kernels import wide
+from intarsia.convert.aten.kernels import from_the_front, wide
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
@@ -224,7 +223,7 @@ def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: st
         block = next((size for size in _BLOCKS if size >= columns), _BLOCKS[-1])
         count, size = -(-columns // block), block * bits // 8
         padded = torch.nn.functional.pad(weight[:, 0], (0, count * size - weight.shape[2]))
-        weight = padded.unflatten(1, (count, size))
+        weight = padded.view(-1, count, size)
         scale, zero = (None if each is None else each.expand(-1, count) for each in (scale, zero))
     zeros = None if zero is None else _in_bytes(zero, bits)
     rows = x if x.ndim > 1 else F.reshape(x, [1, columns])
