@@ -1,4 +1,4 @@
-"""Compiled, models with quantized weights answer as they do when run eagerly, on every engine that takes them."""
+"""Compiled, models with quantized weights answer as they do eagerly, on every engine that takes them."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class QuantizedLinear(nn.Module):
         """Look at the values of tensors that have just been read."""
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.bits} bits in groups of {self.group}"
+        sizes = f"{self.in_features} inputs, {self.out_features} outputs"
+        return f"{sizes}, {self.bits} bits in groups of {self.group}"
 
     @property
     def each(self) -> int:
@@ -289,7 +290,8 @@ def unpacked(packed: Tensor, bits: int, dim: int, interleaved: bool = False) -> 
     if interleaved:  # column 1 is in the fifth place: 0, 4, 1, 5, 2, 6, 3, 7
         places = places.reshape(2, -1).t().flatten()
     shifts = (places * bits).reshape(-1, *[1] * (1 - dim))
-    return ((packed.unsqueeze(dim + 1) >> shifts) & (2**bits - 1)).flatten(dim, dim + 1)
+    integers: Tensor = (packed.unsqueeze(dim + 1) >> shifts) & (2**bits - 1)
+    return integers.flatten(dim, dim + 1)
 
 
 def dequantized(
@@ -303,7 +305,7 @@ def dequantized(
         zero = zero[:, index].to(scale.dtype) if isinstance(zero, Tensor) else zero
         weight = numbers.to(scale.dtype)
         return (weight if zero is None else weight - zero) * scale[:, index]
-    weight = numbers.unflatten(1, (scale.shape[1], -1)).to(scale.dtype)
+    weight = numbers.reshape(numbers.shape[0], scale.shape[1], -1).to(scale.dtype)
     if zero is not None:
         weight = weight - (zero.unsqueeze(2).to(scale.dtype) if isinstance(zero, Tensor) else zero)
     return (weight * scale.unsqueeze(2)).flatten(1)

@@ -60,21 +60,32 @@ def _quantized(hf: Any, folder: Path, config: Any, settings: dict[str, Any], loa
     from intarsia.checkpoint.quantizer import METHOD
 
     config.quantization_config = {"quant_method": METHOD, "checkpoint": settings}
-    model, report = class_of(hf, config).from_pretrained(
-        folder, config=config, output_loading_info=True, **loaded
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise InputError(f"{folder} has no tensor {missing[0]}, which {type(model).__name__} needs")
-    return model.eval()
+    return _complete(hf, folder, config, loaded)
 
 
 def _by_its_own_package(hf: Any, folder: Path, reason: UnknownLayout, loaded: dict[str, Any]) -> Any:
     """The model as transformers loads it with the package that wrote the checkpoint, if that is installed."""
     try:
-        return class_of(hf, hf.AutoConfig.from_pretrained(folder)).from_pretrained(folder, **loaded).eval()
+        return _complete(hf, folder, hf.AutoConfig.from_pretrained(folder), loaded)
     except Exception as error:  # transformers raises many kinds here
         said = next(iter(str(error).splitlines()), "")
-        raise InputError(f"{folder}: {reason}, and transformers cannot load it: {said}") from error
+        raise InputError(f"{reason}, and transformers cannot load {folder}: {said}") from error
+
+
+def _complete(hf: Any, folder: Path, config: Any, loaded: dict[str, Any]) -> Any:
+    """The model, of which no weight is left as it was drawn.
+
+    transformers 5.22 draws what files lack, such as all weights of a `quant_method` that it does not know.
+    """
+    kind = class_of(hf, config)
+    model, report = kind.from_pretrained(folder, config=config, output_loading_info=True, **loaded)
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(f"{folder} has no tensor {missing[0]}, which {type(model).__name__} needs")
+    modules = dict(model.named_modules())
+    # Tensors of modules that the model does not have are others' business, such as heads for speculation.
+    if others := sorted(key for key in report["unexpected_keys"] if key.rpartition(".")[0] in modules):
+        raise InputError(f"{folder} has a tensor {others[0]}, which {type(model).__name__} does not take")
+    return model.eval()
 
 
 def transformers_for(name: str) -> Any:

@@ -15,7 +15,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from intarsia.checkpoint.layouts import scheme_of
+from intarsia.checkpoint.layouts import UnknownLayout, scheme_of
 from intarsia.checkpoint.linear import QuantizedLinear
 from intarsia.errors import InputError
 
@@ -51,7 +51,9 @@ class _Header:
 
 
 @register_quantization_config(METHOD)
-class _Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers has no types
+class _Config(QuantizationConfigMixin):
+    quant_method: Any
+
     def __init__(self, checkpoint: dict[str, Any], **others: Any) -> None:
         self.quant_method = METHOD
         self.checkpoint = checkpoint  # the `quantization_config` of config.json
@@ -106,9 +108,11 @@ def _replace(model: nn.Module, headers: Mapping[str, _Header], settings: dict[st
     modules = dict(model.named_modules())
     for name in packed:
         tensor = f"{name}.{next(suffix for suffix in _PACKED if suffix in suffixes[name])}"
-        if not isinstance(linear := modules.get(name), nn.Linear):
-            kind = "no module" if name not in modules else f"a {type(modules[name]).__name__}, no nn.Linear,"
-            raise InputError(f"{tensor} is for {kind} of the {type(model).__name__}")
+        if (linear := modules.get(name)) is None:
+            raise InputError(f"{tensor} is for a layer that {type(model).__name__} does not have")
+        if not isinstance(linear, nn.Linear):
+            kind = type(linear).__name__
+            raise UnknownLayout(f"{tensor} is quantized; that is read for nn.Linear only, not for {kind}")
         if (replacement := scheme(name)) is None:
             raise InputError(f"{tensor} is quantized, but quantization_config leaves {name} as it is")
         try:
@@ -119,25 +123,21 @@ def _replace(model: nn.Module, headers: Mapping[str, _Header], settings: dict[st
 
 
 def _check(model: nn.Module, headers: Mapping[str, _Header]) -> None:
-    """Refuse tensors that do not have the shapes and dtypes that the layers take."""
+    """Refuse tensors that do not have the shapes and dtypes that the modules take."""
     for path, module in model.named_modules():
-        if not isinstance(module, QuantizedLinear):
-            continue
-        taken = module.state_dict()
-        for suffix, tensor in taken.items():
+        is_quantized = isinstance(module, QuantizedLinear)
+        reader = f"a layer of {module.extra_repr()}" if is_quantized else type(model).__name__
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        for suffix, tensor in own.items():
             name, needed = f"{path}.{suffix}", _Header(tensor.dtype, tuple(tensor.shape))
-            if (header := headers.get(name)) is None:
-                raise InputError(f"{name} is missing; {_layer(module)} needs {needed}")
-            is_real = tensor.dtype in _FLOATS
-            fits = header.dtype in _FLOATS if is_real else header.dtype == tensor.dtype
-            if not fits or header.shape != needed.shape:
-                raise InputError(f"{name} is {header}; {_layer(module)} needs {needed}")
-        others = {name for name in headers if name.rpartition(".")[0] == path} - {
-            f"{path}.{s}" for s in taken
-        }
-        if others:
-            raise InputError(f"{min(others)} is not known to {_layer(module)}")
-
-
-def _layer(module: QuantizedLinear) -> str:
-    return f"a layer of {module.extra_repr()}"
+            if (header := headers.get(name)) is not None:
+                is_real = tensor.dtype in _FLOATS
+                fits = header.dtype in _FLOATS if is_real else header.dtype == tensor.dtype
+                if not fits or header.shape != needed.shape:
+                    raise InputError(f"{name} is {header}; {reader} needs {needed}")
+            elif is_quantized:
+                raise InputError(f"{name} is missing; {reader} needs {needed}")
+        if is_quantized:
+            others = {name for name in headers if name.rpartition(".")[0] == path}
+            if others := others - {f"{path}.{suffix}" for suffix in own}:
+                raise InputError(f"{min(others)} is not known to {reader}")
