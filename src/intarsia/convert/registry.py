@@ -21,7 +21,7 @@ Author = TypeVar("Author", bound=Callable[..., Any])
 
 
 class ConverterPriority(enum.IntEnum):
-    """Which converter of an operator is asked first; the shipped ones are STANDARD.
+    """The order in which converters of an operator are tried. Shipped converters are STANDARD.
 
     >>> ConverterPriority.HIGH > ConverterPriority.STANDARD
     True

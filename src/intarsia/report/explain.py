@@ -50,12 +50,12 @@ def explain(
     dynamic_shapes: Any = None,
     **options: Unpack[CompileKeywords],
 ) -> Explanation:
-    """Say what `compile` would run where, and why; no engine is built and nothing is run.
+    """Say what `compile` would run where, and why. Nothing is built and nothing is run.
 
-    The arguments are those of `compile`. Nothing is measured: where `compile` would measure, the plan shown
-    is the one that engines in their order give, and a note says so. The advice names the ops that, if an
-    engine took them, would save segments. Bodies of control flow are explained too, each by itself; so are
-    the submodules that are compiled of a model that cannot be captured as a whole.
+    The arguments are those of `compile`. If `compile` would measure plans, the plan shown here is that of the
+    engines in their default order, and a note says so. The advice names the operators whose support would save
+    the most segments. Bodies of control flow are explained separately. So are the submodules of a model that is
+    compiled in parts.
 
     Example:
         >>> import torch, intarsia

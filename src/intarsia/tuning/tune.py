@@ -82,16 +82,15 @@ def tune(
 ) -> Tuned:
     """Speed up a program that you did not write: `intarsia.tune(pipe, lambda: pipe(prompt))`.
 
-    The modules that take the time are compiled for the calls that were seen, verified on them, and put in
-    place.
-    Sizes that varied become ranges. A module that cannot be compiled stays as it is, and the modules inside
-    it are considered. Only `forward` of a module is replaced; `restore()` undoes it.
+    The modules that take most of the time are compiled for the recorded calls, compared on them, and their
+    `forward` is replaced. Sizes that differ between calls may vary. If a module cannot be compiled, the modules
+    inside it are tried. `restore()` undoes everything.
 
     Args:
         target: an object that holds modules: a pipeline, a service, a model.
-        call: runs your own code; it is called about ten times.
-        least_share: modules that take less than this share of the call are left alone.
-        only_if_faster: keep a program only if it is faster, alone and in the whole call.
+        call: runs your code. It is called about ten times.
+        least_share: modules that take less than this share of the call are not compiled.
+        only_if_faster: keep a program only if it is faster, both alone and in the whole call.
         rounds: how often the whole call is timed before and after.
         options: those of `intarsia.compile`.
 
