@@ -22,7 +22,7 @@ class IntarsiaError(Exception):
 
 
 class InternalError(IntarsiaError):
-    """An unexpected failure inside Intarsia or torch. The message says what failed, in which stage and where."""
+    """An unexpected failure inside Intarsia or torch. The message says what failed, and where."""
 
 
 class DifferenceWarning(UserWarning):

@@ -31,11 +31,11 @@ def save(
 ) -> None:
     """Write a compiled module to a file. `load` reads it in any process, without the model or its code.
 
-    The file holds graphs, networks, weights, the plan, and what engines have packed. The packed form is used if
-    versions and machine match; otherwise engines are built again. For a model compiled in parts, the file holds
-    the parts, and `load` needs the model. With `inductor="aot"`, segments on Inductor are also compiled to
-    packages of AOTInductor. They are machine code, which `load` runs only with `trust_native_code=True`; they
-    need no compiler. Writing is atomic: the file appears complete or not at all.
+    The file holds graphs, networks, weights, the plan, and what engines have packed. The packed form is used
+    if versions and machine match; otherwise engines are built again. For a model compiled in parts, the file
+    holds the parts, and `load` needs the model. With `inductor="aot"`, segments on Inductor are also compiled
+    to packages of AOTInductor. They are machine code, which `load` runs only with `trust_native_code=True`;
+    they need no compiler. Writing is atomic: the file appears complete or not at all.
 
     >>> import intarsia, pathlib, tempfile, torch
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),))
@@ -93,13 +93,13 @@ def load(
 ) -> Compiled | PartlyCompiled:
     """Read a compiled module that `save` wrote. Any other file is an ArchiveError.
 
-    Nothing in the file is run as code, except packages of AOTInductor with `trust_native_code=True`. The file is
-    mapped into memory, so do not change it while the module is in use.
+    Nothing in the file is run as code, except packages of AOTInductor with `trust_native_code=True`. The file
+    is mapped into memory, so do not change it while the module is in use.
 
     Args:
         path: the file.
-        engines: engines with options of your own, in place of those that the file names. A segment whose engine
-            is missing runs in PyTorch, and `notes` say so.
+        engines: engines with options of your own, in place of those that the file names. A segment whose
+            engine is missing runs in PyTorch, and `notes` say so.
         map_location: a device for everything, or a mapping from each device to another.
         packed: use what engines have packed, if versions and machine match. False builds engines again.
         trust_native_code: run the packages of AOTInductor that `save(..., inductor="aot")` wrote. They can do

@@ -45,11 +45,12 @@ def compile_generation(
     examples: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> Generation:
-    """Make `model.generate(...)` use compiled programs. Transformers still does sampling, beams and streaming.
+    """Make `model.generate(...)` use compiled programs. Transformers still does sampling, beams and
+    streaming.
 
     A decoder gets one program for prompts of 2 to `max_length` tokens, and one for single tokens. An encoder
-    gets a program, too. Calls without a compiled program use the model's own forward on the same cache, with a
-    warning. Examples are more tokens, another number of rows, attentions in the output, or changed weights.
+    gets a program, too. Calls without a compiled program use the model's own forward on the same cache, with
+    a warning. Examples are more tokens, another number of rows, attentions in the output, or changed weights.
 
     Args:
         model: a decoder of transformers, or an encoder with a decoder, in evaluation.
@@ -59,8 +60,8 @@ def compile_generation(
         max_source: the largest number of tokens that an encoder reads. By default, its own length or
             `max_length`.
         continued: compile a third program, for several tokens after those in a cache. A second turn of a
-            conversation, assisted decoding and prompt lookup use it. It takes as long to compile as the program
-            for prompts.
+            conversation, assisted decoding and prompt lookup use it. It takes as long to compile as the
+            program for prompts.
         examples: prompts of a decoder that are compared in addition to random ones if you give a tolerance.
         options: those of `intarsia.compile`. With `tolerance=0.05`, weights may have 8 or 4 bits if that is
             faster and logits, keys and values stay within this share of their largest value. `error` of the

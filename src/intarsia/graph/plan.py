@@ -85,7 +85,7 @@ class Plan:
         raise PartitionError(f"{whereabouts(node)} is in no segment of the plan")
 
     def verify(self, graph: fx.Graph | fx.GraphModule) -> Plan:
-        """Return the plan if it is valid for `graph`. Otherwise raise a `PartitionError` that says what is wrong."""
+        """Return the plan if it is valid for `graph`; PartitionError if not."""
         graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
         position = {node: number for number, node in enumerate(graph.nodes)}
         homes = self._homes(position)

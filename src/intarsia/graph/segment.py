@@ -18,8 +18,8 @@ class Segment:
     """Nodes that run together on one engine.
 
     `reasons` holds, for each node, why engines of higher priority refused it. `recomputed` are nodes of other
-    segments that this segment computes again instead of receiving their values: views of inputs and weights, and
-    values that depend on no input.
+    segments that this segment computes again instead of receiving their values: views of inputs and weights,
+    and values that depend on no input.
     """
 
     engine: str

@@ -1,4 +1,4 @@
-"""`explain`: the dry run of compilation, up to the plan; and what it gives, as text, JSON and HTML."""
+"""`explain`: compilation up to the plan, as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def explain(
     """Say what `compile` would run where, and why. Nothing is built and nothing is run.
 
     The arguments are those of `compile`. If `compile` would measure plans, the plan shown here is that of the
-    engines in their default order, and a note says so. The advice names the operators whose support would save
-    the most segments. Bodies of control flow are explained separately. So are the submodules of a model that is
-    compiled in parts.
+    engines in their default order, and a note says so. The advice names the operators whose support would
+    save the most segments. Bodies of control flow are explained separately. So are the submodules of a model
+    that is compiled in parts.
 
     Example:
         >>> import torch, intarsia
@@ -146,7 +146,7 @@ def explain_graph(
     *,
     notes: tuple[str, ...] = (),
 ) -> Explanation:
-    """The same for a graph and a support table that are at hand."""
+    """The same for a graph and a support table."""
     options = options or PartitionOptions()
     plan = strategy(gm, table, options).verify(gm)
     shapes = segment_shapes(borders(gm.graph, plan.segments))
@@ -175,7 +175,7 @@ def _nodes(plan: Plan) -> tuple[NodeReport, ...]:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node: what it is, where it comes from, who runs it, and why not another."""
+    """One node: its operator, its source, its engine, and why other engines refused it."""
 
     name: str
     op: str
@@ -188,7 +188,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One segment: who runs it, how many nodes, and what crosses its border."""
+    """One segment: its engine, its number of nodes, and the shapes at its border."""
 
     number: int
     engine: str
@@ -199,7 +199,7 @@ class SegmentReport:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """What would run where, and why. Print it, or take `to_json()` or `to_html()`.
+    """What would run where, and why. Use `print`, `to_json()` or `to_html()`.
 
     Example:
         >>> import torch, intarsia
@@ -216,7 +216,7 @@ class Explanation:
     bodies: Mapping[str, Explanation] = field(default_factory=dict)  # of control flow, by node and name
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Everything, as JSON with the keys in a fixed order."""
+        """The whole explanation as JSON, with keys in a fixed order."""
         return json.dumps(self._content(), indent=indent)
 
     def _content(self) -> dict[str, Any]:
@@ -231,16 +231,16 @@ class Explanation:
         }
 
     def drawing(self) -> Drawing:
-        """What pictures show, as plain data; bodies of control flow are drawings of their own."""
+        """The data of the pictures. Bodies of control flow are separate drawings."""
         inner = {name: body.drawing() for name, body in self.bodies.items()}
         return replace(self.plan.drawing(), notes=self.notes, bodies=inner)
 
     def to_html(self) -> str:
-        """One HTML page that needs nothing else: the graph, its layers, every fallback, what would help."""
+        """One self-contained HTML page: the graph, its layers, every fallback, and advice."""
         return page(self.drawing())
 
     def to_svg(self) -> str:
-        """The segments in the order they would run as SVG, for documents."""
+        """The segments in the order they would run, as SVG for documents."""
         return svg(self.drawing())
 
     def to_model_explorer(self) -> str:

@@ -113,8 +113,9 @@ class _Fit:
 class Compiled(nn.Module):
     """A model whose pieces run on engines. Call it like the model.
 
-    It computes what the model computes in evaluation, with the weights that the model had when it was compiled.
-    It has no gradients. `plan` says what runs where, and `notes` has further information for the user.
+    It computes what the model computes in evaluation, with the weights that the model had when it was
+    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information for the
+    user.
 
     >>> import intarsia
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")
