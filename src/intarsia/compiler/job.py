@@ -29,7 +29,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from intarsia import archive as archive  # compiled modules are pickled through it
-from intarsia.build.builder import Builder
+from intarsia.build.builder import Builder, BuildSettings
 from intarsia.build.details import plan_details
 from intarsia.build.faithful import (
     Example,
@@ -473,19 +473,16 @@ class CompileJob:
     ) -> Builder:
         module, options = graph.lowered.module, self.options
         device = "cuda" if uses_gpu(module.graph) else "cpu"
-        verified = options.accuracy.verify
-        return Builder(
-            module,
-            engines,
+        settings = BuildSettings(
             options.limits,
             self.placement.strategy,
-            rewrite=None if options.rewrite is False else rewriter(options.rewrite, engines, device),
-            examples=[example.inputs for example in graph.examples] if verified else (),
-            build_limit_s=options.build_limit_s,
-            cases=Cases(module, [example.case for example in graph.examples]),
-            tolerance=options.accuracy.tolerance,
-            notes=list(notes),
+            None if options.rewrite is False else rewriter(options.rewrite, engines, device),
+            options.build_limit_s,
+            options.accuracy.tolerance,
         )
+        examples = [example.inputs for example in graph.examples] if options.accuracy.verify else ()
+        cases = Cases(module, [example.case for example in graph.examples])
+        return Builder(module, engines, settings, examples, cases, list(notes))
 
     def _inlaid(
         self,
