@@ -76,10 +76,10 @@ class GeneratingForward(PlacedForward):
         self.by_rows: dict[int, Programs] = dict(programs)
         self.max_length: int = max_length
         self.room: int = anatomy.room(max_length)
-        self.encoder = encoder
+        self.encoder: EncoderForward | None = encoder
         self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
         self.tolerance: float | None = None  # that its programs were compiled with
-        self.programs = [
+        self.programs: list[Compiled | PartlyCompiled] = [
             program
             for made in programs.values()
             for program in (made.prompt, made.masked_prompt, made.token, made.continued)

@@ -49,7 +49,7 @@ class PlacedForward(Replacement):
         self.own: Callable[..., Any] = module.forward
         self._before = vars(module).get("forward")  # one that was put there, by us or by others
         functools.update_wrapper(self, self.own, updated=())  # others ask what forward takes
-        self.__signature__ = inspect.signature(self.own)
+        self.__signature__: inspect.Signature = inspect.signature(self.own)
         self.__code__: Any | None = getattr(self.own, "__code__", None)
         self.programs: list[Compiled | PartlyCompiled] = list(programs)
         # Of each program, a call that it was tried on.
