@@ -39,11 +39,7 @@ class EncoderForward(PlacedForward):
         self.source: Source = source
         self.plain: Compiled | PartlyCompiled = plain
         self.masked: Compiled | PartlyCompiled | None = masked
-<<<<<<< HEAD
         self.runs["encoder"] = 0
-=======
-        self.runs: dict[str, int] = {"encoder": 0, "own": 0}
->>>>>>> main
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config: Any = self.module.config
