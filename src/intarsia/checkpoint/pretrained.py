@@ -32,6 +32,14 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
     Raises:
         InputError: a tensor is missing, or does not have the shape or dtype of its layout; or transformers
             cannot load the folder.
+
+    >>> import tempfile
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    >>> folder = tempfile.mkdtemp()
+    >>> LlamaForCausalLM(config).save_pretrained(folder)
+    >>> type(load_pretrained(folder)).__name__
+    'LlamaForCausalLM'
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
