@@ -1,0 +1,154 @@
+"""A network in MNN's own form, made by MNN's converter in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
+
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.mnn.limits import add_checks, planned
+from intarsia.errors import EngineError
+from intarsia.network import Layer, Network
+from intarsia.network.serialize import to_proto
+
+
+def written_out(net: Network, proto: Any) -> None:
+    """Replace the layers that MNN's converter does not read, or shortens, by smaller ones.
+
+    It computes GELU by tanh, off by 2e-4 of the largest result, also where it finds the error function of a
+    quotient; it leaves a product alone.
+    """
+    layers = {layer.get_outputs()[0].name: layer for layer in net.get_layers()}
+    nodes: list[Any] = []
+    for node in proto.graph.node:
+        writer = _Writer(proto.graph, node.output[0])
+        if node.op_type == "Gelu":
+            attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+            _gelu(writer, node, attributes.get("approximate", b"none") == b"tanh")
+        elif node.op_type == "Attention":
+            _attend(writer, node, layers[node.output[0]])
+        elif node.op_type == "Cast" and _target(node) == TensorProto.BOOL:
+            _truth(writer, layers[node.output[0]])
+        else:
+            writer.nodes.append(node)
+        nodes += writer.nodes
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+
+
+def _target(node: Any) -> int:
+    return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
+
+
+class _Writer:
+    """Nodes in place of one, named after its result."""
+
+    def __init__(self, graph: Any, result: str) -> None:
+        self._graph, self._result = graph, result
+        self.nodes: list[Any] = []
+
+    def add(self, op_type: str, *inputs: str | float | int, last: bool = False, **attributes: Any) -> str:
+        name = self._result if last else f"{self._result}.{len(self.nodes)}"
+        operands = [x if isinstance(x, str) else self._constant(x) for x in inputs]
+        self.nodes.append(helper.make_node(op_type, operands, [name], **attributes))
+        return name
+
+    def _constant(self, number: float | int) -> str:
+        name = f"{self._result}.{len(self.nodes)}.{number!r}"
+        dtype = np.float32 if isinstance(number, float) else np.int64
+        self._graph.initializer.append(numpy_helper.from_array(np.asarray(number, dtype), name))
+        return name
+
+
+def _gelu(writer: _Writer, node: Any, by_tanh: bool) -> None:
+    add, x = writer.add, node.input[0]
+    if by_tanh:
+        cube = add("Mul", add("Mul", x, x), x)
+        inner = add("Mul", add("Add", x, add("Mul", cube, 0.044715)), float(np.sqrt(2 / np.pi)))
+        gate = add("Tanh", inner)
+    else:
+        gate = add("Erf", add("Mul", x, float(np.sqrt(0.5))))
+    add("Mul", add("Mul", x, 0.5), add("Add", gate, 1.0), last=True)
+
+
+def _truth(writer: _Writer, layer: Layer) -> None:
+    """MNN keeps the numbers that it casts to truth values."""
+    x = layer.get_inputs(0)[0]
+    assert x is not None
+    is_float = x.dtype == ir.DataType.FLOAT
+    writer.add("Not", writer.add("Equal", x.name, 0.0 if is_float else 0), last=True)
+
+
+def _attend(writer: _Writer, node: Any, layer: Layer) -> None:
+    add = writer.add
+    q, k, v, *mask = node.input
+    scores = add("MatMul", add("Mul", q, _scale(layer)), add("Transpose", k, perm=[0, 1, 3, 2]))
+    if mask and mask[0]:
+        allowed = layer.get_inputs(3)[0]
+        assert allowed is not None
+        if allowed.dtype == ir.DataType.BOOL:
+            scores = add("Where", mask[0], scores, -math.inf)
+        else:
+            scores = add("Add", scores, mask[0])
+    add("MatMul", add("Softmax", scores, axis=-1), v, last=True)
+
+
+# `MNN.tools`, the documented wrapper of the converter, installs a package when it is imported and reports
+# each conversion to a server (MNN 3.6). The library below it, `_tools`, does neither. It prints, and it
+# ends the process where a check of its own fails, so it runs in a process of its own.
+_CODE = "import sys, _tools; sys.exit(0 if _tools.mnnconvert(sys.argv) else 3)"
+_MOST_BYTES = 2**31 - 1  # of a protobuf
+
+
+def converted(net: Network, timeout_s: float = 600.0) -> tuple[bytes, Checks]:
+    """The network as MNN's file holds it, and what must be checked at a call.
+
+    EngineError with what the converter printed where it fails.
+    """
+    proto, _weights = to_proto(net, weights_outside=False)
+    checks = add_checks(net, proto, planned(net))
+    written_out(net, proto)
+    if proto.ByteSize() > _MOST_BYTES:
+        raise EngineError(f"the network has {proto.ByteSize()} bytes; MNN's converter reads {_MOST_BYTES}")
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "model.onnx"), Path(folder, "model.mnn")
+        source.write_bytes(proto.SerializeToString())
+        files = ["--modelFile", str(source), "--MNNModel", str(target)]
+        output = _run(["mnnconvert", "-f", "ONNX", "--bizCode", "intarsia", *files], timeout_s)
+        if not target.exists() or not target.stat().st_size:
+            raise EngineError(f"MNN's converter refuses {net.name}: {_reason(output)}")
+        return target.read_bytes(), checks
+
+
+def _run(arguments: Sequence[str], timeout_s: float) -> str:
+    """What the converter prints."""
+    command = [sys.executable, "-P", "-c", _CODE, *arguments[1:]]
+    try:
+        run = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {timeout_s:.0f} s"
+    text = run.stdout.decode(errors="replace")
+    return text if run.returncode >= 0 else f"{text}\nit ended with signal {-run.returncode}"
+
+
+def _reason(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line or "ot support" in line or "signal" in line]
+    return (telling or lines or ["it wrote no file"])[-1]
+
+
+def _scale(layer: Layer) -> float:
+    q = layer.get_inputs()[0]
+    assert q is not None
+    return float(layer.attribute("scale", None) or 1.0 / math.sqrt(int(q.shape[3] or 1)))
