@@ -38,6 +38,8 @@ def written_out(net: Network, proto: Any) -> None:
             _attend(writer, node, layers[node.output[0]])
         elif node.op_type == "Cast" and _target(node) == TensorProto.BOOL:
             _truth(writer, layers[node.output[0]])
+        elif node.op_type == "Gather":
+            _gather(writer, node, layers[node.output[0]])
         else:
             writer.nodes.append(node)
         nodes += writer.nodes
@@ -49,23 +51,28 @@ def _target(node: Any) -> int:
     return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
 
 
+_Operand = str | float | int | np.ndarray[Any, Any]  # the name of a tensor, or the values of a constant
+
+
 class _Writer:
     """Nodes in place of one, named after its result."""
 
     def __init__(self, graph: Any, result: str) -> None:
         self._graph, self._result = graph, result
         self.nodes: list[Any] = []
+        self._constants = 0
 
-    def add(self, op_type: str, *inputs: str | float | int, last: bool = False, **attributes: Any) -> str:
+    def add(self, op_type: str, *inputs: _Operand, last: bool = False, **attributes: Any) -> str:
         name = self._result if last else f"{self._result}.{len(self.nodes)}"
         operands = [x if isinstance(x, str) else self._constant(x) for x in inputs]
         self.nodes.append(helper.make_node(op_type, operands, [name], **attributes))
         return name
 
-    def _constant(self, number: float | int) -> str:
-        name = f"{self._result}.{len(self.nodes)}.{number!r}"
-        dtype = np.float32 if isinstance(number, float) else np.int64
-        self._graph.initializer.append(numpy_helper.from_array(np.asarray(number, dtype), name))
+    def _constant(self, values: float | int | np.ndarray[Any, Any]) -> str:
+        self._constants += 1
+        name = f"{self._result}.constant{self._constants}"
+        dtype = np.int64 if isinstance(values, int) else np.float32
+        self._graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), name))
         return name
 
 
@@ -88,10 +95,25 @@ def _truth(writer: _Writer, layer: Layer) -> None:
     writer.add("Not", writer.add("Equal", x.name, 0.0 if is_float else 0), last=True)
 
 
+def _gather(writer: _Writer, node: Any, layer: Layer) -> None:
+    """MNN reads memory wherever an index points, and a guard of a computed one is looked at afterwards."""
+    data, indices = layer.get_inputs(0, 1)
+    assert data is not None and indices is not None
+    axis = layer.attribute("axis", 0)
+    name = indices.name
+    if indices.constant is None:
+        size = int(data.shape[axis] or 0)
+        name = writer.add("Min", writer.add("Max", name, -size), size - 1)
+    writer.add("Gather", node.input[0], name, axis=axis, last=True)
+
+
 def _attend(writer: _Writer, node: Any, layer: Layer) -> None:
     add = writer.add
     q, k, v, *mask = node.input
     scores = add("MatMul", add("Mul", q, _scale(layer)), add("Transpose", k, perm=[0, 1, 3, 2]))
+    if layer.attribute("is_causal", 0):
+        queries, keys = (int(x.shape[2] or 0) for x in layer.get_inputs(0, 1) if x is not None)
+        scores = add("Add", scores, np.triu(np.full((queries, keys), -np.inf, np.float32), 1))
     if mask and mask[0]:
         allowed = layer.get_inputs(3)[0]
         assert allowed is not None

@@ -143,6 +143,15 @@ def _cast(layer: Layer) -> str | None:
     return None if output.dtype in _TYPES else f"to {output.dtype.name} is not handled"
 
 
+def _gather(layer: Layer) -> str | None:
+    data, indices = layer.get_inputs(0, 1)
+    assert data is not None and indices is not None
+    size = data.shape[layer.attribute("axis", 0)]
+    if indices.constant is None and not (isinstance(size, int) and size <= 2**24):
+        return f"indices into {size} elements are not handled"
+    return None
+
+
 def _shaped(layer: Layer) -> str | None:
     return "allowzero=1 is not handled" if layer.attribute("allowzero", 0) else None
 
@@ -187,8 +196,10 @@ def _attention(layer: Layer) -> str | None:
     assert q is not None and k is not None
     if q.ndim != 4 or q.shape[1] != k.shape[1] or len(layer.get_outputs()) > 1 or len(inputs) > 4:
         return "only plain attention over heads of one number is handled"
-    if layer.attribute("is_causal", 0) or layer.attribute("softcap", 0.0):
-        return "is_causal and softcap are not handled"
+    if layer.attribute("softcap", 0.0):
+        return f"softcap={layer.attribute('softcap')} is not handled"
+    if layer.attribute("is_causal", 0) and not all(isinstance(x.shape[2], int) for x in (q, k)):
+        return "is_causal=1 over varying lengths is not handled"
     return None if isinstance(q.shape[3], int) else "heads of varying width are not handled"
 
 
@@ -199,7 +210,7 @@ def _kinds(condition: Condition, names: str) -> dict[str, Condition]:
 CONDITIONS: dict[str, Condition] = {
     **_kinds(_always, "Abs Neg Relu Floor Ceil Sqrt Exp Log Sigmoid Tanh Erf Sin Cos Tan Atan Asin Acos"),
     **_kinds(_always, "Sinh Cosh Asinh Acosh Atanh Reciprocal Softsign HardSigmoid HardSwish LeakyRelu"),
-    **_kinds(_always, "Add Sub Mul Max Min Sum Softmax LogSoftmax Gemm Gelu Identity Flatten Gather Sign"),
+    **_kinds(_always, "Add Sub Mul Max Min Sum Softmax LogSoftmax Gemm Gelu Identity Flatten Sign"),
     **_kinds(_always, "Transpose Concat GlobalAveragePool GlobalMaxPool DepthToSpace SpaceToDepth Expand"),
     **_kinds(_always, "Equal Less Greater LessOrEqual GreaterOrEqual And Or Xor Not Where Shape Range"),
     **_kinds(_always, "ConstantOfShape"),
@@ -215,6 +226,7 @@ CONDITIONS: dict[str, Condition] = {
     "Cast": _cast,
     "Clip": _clip,
     "CumSum": _summed,
+    "Gather": _gather,
     "MatMul": _matmul,
     "Reshape": _shaped,
     "Resize": _resize,

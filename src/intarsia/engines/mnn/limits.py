@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,12 @@ import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
 from intarsia.engines.guards.intervals import Interval
-from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, ValueGuard
+from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, Product, ValueGuard
 from intarsia.engines.guards.planner import FINITE, LOOKED_AT, plan_guards
 from intarsia.engines.mnn.program import CHECKS
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor
-from intarsia.network.ops import COUNTS, KEEPS_VALUES, MOVES_DATA, NORMALIZES
+from intarsia.network.ops import COUNTS, MOVES_DATA, NORMALIZES
 
 # Compared with ONNX Runtime on MNN 3.6.1, x86_64, fifteen elements at a time: its kernels take some by
 # vectors and the rest one by one.
@@ -82,27 +83,10 @@ class MnnLimits:
 def planned(net: Network) -> Guards:
     """The guards of a network; EngineError where MNN cannot look at what would have to be watched."""
     guards = plan_guards(net, MnnLimits())
-    inputs = {tensor.name for tensor in net.get_inputs()}
-    indices = _index_names(net)
     for guard in guards.all():
-        if not isinstance(guard, ValueGuard):
+        if not isinstance(guard, ValueGuard | Product):
             raise EngineError(f"{guard}, and MNN has no layers that watch for it")
-        if guard.tensor in indices - inputs:  # looked at when the kernel has read there
-            raise EngineError(f"{guard}, and it is computed on the way to a Gather")
     return guards
-
-
-def _index_names(net: Network) -> set[str]:
-    """What holds the indices of a Gather, as they are or moved."""
-    names: set[str] = set()
-    for layer in net.get_layers():
-        tensor = layer.get_inputs(1)[0] if layer.kind == "Gather" else None
-        while tensor is not None:
-            names.add(tensor.name)
-            parent = tensor.get_parent()
-            moves = parent is not None and (parent.kind in KEEPS_VALUES or parent.kind == "Cast")
-            tensor = parent.get_inputs(0)[0] if parent is not None and moves else None
-    return names
 
 
 def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
@@ -115,11 +99,10 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
     numbers: list[str] = []
     nodes = _Nodes(model.graph)
     for guard in guards.all():
-        assert isinstance(guard, ValueGuard)
-        if guard.tensor in inputs:
+        if isinstance(guard, ValueGuard) and guard.tensor in inputs:
             on_inputs.setdefault(guard.tensor, []).append(guard)
             continue
-        number, limit = _number(nodes, guard, tensors[guard.tensor])
+        number, limit = _number(nodes, guard, tensors)
         computed.append(guard)
         limits.append(limit)
         numbers.append(nodes.add("Reshape", number, nodes.constant(np.array([1], np.int64))))
@@ -129,12 +112,16 @@ def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
     return Checks(on_inputs, computed, np.array(limits, dtype=np.float32))
 
 
-def _number(nodes: _Nodes, guard: ValueGuard, tensor: Tensor) -> tuple[str, float]:
+def _number(nodes: _Nodes, guard: AnyGuard, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
     """A number, and the most it may be; NaN is more than anything.
 
     MNN's Abs, Max and Min lose NaN. A product and a sum keep it, and `GreaterOrEqual` of it is false.
     """
-    x, is_float = guard.tensor, tensor.dtype == ir.DataType.FLOAT
+    if isinstance(guard, Product):
+        one, other = (nodes.add("Cast", name, to=TensorProto.FLOAT) for name in guard.tensors)
+        return nodes.add("ReduceMax", nodes.add("Abs", nodes.add("Mul", one, other)), keepdims=0), guard.high
+    assert isinstance(guard, ValueGuard)
+    x, is_float = guard.tensor, tensors[guard.tensor].dtype == ir.DataType.FLOAT
     if is_float and (guard.total or (guard.low == -math.inf and guard.high == math.inf)):
         high = min(guard.high, 2.0**60)
         return nodes.add("ReduceSum", nodes.add("Mul", x, x), keepdims=0), high * high
