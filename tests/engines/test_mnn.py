@@ -274,6 +274,24 @@ def test_integers_that_its_kernels_round_or_cut_are_pytorchs(number: int) -> Non
                 assert torch.equal(one, other)
 
 
+def test_comparisons_of_negative_floats() -> None:
+    class Order(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return a < b, a <= b, a > b, a >= b, a == b, (a < b) ^ (a > 0)
+
+    model, a = Order(), torch.linspace(-3, 3, 21)
+    fast = intarsia.compile(model, (a, a.flip(0)), engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",)
+    for b in (a - 0.1, a + 0.1, a.flip(0), -a - 3):
+        for one, other in zip(fast(a, b), model(a, b), strict=True):
+            assert torch.equal(one, other)
+    spread = (a[:, None], a.flip(0)[None])  # each is compared with many of the other
+    fast = intarsia.compile(model, spread, engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",)
+    for one, other in zip(fast(*spread), model(*spread), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_becomes_nan_on_the_way_is_pytorchs() -> None:
     """MNN's Relu makes 0 of NaN, so the answer would look alive."""
 

@@ -15,10 +15,13 @@ import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
 from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.mnn.layers import spreads_both
 from intarsia.engines.mnn.limits import add_checks, planned
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
 from intarsia.network.serialize import to_proto
+
+_COMPARISONS = frozenset({"Less", "Greater", "LessOrEqual", "GreaterOrEqual"})
 
 
 def written_out(net: Network, proto: Any) -> None:
@@ -38,6 +41,8 @@ def written_out(net: Network, proto: Any) -> None:
             _attend(writer, node, layers[node.output[0]])
         elif node.op_type == "Cast" and _target(node) == TensorProto.BOOL:
             _truth(writer, layers[node.output[0]])
+        elif node.op_type in _COMPARISONS:
+            _compare(writer, node, layers[node.output[0]])
         elif node.op_type == "Gather":
             _gather(writer, node, layers[node.output[0]])
         else:
@@ -71,8 +76,9 @@ class _Writer:
     def _constant(self, values: float | int | np.ndarray[Any, Any]) -> str:
         self._constants += 1
         name = f"{self._result}.constant{self._constants}"
-        dtype = np.int64 if isinstance(values, int) else np.float32
-        self._graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), name))
+        array = np.asarray(values)
+        array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
+        self._graph.initializer.append(numpy_helper.from_array(array, name))
         return name
 
 
@@ -93,6 +99,18 @@ def _truth(writer: _Writer, layer: Layer) -> None:
     assert x is not None
     is_float = x.dtype == ir.DataType.FLOAT
     writer.add("Not", writer.add("Equal", x.name, 0.0 if is_float else 0), last=True)
+
+
+def _compare(writer: _Writer, node: Any, layer: Layer) -> None:
+    """By vectors MNN's Less compares the bits of floats: of two negative ones wrongly."""
+    one, other = node.input
+    if spreads_both(layer):
+        sizes = [int(size or 0) for size in layer.get_outputs(0)[0].shape]
+        one = writer.add("Expand", one, np.array(sizes))
+    if node.op_type == "Less":
+        writer.add("Greater", other, one, last=True)
+    else:
+        writer.add(node.op_type, one, other, last=True)
 
 
 def _gather(writer: _Writer, node: Any, layer: Layer) -> None:

@@ -143,6 +143,21 @@ def _cast(layer: Layer) -> str | None:
     return None if output.dtype in _TYPES else f"to {output.dtype.name} is not handled"
 
 
+def _compared(layer: Layer) -> str | None:
+    result = layer.get_outputs(0)[0]
+    if spreads_both(layer) and not all(isinstance(size, int) for size in result.shape):
+        return "two operands that are spread over varying sizes are not handled"
+    return None
+
+
+def spreads_both(layer: Layer) -> bool:
+    """Whether floats of both operands are compared with several of the other: MNN then mixes them up."""
+    result = layer.get_outputs(0)[0]
+    operands = [tensor for tensor in layer.get_inputs() if tensor is not None]
+    floats = all(tensor.dtype == ir.DataType.FLOAT for tensor in operands)
+    return floats and all(tuple(tensor.shape) != tuple(result.shape) for tensor in operands)
+
+
 def _gather(layer: Layer) -> str | None:
     data, indices = layer.get_inputs(0, 1)
     assert data is not None and indices is not None
@@ -212,8 +227,8 @@ CONDITIONS: dict[str, Condition] = {
     **_kinds(_always, "Sinh Cosh Asinh Acosh Atanh Reciprocal Softsign HardSigmoid HardSwish LeakyRelu"),
     **_kinds(_always, "Add Sub Mul Max Min Sum Softmax LogSoftmax Gemm Gelu Identity Flatten Sign"),
     **_kinds(_always, "Transpose Concat GlobalAveragePool GlobalMaxPool DepthToSpace SpaceToDepth Expand"),
-    **_kinds(_always, "Equal Less Greater LessOrEqual GreaterOrEqual And Or Xor Not Where Shape Range"),
-    **_kinds(_always, "ConstantOfShape"),
+    **_kinds(_always, "Equal And Or Xor Not Where Shape Range ConstantOfShape"),
+    **_kinds(_compared, "Less Greater LessOrEqual GreaterOrEqual"),
     **_kinds(_constant(1), "Unsqueeze Squeeze Tile Pow PRelu Split"),
     **_kinds(_constant(1), "ReduceMean ReduceSum ReduceMax ReduceMin Trilu"),
     **_kinds(_constant(1, 2, 3), "Pad"),
