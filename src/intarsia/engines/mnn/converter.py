@@ -155,8 +155,8 @@ def converted(net: Network, timeout_s: float = 600.0) -> tuple[bytes, Checks]:
     EngineError with what the converter printed where it fails.
     """
     proto, _weights = to_proto(net, weights_outside=False)
-    checks = add_checks(net, proto, planned(net))
     written_out(net, proto)
+    checks = add_checks(net, proto, planned(net))
     if proto.ByteSize() > _MOST_BYTES:
         raise EngineError(f"the network has {proto.ByteSize()} bytes; MNN's converter reads {_MOST_BYTES}")
     with tempfile.TemporaryDirectory() as folder:
