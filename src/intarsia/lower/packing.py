@@ -32,7 +32,9 @@ _BLOCKS = (256, 128, 64, 32, 16)  # columns; scales of smaller groups would take
 _SHORT_BLOCK = 64  # of fewer columns, a row that has one scale is not divided
 _AT_A_TIME = 1 << 20  # numbers that are compared at a time
 _FEWEST_BITS = 2  # of a weight; fewer bytes of integers in a weight's constants are places, not the weight
-_SHORT = frozenset({torch.int8, torch.uint8, torch.int32})
+_NAMED = 3  # nodes in a note
+_FLOATS_OF_8_BITS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_SHORT = frozenset({torch.int8, torch.uint8, torch.int32}) | _FLOATS_OF_8_BITS
 # Products and lookups: where the weight stands, and whether its rows are the columns of the product's result.
 _READERS: dict[Any, tuple[int, bool]] = {
     aten.linear.default: (1, False),
@@ -83,6 +85,7 @@ def pack_weights(module: fx.GraphModule) -> None:
     """Let products and embeddings read their quantized weights in the bits that they have."""
     constants = _constants(module)
     packed: dict[tuple[fx.Node, bool], _Packed] = {}
+    left: dict[str, list[str]] = {}
     for node in list(module.graph.nodes):
         place, turned = _READERS.get(node.target, (0, False)) if node.op == "call_function" else (0, False)
         source = node.args[place] if node.target in _READERS else None
@@ -96,8 +99,11 @@ def pack_weights(module: fx.GraphModule) -> None:
                 packed[source, turned] = _attached(module, name, _packed(module, source, turned))
             _replace(module, node, packed[source, turned], name)
         except _Unpackable as reason:
-            note = f"the quantized weight of {node.name} is not kept in few bits: {reason}"
-            module.meta.setdefault("unpacked", []).append(note)
+            left.setdefault(str(reason), []).append(node.name)
+    for said, names in left.items():
+        more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+        notes = module.meta.setdefault("unpacked", [])
+        notes.append(f"not kept in few bits are the weights of {', '.join(names[:_NAMED])}{more}: {said}")
 
 
 def _constants(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -142,6 +148,8 @@ def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
     """
     values = _Values(module)
     origin, moves = _origin(weight)
+    if any(one.op == "get_attr" and values.of(one).dtype in _FLOATS_OF_8_BITS for one in _behind(origin)):
+        raise _Unpackable("its numbers are floats of 8 bits, which engines read as float32")
 
     def matrix(side: torch.Tensor) -> torch.Tensor:
         moved = _moved(values, moves, side.expand(shape))
@@ -282,9 +290,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
     """Integers and the scale of each, both in rows by columns, in the layout of `intarsia.quantized`."""
-    low, high = map(int, integers.aminmax())
-    if high - low > 255 or low < -255 or high > 255:
-        raise _Unpackable(f"its integers, less their zero points, go from {low} to {high}")
     order = None
     columns = integers.shape[1]
     size = _group_size(scale)
