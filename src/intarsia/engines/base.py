@@ -195,6 +195,8 @@ class NetworkEngine(Engine):
     def probe(self, net: Network) -> str | None:
         """Why this engine refuses the layers of a small network; None if it takes them."""
 
+    takes_bodies: ClassVar[bool] = False  # layers that hold networks: `If` and `Loop`
+
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
         """What `probe` says of each; an engine may find it out faster for many at once."""
         return [self.probe(net) for net in nets]
