@@ -250,7 +250,7 @@ def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.Monkey
 
 def test_a_model_on_a_gpu_is_measured_as_it_is_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whatever is on a GPU is tried as a CUDA graph; without one here, a note says that it cannot be.
-    monkeypatch.setattr("intarsia.compiler.job.uses_gpu", lambda graph: True)
+    monkeypatch.setattr("intarsia.compiler.assembler.uses_gpu", lambda graph: True)
     x = torch.randn(4, LARGE)
     fast = intarsia.compile(Net(LARGE), (x,), engines=["pytorch"], partition=Measured(), rewrite=False)
     assert {trial.name for trial in fast.plan.findings.trials} == {"pytorch", "eager"}
@@ -275,7 +275,7 @@ def test_measuring_leaves_no_trace_in_the_model() -> None:
 @pytest.mark.openvino
 def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
-    monkeypatch.setattr("intarsia.choose.progress.free_bytes", lambda: 2**20)
+    monkeypatch.setattr("intarsia.choose.race.free_bytes", lambda: 2**20)
     found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),)).plan.findings
     assert "onnxruntime: it may take 0.0 GiB of memory, and 0.0 GiB are free" in found.left_out
     assert {trial.name for trial in found.trials} == {"openvino", "pytorch", "eager"}

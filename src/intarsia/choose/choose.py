@@ -20,11 +20,10 @@ from intarsia.choose.candidate import (
 from intarsia.choose.findings import Findings, winner
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory, contents, key_of
-from intarsia.choose.mixes import mix
+from intarsia.choose.mixes import mix, shortened
 from intarsia.choose.plan import measured_plan
-from intarsia.choose.progress import Progress
+from intarsia.choose.race import Progress
 from intarsia.choose.search import Search
-from intarsia.choose.shorten import shortened
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.runtime.compiled import Compiled
@@ -46,7 +45,8 @@ def choose(
     engines = [engine.for_objective(measured.objective) for engine in engines]
     memory = Memory()
     sizes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in sample.inputs]
-    asked = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {tolerance}"
+    pattern = workshop.builder
+    asked = f"{pattern.settings.options} {measured.objective} {len(pattern.examples)} {tolerance}"
     context = f"{asked} {sizes} {context}"
     if tolerance is not None:
         context = f"{context} {_values(workshop)}"  # errors are those of these weights, on these examples

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.capture.protect import evaluating
+from intarsia.capture.protect import evaluating, shared_copy
 from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.shared_copy import shared_copy
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,11 @@ class PartsPlan:
 
 
 class PartForward:
-    """The `forward` of a compiled submodule; calls it was not compiled for go to the module's own."""
+    """The `forward` of a compiled submodule; calls it was not compiled for go to the module's own.
+
+    Simpler than `PlacedForward`: the module is a copy that nobody else calls, hooks or trains, and weights
+    that are stale are an error here, as they are for a model that was compiled whole.
+    """
 
     def __init__(self, path: str, compiled: Compiled, otherwise: Callable[..., Any]) -> None:
         self.path: str = path
