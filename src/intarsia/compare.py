@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from intarsia.plain_tensors import is_traceable_subclass, plain_tensors
-from intarsia.slices import slices_of
+from intarsia.plain_tensors import is_traceable_subclass, plain_tensors, slices_of
 
 ROUNDINGS = 4  # an element may always be off by so many of its own roundings
 # Values of one magnitude may be off by so many roundings of float32 (of float64) each: the worst of six
