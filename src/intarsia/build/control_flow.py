@@ -55,15 +55,15 @@ def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list
     A branch that is not taken has the operands of the one that is; None where no body of a node runs.
     """
     places = [(node, name, body) for node, name, body in bodies(module)]
-    found = {name: body for _, name, body in places}
-    recorders = {name: Recorder(body) for name, body in found.items()}
+    by_name = {name: body for _, name, body in places}
+    recorders = {name: Recorder(body) for name, body in by_name.items()}
     for name, recorder in recorders.items():
         setattr(module, name, recorder)
     try:
         with torch.no_grad():
             module(*inputs)
     finally:
-        for name, body in found.items():
+        for name, body in by_name.items():
             setattr(module, name, body)
     seen = {node: recorders[name].seen for node, name, _ in places if recorders[name].seen is not None}
     return {name: recorders[name].seen or seen.get(node) for node, name, _ in places}

@@ -101,8 +101,8 @@ class ResultLayouts:
     def __init__(self, lowered: Lowered, views: Sequence[Any], from_engines: Sequence[bool]) -> None:
         self._follow = lowered.layouts.follow
 
-        def orders_of(told: Sequence[Order | None]) -> list[tuple[int, Order]]:
-            users = iter(told)
+        def orders_of(listed: Sequence[Order | None]) -> list[tuple[int, Order]]:
+            users = iter(listed)
             orders = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
             return [
                 (place, order)
