@@ -42,13 +42,16 @@ class Exported:
 
 
 def export(compiled: nn.Module, path: str | os.PathLike[str]) -> Exported:
-    """Write a compiled module for the runtimes of its engines, which load it without this package.
+    """Write a compiled module for the runtimes of its engines, which load it without Intarsia.
 
-    A name that ends in `.onnx` (ONNX Runtime), `.xml` (OpenVINO) or `.pt2` (`torch.export.load`) asks for one
-    plain file with all weights. One engine must then hold the whole plan; for `.pt2`, which is the captured
-    model, any plan will do. Any other name is a folder: a file for each segment and a `manifest.json`
-    that says in which order they run and which values they take and give.
-    Guards are not part of the files: on values that an engine treats unlike PyTorch they answer as it does.
+    If the name ends in `.onnx` (ONNX Runtime), `.xml` (OpenVINO) or `.pt2` (`torch.export.load`), one plain
+    file with all weights is written. For `.onnx` and `.xml`, one engine must hold the whole plan; `.pt2` is
+    the captured model and works with any plan. Any other name becomes a folder. It has a file for each
+    segment and a `manifest.json` with the order of the segments and the values that each one takes and
+    returns.
+
+    Guards are not part of the files. For values that an engine treats differently from PyTorch, a file gives
+    the engine's answer.
 
     Example:
         >>> import intarsia, pathlib, tempfile, torch
@@ -62,7 +65,7 @@ def export(compiled: nn.Module, path: str | os.PathLike[str]) -> Exported:
     if not isinstance(compiled, Compiled):
         raise ArchiveError(f"a {type(compiled).__name__} cannot be exported: it is not a compiled module")
     if not compiled.stands_for_model:
-        raise ArchiveError("this model runs as it is, by its own Python code, which a file cannot hold")
+        raise ArchiveError("this model runs as it is, in its own Python code, which a file cannot contain")
     compiled.weights.check()
     if path.suffix == ".pt2":
         return _program(compiled, path)
@@ -90,7 +93,7 @@ def _plain(compiled: Compiled, path: Path) -> Exported:
         raise ArchiveError(f"no engine holds the whole plan ({where}); give a folder instead of {path.name}")
     (piece,), (step,) = pieces, inlay.steps
     if step.writes != tuple(slot for slot, _ in inlay.returned):
-        raise ArchiveError("a result is an input, a constant or given twice; give a folder to export to")
+        raise ArchiveError("a result is an input, a constant or a duplicate; export to a folder instead")
     engine = _engine(step)
     if engine is None or engine.file_suffix != path.suffix:
         kind = "that" if engine is None else f"a file {engine.file_suffix or 'of its own'}"
@@ -101,7 +104,7 @@ def _plain(compiled: Compiled, path: Path) -> Exported:
 def _folder(compiled: Compiled, path: Path) -> Exported:
     """A folder that appears whole or not at all."""
     if path.exists():
-        raise ArchiveError(f"{path} exists already; give a folder that is new")
+        raise ArchiveError(f"{path} exists already; give the name of a new folder")
     draft = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     settings: dict[str, str] = {}
     try:

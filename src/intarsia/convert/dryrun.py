@@ -72,6 +72,9 @@ def _describe_value(value: Any) -> Any:
 
 
 def _describe_constant(value: Any) -> Any:
+    if isinstance(value, fx.GraphModule):  # a body of control flow
+        inner = [node for node in value.graph.nodes if node.op != "output"]
+        return ("graph", value.code, tuple([_describe_value(node.meta.get("val")) for node in inner]))
     if not isinstance(value, torch.Tensor):
         return ("object", id(value))
     if value.layout is not torch.strided:

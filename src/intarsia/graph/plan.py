@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan(Pictured):
-    """Segments in the order they run. `str(plan)` tells what runs where, and why.
+    """The segments of a model, in the order they run. `str(plan)` says what runs where, and why.
 
     Example:
         >>> gm = torch.fx.symbolic_trace(lambda x: torch.tanh(torch.relu(x)))
@@ -85,7 +85,7 @@ class Plan(Pictured):
         raise PartitionError(f"{whereabouts(node)} is in no segment of the plan")
 
     def verify(self, graph: fx.Graph | fx.GraphModule) -> Plan:
-        """Return the plan if it is valid for `graph`; raise `PartitionError` saying what is wrong if not."""
+        """Return the plan if it is valid for `graph`; PartitionError if not."""
         graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
         position = {node: number for number, node in enumerate(graph.nodes)}
         homes = self._homes(position)
@@ -108,7 +108,7 @@ class Plan(Pictured):
                     raise PartitionError(f"segment {number} holds {node.name}, which is not in the graph")
                 if not is_compute(node):
                     raise PartitionError(
-                        f"segment {number} holds {node.name}, which does no work ({node.op})"
+                        f"segment {number} holds {node.name}, which computes nothing ({node.op})"
                     )
                 if node in homes:
                     raise PartitionError(f"{whereabouts(node)} is in segments {homes[node]} and {number}")
@@ -127,7 +127,7 @@ class Plan(Pictured):
             for value in border.inputs:
                 if value.op != "placeholder" and value not in ready:
                     raise PartitionError(
-                        f"segment {number} needs {whereabouts(value)}, which no earlier segment gives"
+                        f"segment {number} needs {whereabouts(value)}, which no earlier segment returns"
                     )
             ready.update(border.outputs)
 
@@ -136,7 +136,8 @@ class Plan(Pictured):
             for node in segment.nodes:
                 if is_control_flow(node) and (len(segment.nodes) > 1 or not segment.do_not_merge):
                     raise PartitionError(
-                        f"segment {number} merges {whereabouts(node)} with others; control flow stands alone"
+                        f"segment {number} merges {whereabouts(node)} with others; control flow needs a"
+                        f" segment of its own"
                     )
 
     def _verify_crossings(self, edges: list[Border]) -> None:

@@ -111,10 +111,11 @@ class _Fit:
 
 
 class Compiled(nn.Module):
-    """A model whose pieces run on engines; call it like the model it was made from.
+    """A model whose pieces run on engines. Call it like the model.
 
-    It computes what the model computes in evaluation, with the weights it had when it was compiled, and gives
-    no gradients. `plan` tells what runs where, `notes` what else a user should know.
+    It computes what the model computes in evaluation, with the weights that the model had when it was
+    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information for the
+    user.
 
     >>> import intarsia
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")
@@ -187,7 +188,7 @@ class Compiled(nn.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know besides the plan, engines that failed at a call included."""
+        """Further information for the user, including engines that failed at a call."""
         programs = [step.program for step in self._fit.inlay.steps]
         failed = [(p.engine, p.failure) for p in programs if isinstance(p, WithFallback) and p.failure]
         return (*self._fit.notes, *(f"{engine} failed at a call: {why}" for engine, why in failed))
@@ -202,22 +203,21 @@ class Compiled(nn.Module):
         self._fit.notes = (*self._fit.notes, *notes)
 
     def weights_digest(self) -> str:
-        """SHA-256 of the model's weights that were compiled, as they are now.
+        """SHA-256 of the current values of the weights that were compiled.
 
-        A call notices changes in place, which torch counts, and compares samples of the weights. A write of
-        few elements through `p.data` or numpy may be missed: where it may happen, compare digests.
+        A call detects changes in place, which torch counts, and compares samples of the weights. It may miss
+        a write of few elements through `p.data` or numpy. To detect such a write, compare digests.
         """
         return self._fit.weights.digest()
 
     # Other weights.
 
     def refit(self, weights: Weights) -> None:
-        """Compute with other weights of the same names, shapes and dtypes from now on.
+        """Use other weights of the same names, shapes and dtypes from now on.
 
-        Nothing is captured or partitioned anew: constants are folded again from the new weights, and engines
-        built again. With a model, the whole is verified against it, and the model's weights are watched from
-        now on; those of a state dict are copied. RefitError where they do not fit; the module is then as it
-        was.
+        Constants are folded again and engines are built again, by the same plan. If you pass a model, the
+        whole is compared with it, and its weights are watched. The weights of a state dict are copied. If the
+        weights do not fit, this raises RefitError, and the module is unchanged.
 
         >>> import intarsia
         >>> model = nn.Linear(2, 1, bias=False)
@@ -230,8 +230,8 @@ class Compiled(nn.Module):
             make_refittable(self, self.captured())  # needs the compiler, which is imported only now
         if self._refit is None or not self._fit.stands:
             raise RefitError(
-                "this module has not kept the program it was made of, since it runs as it is; compile the"
-                " model with its new weights"
+                "this module runs as it is and has no captured"
+                " program; compile the model with its new weights"
             )
         refitted = self._refit(self, weights)
         self._fit = refitted._fit
@@ -349,8 +349,8 @@ class Compiled(nn.Module):
         """A compiled module computes what the model does in evaluation; `train()` is an error."""
         if mode:
             raise InputError(
-                "a compiled module gives no gradients and cannot be trained; train the model it was made"
-                " from, then compile that again"
+                "a compiled module has no gradients and cannot be"
+                " trained; train the model, and compile it again"
             )
         return self
 
@@ -361,7 +361,7 @@ class Compiled(nn.Module):
             if (converted.dtype, converted.device) != (dtype, device):
                 raise InputError(
                     f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
-                    f" {converted.dtype} on {converted.device} and compile that"
+                    f" {converted.dtype} on {converted.device} and compile it"
                 )
         return self
 
@@ -375,12 +375,12 @@ class Compiled(nn.Module):
             if loaded is not None and not torch.equal(loaded.to(tensor), tensor):
                 error_messages.append(
                     f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
-                    " model and compile that again"
+                    " model and compile it again"
                 )
 
     def share_memory(self) -> Self:
         """Engines hold memory of their own; an error that says what to do."""
-        raise InputError("engines hold memory of their own: save it, and load the file in every process")
+        raise InputError("engines have their own memory; save the module, and load the file in every process")
 
 
 def _run_eagerly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
