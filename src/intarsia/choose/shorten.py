@@ -11,7 +11,7 @@ from intarsia.build.builder import Builder
 from intarsia.choose.blocks import Blocks
 from intarsia.choose.candidate import Candidate, Workshop, options_for
 from intarsia.engines import Engine, PyTorch
-from intarsia.lower.folding import dequantizes
+from intarsia.lower.passes import dequantizes
 from intarsia.partition import PYTORCH
 from intarsia.partition.support import support_table
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from intarsia.cache.machine import digest, machine_key, package_version, processor_features
 from intarsia.capture.annotate import wanted_engine
-from intarsia.graph.source import module_path, source_line
+from intarsia.graph.nodes import module_path, source_line
 from intarsia.lower import Lowered
 from intarsia.runtime.weights import tensor_digest
 

@@ -13,7 +13,7 @@ from intarsia.convert.context import ConversionContext
 from intarsia.convert.evaluators import EVALUATORS, evaluate
 from intarsia.convert.registry import registry
 from intarsia.errors import ConversionError, IntarsiaError
-from intarsia.graph.source import origin_of
+from intarsia.graph.nodes import origin_of
 from intarsia.network import Dim, Network, Shape, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
 

@@ -7,6 +7,7 @@ compiling a tiny model (torch 2.13).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, MutableSet
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
+from intarsia.capture.output_objects import kept_open
 from intarsia.errors import LoweringError
 
 Decomposition = Callable[..., Any]
@@ -246,3 +249,60 @@ def composite_rule(operator: torch._ops.OpOverload) -> Decomposition | None:
         return operator._op_dk(composite, *args, **kwargs)
 
     return composite_kernel
+
+
+# A program traced anew with its operators decomposed, without a look at every operator that there is.
+#
+# `run_decompositions` gives each of 500 composite operators a rule for every call and takes it away again,
+# which is most of the time for a small program (torch 2.13). Its parts are private: where a name is missing,
+# `run_decompositions` itself is called, and a test compares both.
+
+_composites_of: dict[frozenset[str], frozenset[Any]] = {}  # the last set, by what the dispatcher knew then
+
+
+def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> ExportedProgram:
+    """`program.run_decompositions(table)`, sooner.
+
+    For each call torch gives all composite operators of all libraries, some five hundred, a rule to follow
+    while it traces, and takes it away again, however small the program is. Those whose rule is their own
+    kernel, most of them, need none; the others are found once.
+    """
+    private = _private()
+    names = composite_names()
+    if private is None or names is None:
+        with torch.no_grad(), kept_open():
+            return program.run_decompositions(table)  # type: ignore[no-any-return]
+    decompose, composites, whole = private
+    if names not in _composites_of:
+        _composites_of.clear()
+        _composites_of[names] = frozenset(composites())
+    known = _composites_of[names]
+    rules: dict[Any, Any] = dict.fromkeys(known - table.keys(), whole)
+    rules |= {op: table[op] for op in known & table.keys() if not _is_own_kernel(op, table[op])}
+    with torch.no_grad(), kept_open():
+        retraced: ExportedProgram = decompose(
+            program,
+            cia_to_decomp=rules,
+            python_decomp_table={op: rule for op, rule in table.items() if op not in known},
+            joint_loss_index=None,
+            decompose_custom_triton_ops=False,
+        )
+    return retraced
+
+
+def _is_own_kernel(operator: Any, rule: Any) -> bool:
+    return isinstance(rule, functools.partial) and rule.keywords.get("kernel") is operator
+
+
+def _private() -> tuple[Any, Any, Any] | None:
+    """What `run_decompositions` itself is made of; None where torch has it no longer."""
+    try:
+        from torch._export.utils import _collect_all_valid_cia_ops, _special_op_to_preserve_cia
+        from torch.export.exported_program import (
+            _decompose_exported_program,
+            _disable_prexisiting_fake_mode,
+        )
+    except ImportError:
+        return None
+    decompose = _disable_prexisiting_fake_mode(_decompose_exported_program)  # type: ignore[no-untyped-call]
+    return decompose, _collect_all_valid_cia_ops, _special_op_to_preserve_cia

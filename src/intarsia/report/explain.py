@@ -24,7 +24,7 @@ from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import CaptureError, LoweringError
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
-from intarsia.graph.shapes import segment_shapes
+from intarsia.graph.plan_text import segment_shapes
 from intarsia.logs import working
 from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from intarsia.drawing import Drawing, framed, model_explorer, page, svg
 from intarsia.drawing.svg import bytes_text
 from intarsia.graph.plan import Plan
-from intarsia.graph.shapes import SegmentShapes
+from intarsia.graph.plan_text import SegmentShapes
 from intarsia.partition.advice import Advice
 
 if TYPE_CHECKING:
