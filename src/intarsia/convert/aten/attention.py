@@ -13,8 +13,9 @@ from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Dim, Tensor, dtypes, shapes
+from intarsia.network import Dim, Tensor, dtypes
 from intarsia.network import functional as F
+from intarsia.network.value import broadcast, product
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def _four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ..
         if mask is not None and mask.ndim == 3:
             mask = F.unsqueeze(mask, [1])
         return *(F.unsqueeze(tensor, front) for tensor in (q, k, v)), mask
-    batch = shapes.broadcast(*leading)
+    batch = broadcast(*leading)
     if not all(isinstance(size, int) for size in batch):
         raise ConversionError(f"attention over broadcast dimensions {batch} is not handled")
     flat = [_flatten(tensor, batch) for tensor in (q, k, v)]
@@ -79,7 +80,7 @@ def _flatten(x: Tensor, batch: tuple[Dim, ...]) -> Tensor:
     """`x` broadcast to these leading sizes, which become one, with a single head each."""
     tail = [F.size(x, axis) if not isinstance(x.shape[axis], int) else x.shape[axis] for axis in (-2, -1)]
     whole = F.expand(x, [*batch, *tail]) if x.shape[:-2] != batch else x  # type: ignore[list-item]
-    return F.reshape(whole, [shapes.product(batch), 1, *tail])  # type: ignore[list-item]
+    return F.reshape(whole, [product(batch), 1, *tail])  # type: ignore[list-item]
 
 
 def _restore(ctx: Context, output: Tensor, rank: int) -> Tensor:
