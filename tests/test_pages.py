@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,18 +14,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-# The blocks of docs/pipeline.md run in several processes; tests/pipeline runs them.
-PAGES = [
-    ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.stem != "pipeline"),
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", re.S)
+SCRIPT = re.compile(r"# (\w+\.py)\n")  # a block that is a file; commands below it run it
 
 
 def _blocks(page: Path) -> list[tuple[str, str | None]]:
     """The code of each block and what it prints. Doctests have tests of their own, beside what they show."""
     blocks = [(match[1], match[2]) for match in BLOCK.finditer(page.read_text())]
-    return [block for block in blocks if not block[0].startswith(">>>")]
+    return [block for block in blocks if not block[0].startswith(">>>") and not SCRIPT.match(block[0])]
 
 
 @pytest.mark.slow
@@ -45,14 +43,41 @@ def test_blocks_run_as_written(page: Path, tmp_path: Path, monkeypatch: pytest.M
             assert printed.getvalue() == expected
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_scripts_of_several_processes_run_by_their_commands(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "pipeline_processes.md").read_text()
+    scripts = {block.split()[1]: block for block, _ in BLOCK.findall(page) if SCRIPT.match(block)}
+    commands = re.findall(r"^torchrun --nproc_per_node (\d) (\w+\.py)(?: (\w+))?", page, re.M)
+    assert {name for _, name, _ in commands} == scripts.keys()
+    for ranks, name, argument in commands:
+        (tmp_path / name).write_text(scripts[name])
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+        done = subprocess.run(
+            [*command, name, *filter(None, [argument])], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"loss \d", done.stdout), done.stdout
+
+
 def test_the_gains_of_the_readme_are_those_of_the_measurements() -> None:
     gains = (
         (ROOT / "README.md").read_text().partition("## What it gains")[2].partition("## What it promises")[0]
     )
     figures = re.findall(r"\d+\.\d+", gains)
-    measured = (ROOT / "docs" / "measurements.md").read_text()
+    measured = set(re.findall(r"\d+\.\d+", (ROOT / "docs" / "measurements.md").read_text()))
     assert len(figures) > 8
-    assert [figure for figure in figures if figure not in measured] == []
+    assert [figure for figure in figures if not {figure, f"{figure}0"} & measured] == []
+
+
+def test_blocks_that_do_not_run_have_a_reason() -> None:
+    """Blocks marked `py`: code of other libraries, a GPU, a cluster."""
+    pages = {page.stem for page in PAGES if re.search(r"^```py$", page.read_text(), re.M)}
+    assert pages == {
+        *("aitune", "torchgpipe", "torch_tensorrt", "optimum", "tensorrt_llm"),
+        "generation",  # a GPU
+        "pipeline_processes",  # as many processes as the plan says
+    }
 
 
 def test_every_page_is_in_the_navigation_and_every_link_to_the_site_has_a_page() -> None:

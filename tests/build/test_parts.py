@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import intarsia
+from intarsia.capture.protect import shared_copy
 from intarsia.errors import CaptureError, InputError, PartitionError
-from intarsia.runtime.shared_copy import shared_copy
 
 
 def mlp(width: int = 8) -> nn.Sequential:

@@ -275,7 +275,7 @@ def test_measuring_leaves_no_trace_in_the_model() -> None:
 @pytest.mark.openvino
 def test_a_plan_that_memory_has_no_room_for_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     _races(monkeypatch, {"openvino": 1e-9})
-    monkeypatch.setattr("intarsia.choose.progress.free_bytes", lambda: 2**20)
+    monkeypatch.setattr("intarsia.choose.race.free_bytes", lambda: 2**20)
     found = intarsia.compile(Net(LARGE).eval(), (_x(LARGE),)).plan.findings
     assert "onnxruntime: it may take 0.0 GiB of memory, and 0.0 GiB are free" in found.left_out
     assert {trial.name for trial in found.trials} == {"openvino", "pytorch", "eager"}

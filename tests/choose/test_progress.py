@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from intarsia.choose.progress import Progress
+from intarsia.choose.race import Progress
 
 
 def test_a_budget_is_spent() -> None:

@@ -123,7 +123,7 @@ def test_other_weights_inputs_options_and_threads_are_other_entries(
     assert not is_kept(compiled(make(), engines=OnnxRuntime(threads=2)))
     assert not is_kept(compiled(make(), rewrite=False))
     assert not is_kept(compiled(make(), dynamic_shapes={"input": {0: Dim("n", min=1, max=8)}}))
-    monkeypatch.setattr("intarsia.compiler.fingerprint.machine_key", lambda: "another")
+    monkeypatch.setattr("intarsia.compiler.build_cache.machine_key", lambda: "another")
     assert not is_kept(compiled(make()))
     monkeypatch.undo()
 

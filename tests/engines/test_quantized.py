@@ -13,7 +13,7 @@ from tests.convert.programs import program_of
 from torch import nn
 
 import intarsia
-from intarsia.choose.shorten import shortened
+from intarsia.choose.mixes import shortened
 from intarsia.convert import convert
 from intarsia.convert.aten.quantize import HAS_QUANTIZED
 from intarsia.engines import OnnxRuntimeInt8, OpenVINOInt8, PyTorch

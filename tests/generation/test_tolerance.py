@@ -22,7 +22,8 @@ from intarsia.engines import (
     OpenVINOInt8Weights,
 )
 from intarsia.errors import InputError
-from intarsia.generation import making, programs
+from intarsia.generation import compile as making
+from intarsia.generation import programs
 from intarsia.generation.anatomy import anatomy_of
 from intarsia.generation.check import Checked
 from intarsia.generation.programs import compiled_prompts, compiled_token

@@ -1,7 +1,7 @@
 """GPT, T5 and ViT trained with dropout in every way a pipeline runs, against a plain loop with the same keys.
 
-`python tests/pipeline/dropout_table.py` prints the table of docs/pipeline.md: of each way the largest error
-of a loss over the steps, and of a final weight as a part of the largest change of any weight.
+`python tests/pipeline/dropout_table.py` prints a table of docs/measurements.md: for each way, the largest
+error of a loss over the steps, and of a final weight as a share of the largest change of any weight.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -384,20 +383,6 @@ def test_a_sliding_cache_knows_how_many_tokens_it_has_seen():
     assert parts.report.way == "graph" and IDS.shape[1] > 4
     assert [layer.cumulative_length for layer in got.layers] == [IDS.shape[1]] * 2
     assert got.get_seq_length() == want.get_seq_length()
-
-
-@pytest.mark.slow
-def test_the_first_block_of_the_document_runs_as_typed():
-    transformers = pytest.importorskip("transformers")
-    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
-    block = text.split("```python\n")[1].split("```")[0]
-    lines = [line for line in block.splitlines() if "torchrun" not in line]  # needs several processes
-    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=16)
-    known = {"model": transformers.GPT2LMHeadModel(config), "ids": torch.randint(0, 64, (16, 12))}
-    exec("\n".join(lines), known)
-    assert len(known["stages"]) == 4 and len(known["fast"]) == 2
-    plain = known["model"](known["ids"], use_cache=False).logits
-    torch.testing.assert_close(known["fast"](known["ids"], use_cache=False).logits, plain)
 
 
 class Branching(nn.Module):

@@ -23,8 +23,8 @@ from intarsia.archive.codec import (
 from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
 from intarsia.lower.output_views import Layouts, OutputView
+from intarsia.runtime.call_interface import Check, ConstantCheck, TensorCheck
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck
 
 _FROM_TORCH = """FloorDiv ModularIndexing CleanDiv Mod PythonMod CeilToInt FloorToInt TruncToInt RoundToInt
  IntTrueDiv FloatTrueDiv PowByNatural ToFloat Max Min Where CeilDiv LShift RShift"""

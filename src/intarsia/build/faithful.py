@@ -22,8 +22,8 @@ from intarsia.lower.decompositions import decomposition_table, keeping_whole
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import corners
 from intarsia.partition.table import PYTORCH
+from intarsia.runtime.call_interface import check_inputs, checks_of
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.input_checks import check_inputs, checks_of
 
 _MOST_SUSPECTS = 12
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call as Call
+from intarsia.capture.example import Call as Call
 from intarsia.capture.example import copied_call
 from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import undisturbed

@@ -1,4 +1,4 @@
-"""Where a model is: on the CPU, or on the kind of device that any of its tensors or inputs is on."""
+"""The device that a call runs on, and autocast around it, which a compiled module cannot follow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
+
+from intarsia.errors import InputError
 
 
 def device_kind(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -38,3 +40,25 @@ def _tensors(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iter
         yield from model.buffers()
     elif isinstance(model, ExportedProgram):
         yield from (value for value in model.state_dict.values() if isinstance(value, torch.Tensor))
+
+
+def refuse_autocast(kind: str) -> None:
+    """InputError if autocast is on around compiling for a kind of device: it would not be there at calls."""
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        raise InputError(
+            f"{_written(kind)} is on around compiling; write it into the model's forward, where it is"
+            " compiled with the rest"
+        )
+
+
+def under_autocast(kind: str) -> str:
+    """What to say of a call under an autocast that the model was compiled without."""
+    return (
+        f"{_written(kind)} is on around this call, and the model itself answers differently under it; write"
+        " it into the model's forward and compile that, or call the compiled module under"
+        f" torch.autocast({kind!r}, enabled=False)"
+    )
+
+
+def _written(kind: str) -> str:
+    return f"torch.autocast({kind!r}, {torch.get_autocast_dtype(kind)})"

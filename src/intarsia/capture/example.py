@@ -1,4 +1,4 @@
-"""The example call: each input a tensor of its own, so that capture does not take two inputs for one."""
+"""A call of a model, and copies of it: capture must not take two inputs for one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of a model by place and by name
 
 
 def distinct_inputs(
@@ -48,7 +50,7 @@ def fresh_copy(value: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(value.requires_grad)
 
 
-def copied_call(call: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def copied_call(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with every tensor copied, once: what is one tensor twice stays one."""
     copies: dict[int, torch.Tensor] = {}
 
@@ -64,7 +66,7 @@ def copied_call(call: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[tuple[An
     return made
 
 
-def is_transformed(call: tuple[Sequence[Any], Mapping[str, Any]]) -> bool:
+def is_transformed(call: Call) -> bool:
     """Whether a call is made inside a transform of `torch.func`: its tensors live only as long as that."""
     # Private; without it no call counts as one of a transform. tests/faults/test_own_errors.py watches it.
     wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False)

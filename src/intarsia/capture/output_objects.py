@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import Call, copied_call
 from intarsia.capture.object_form import Form, NoFormError, form_from_json, form_of, form_to_json, restored
 from intarsia.capture.protect import undisturbed
 from intarsia.errors import CaptureError

@@ -1,17 +1,20 @@
-"""A model run for its answer alone: what a run changes in it is put back."""
+"""A model run for its answer alone: what a run changes, in it or in random generators, is put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from intarsia.capture.call import Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import Call, copied_call
 from intarsia.errors import CaptureError
 from intarsia.plain_tensors import plain_tensors
 
@@ -113,3 +116,60 @@ def _count(tensor: torch.Tensor) -> int | None:
 def _identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     same = a == b
     return bool(torch.all(same | (a != a) & (b != b) if a.is_floating_point() else same))
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Inside, numbers may be drawn; outside, nobody sees it: torch's, numpy's and Python's generators."""
+    numpy = sys.modules.get("numpy")  # torch works without it, and unimported it has drawn nothing
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [*range(torch.cuda.device_count())] if started else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def keeps_random_state(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, under `kept_random_state`."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        with kept_random_state():
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def shared_copy(model: nn.Module) -> nn.Module:
+    """The tree of modules copied, in evaluation mode; weights and TorchScript's modules are shared."""
+    copies: dict[int, nn.Module] = {}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        if id(module) not in copies:
+            twin = copies[id(module)] = module.__class__.__new__(module.__class__)
+            twin.__dict__.update(module.__dict__)
+            for table in _TABLES:
+                if table in module.__dict__:
+                    twin.__dict__[table] = module.__dict__[table].copy()
+            twin.__dict__["_modules"] = {
+                name: child if child is None else copied(child) for name, child in module._modules.items()
+            }
+            twin.training = False
+            if inspect.ismethod(own := module.__dict__.get("forward")) and own.__self__ is module:
+                twin.__dict__["forward"] = own.__func__.__get__(twin)
+        return copies[id(module)]
+
+    with evaluating(model):  # a module may do more in eval() than set a flag
+        return copied(model)

@@ -25,8 +25,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import Call, copied_call
 from intarsia.capture.output_objects import open_objects
 from intarsia.capture.protect import undisturbed
 from intarsia.compare import disagreement

@@ -17,7 +17,7 @@ from torch import fx
 from intarsia.build.builder import Builder, Timed
 from intarsia.build.faithful import Example
 from intarsia.cache.machine import digest
-from intarsia.capture.call import Call
+from intarsia.capture.example import Call
 from intarsia.choose.findings import Trial
 from intarsia.choose.measured import Measured
 from intarsia.choose.plan import MOVED

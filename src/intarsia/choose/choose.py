@@ -20,11 +20,10 @@ from intarsia.choose.candidate import (
 from intarsia.choose.findings import Findings, winner
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory, contents, key_of
-from intarsia.choose.mixes import mix
+from intarsia.choose.mixes import mix, shortened
 from intarsia.choose.plan import measured_plan
-from intarsia.choose.progress import Progress
+from intarsia.choose.race import Progress
 from intarsia.choose.search import Search
-from intarsia.choose.shorten import shortened
 from intarsia.engines import Engine
 from intarsia.errors import IntarsiaError
 from intarsia.runtime.compiled import Compiled

@@ -21,10 +21,17 @@ from intarsia.choose.candidate import (
 from intarsia.choose.findings import BlockCost, Findings, Trial, winner
 from intarsia.choose.measured import Measured
 from intarsia.choose.memory import Memory
-from intarsia.choose.mixes import Costing, mix, promising_mixes
-from intarsia.choose.progress import Progress, no_room
-from intarsia.choose.race import SPREAD_ROUNDS, is_quick, least_rounds, least_s, nearest, race_plans
-from intarsia.choose.shorten import block_error, shortened, with_exact_blocks
+from intarsia.choose.mixes import Costing, block_error, mix, promising_mixes, shortened, with_exact_blocks
+from intarsia.choose.race import (
+    SPREAD_ROUNDS,
+    Progress,
+    is_quick,
+    least_rounds,
+    least_s,
+    nearest,
+    no_room,
+    race_plans,
+)
 from intarsia.engines import Engine
 from intarsia.engines.time_limit import OutOfTime
 from intarsia.errors import EngineError, IntarsiaError

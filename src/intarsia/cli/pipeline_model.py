@@ -151,10 +151,13 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads: int = heads
+        self.norm1: nn.LayerNorm = nn.LayerNorm(width)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(width)
+        self.qkv: nn.Linear = nn.Linear(width, 3 * width)
+        self.out: nn.Linear = nn.Linear(width, width)
+        self.up: nn.Linear = nn.Linear(width, 4 * width)
+        self.down: nn.Linear = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """One layer."""
@@ -171,10 +174,11 @@ class TinyGPT(nn.Module):
 
     def __init__(self, vocabulary: int = 256, width: int = 64, layers: int = 4, heads: int = 4) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(128, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
+        self.places: nn.Embedding = nn.Embedding(128, width)
+        self.blocks: nn.ModuleList = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm: nn.LayerNorm = nn.LayerNorm(width)
+        self.head: nn.Linear = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
         nn.init.normal_(self.tokens.weight, std=0.02)
 

@@ -44,14 +44,11 @@ from intarsia.build.faithful import (
 )
 from intarsia.build.judge import Answer, Judge
 from intarsia.build.trial import Cases, elements_of, rewriter
-from intarsia.capture.autocast import refuse_autocast
-from intarsia.capture.call import Call
-from intarsia.capture.device import device_kind, device_of
-from intarsia.capture.example import copied_call
+from intarsia.capture.device import device_kind, device_of, refuse_autocast
+from intarsia.capture.example import Call, copied_call
 from intarsia.capture.export import capture
 from intarsia.capture.input import check_call, further_calls, resolve_call
-from intarsia.capture.protect import initialized, undisturbed
-from intarsia.capture.random_state import kept_random_state
+from intarsia.capture.protect import initialized, kept_random_state, undisturbed
 from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose

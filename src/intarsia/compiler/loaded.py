@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 from intarsia.build.faithful import Example
 from intarsia.build.judge import Answer, Judge
-from intarsia.capture.call import Call
+from intarsia.capture.example import Call
 from intarsia.capture.export import capture
-from intarsia.capture.random_state import kept_random_state
+from intarsia.capture.protect import kept_random_state
 from intarsia.compare import disagreement
 from intarsia.compiler.job import COMPILING, CompileJob, Request
 from intarsia.compiler.refit import Refit
@@ -26,10 +26,10 @@ from intarsia.engines.graph_program import GraphProgram
 from intarsia.errors import RefitError
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions
+from intarsia.runtime.call_interface import Check, ConstantCheck, TensorCheck
 from intarsia.runtime.compiled import Compiled, Weights
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Inlay
-from intarsia.runtime.input_checks import Check, ConstantCheck, TensorCheck
 
 
 def make_refittable(loaded: Compiled, captured: fx.GraphModule) -> None:

@@ -13,10 +13,9 @@ from torch import fx, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call as Call
+from intarsia.capture.example import Call as Call
 from intarsia.capture.example import copied_call, is_transformed
-from intarsia.capture.protect import undisturbed
-from intarsia.capture.random_state import kept_random_state
+from intarsia.capture.protect import kept_random_state, shared_copy, undisturbed
 from intarsia.capture.run_effects import attributes_of, changing_modules, shape_of_call
 from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError, PartitionError
@@ -30,7 +29,6 @@ from intarsia.partition.names import (
 from intarsia.partition.options import ModuleName, PartitionOptions
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled, assembled
-from intarsia.runtime.shared_copy import shared_copy
 
 P = TypeVar("P")
 # A submodule made ready for a call with sizes that vary; of what comes out, `plan` says which engines run it.

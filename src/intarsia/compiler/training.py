@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import Call, copied_call
 from intarsia.capture.output_objects import open_objects
+from intarsia.capture.protect import shared_copy
 from intarsia.compare import disagreement
-from intarsia.runtime.shared_copy import shared_copy
 
 # Modules that ask for the mode themselves, to name them; whether the answers differ is tried.
 _ASKING = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RReLU, nn.RNNBase)

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 from torch.export import ExportedProgram
 
+from intarsia.capture.protect import shared_copy
 from intarsia.errors import (
     CaptureError,
     EngineError,
@@ -19,7 +20,6 @@ from intarsia.errors import (
     RewriteError,
 )
 from intarsia.runtime.partly import PartlyCompiled
-from intarsia.runtime.shared_copy import shared_copy
 
 # What is wrong with a call, with an option, or with the model; of other errors the user is not the author.
 _FOR_USER = (CaptureError, InputError, LoweringError, PartitionError, RefitError, RewriteError)

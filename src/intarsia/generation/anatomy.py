@@ -1,4 +1,4 @@
-"""What generation has to know of a model: keys and values of its layers, windows, its forward."""
+"""What generation has to know of a model: keys and values of its layers, windows, positions, its encoder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from transformers.cache_utils import (
 
 from intarsia.errors import InputError
 from intarsia.generation.attention import ALIGNED
-from intarsia.generation.source import Source, source_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # names that transformers gives masks of layers
 
@@ -189,3 +188,94 @@ def _heads(layers: list[Any]) -> Heads:
         return int(tensor.shape[1]), int(tensor.shape[3])
 
     return tuple((sizes(layer.keys), sizes(layer.values)) for layer in layers)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an encoder is given, and how many states of it a decoder attends to."""
+
+    argument: str  # of the encoder's forward
+    states: int  # at most; where `fixed`, always
+    fixed: bool  # always of that length, and without padding
+    shape: tuple[int, ...]  # of one row of what it reads, at most
+    hidden: int  # size of a state
+    result: Callable[..., Any]  # the class of what the encoder returns
+
+    def example(self, rows: int, length: int, device: torch.device) -> torch.Tensor:
+        """So many rows to read: tokens 1, 2, 3 ..., or noise."""
+        if self.fixed:
+            drawn = torch.randn(rows, *self.shape, generator=torch.Generator().manual_seed(0))
+            return drawn.to(device=device)
+        return torch.arange(1, length + 1, device=device).expand(rows, length).contiguous()
+
+
+def source_of(model: Any, max_length: int, max_source: int | None) -> Source | None:
+    """What a model's encoder reads; None for a decoder; InputError where it is nothing that can be served."""
+    config = model.config
+    if not getattr(config, "is_encoder_decoder", False):
+        if max_source is not None:
+            raise InputError(f"max_source is {max_source}, and {type(model).__name__} has no encoder")
+        return None
+    argument = model.main_input_name
+    if argument == "input_features" and hasattr(config, "max_source_positions"):
+        states = int(config.max_source_positions)
+        if max_source not in (None, states):
+            raise InputError(f"max_source is {max_source}, and {type(model).__name__} reads {states} always")
+        shape: tuple[int, ...] = (int(config.num_mel_bins), 2 * states)
+    elif argument == "input_ids":
+        limit = getattr(config, "max_position_embeddings", None)
+        states = max_source or min(max_length, limit or max_length)
+        shape = (states,)
+    else:
+        raise InputError(
+            f"the encoder of {type(model).__name__} reads {argument}; served are tokens and sound"
+        )
+    fixed = argument == "input_features"
+    given = torch.zeros(1, *shape, dtype=model.dtype if fixed else torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            made = model.get_encoder()(**{argument: given}, return_dict=True)
+    except (IndexError, ValueError) as error:
+        raise InputError(
+            f"the encoder of {type(model).__name__} reads no {states} tokens: {error}"
+        ) from error
+    found = tuple(made.last_hidden_state.shape)
+    if found[:2] != (1, states):
+        raise InputError(f"the encoder of {type(model).__name__} makes {found[1]} states of {states} tokens")
+    return Source(argument, states, fixed, shape, int(found[2]), type(made))
+
+
+_TOKENS = 4
+
+
+def counts_tokens(model: nn.Module, own: Callable[..., Any], anatomy: Anatomy, *, masked: bool) -> bool:
+    """Whether a forward gives the same with positions 0, 1, 2 ... as without any, at a prompt and a token.
+
+    OPT counts what the mask shows, RoBERTa begins behind its padding id: of such models, programs answer only
+    calls that say which positions they mean.
+    """
+    if not anatomy.positioned:
+        return True  # nobody can say them, so programs were compared without
+    caches = [new_cache(model) for _ in range(2)]
+    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    ids = (torch.arange(_TOKENS + 1, device=anatomy.device) % vocabulary)[None]
+    seen = torch.ones_like(ids)
+    seen[0, 0] = not masked
+    given: dict[str, Any] = {"use_cache": True, "return_dict": True}
+    if anatomy.source is not None:
+        shape = (1, anatomy.source.states, anatomy.source.hidden)
+        given["encoder_outputs"] = (torch.zeros(shape, dtype=anatomy.dtype, device=anatomy.device),)
+    places = torch.arange(_TOKENS + 1, device=anatomy.device)[None]
+    for start, end in ((0, _TOKENS), (_TOKENS, _TOKENS + 1)):
+        call = {**given, anatomy.named("input_ids"): ids[:, start:end]}
+        if masked:
+            call[anatomy.named("attention_mask")] = seen[:, :end]
+        told = {anatomy.named("position_ids"): places[:, start:end]}
+        with torch.no_grad():
+            counted, free = (
+                own(**call, **more, past_key_values=cache).logits[:, -1]
+                for more, cache in zip((told, {}), caches, strict=True)
+            )
+        if not torch.equal(counted, free):
+            return False
+    return True

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from intarsia.errors import InputError
-from intarsia.generation.anatomy import Anatomy
+from intarsia.generation.anatomy import Anatomy, Source
 from intarsia.generation.call import arguments
 from intarsia.generation.masks import source_mask
 from intarsia.generation.replaced import ReplacedForward
-from intarsia.generation.source import Source
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
 
@@ -38,7 +37,7 @@ class EncoderForward(ReplacedForward):
         self.source: Source = source
         self.plain: Compiled | PartlyCompiled = plain
         self.masked: Compiled | PartlyCompiled | None = masked
-        self.runs = {"encoder": 0, "own": 0}
+        self.runs: dict[str, int] = {"encoder": 0, "own": 0}
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config: Any = self.module.config

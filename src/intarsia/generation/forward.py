@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
-from intarsia.generation.anatomy import Anatomy
+from intarsia.generation.anatomy import Anatomy, counts_tokens
 from intarsia.generation.call import Call, arguments, understood
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask, token_mask
-from intarsia.generation.positions import counts_tokens
 from intarsia.generation.replaced import ReplacedForward
 from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
 from intarsia.runtime.compiled import Compiled
@@ -74,10 +73,10 @@ class GeneratingForward(ReplacedForward):
         self.by_rows: dict[int, Programs] = dict(programs)
         self.max_length: int = max_length
         self.room: int = anatomy.room(max_length)
-        self.encoder = encoder
+        self.encoder: EncoderForward | None = encoder
         self.loop: Callable[..., Any] | None = None  # the model's `generate` where tokens are graphs
         self.tolerance: float | None = None  # that its programs were compiled with
-        self.programs = [
+        self.programs: list[Compiled | PartlyCompiled] = [
             program
             for made in programs.values()
             for program in (made.prompt, made.masked_prompt, made.token, made.continued)

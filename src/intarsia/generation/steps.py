@@ -24,7 +24,7 @@ class EncoderStep(nn.Module):
     def __init__(self, model: Any, anatomy: Anatomy, argument: str) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.encoder = model.get_encoder()
+        self.encoder: nn.Module = model.get_encoder()
         self.anatomy: Anatomy = anatomy
         self.argument: str = argument
 
@@ -116,7 +116,8 @@ class ContinuedStep(nn.Module):
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         super().__init__()
         self.training = False  # as the model is
-        self.model, self.anatomy = model, anatomy
+        self.model: nn.Module = model
+        self.anatomy: Anatomy = anatomy
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         count = len(self.anatomy.kinds)

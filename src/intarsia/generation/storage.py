@@ -32,7 +32,8 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self._length = 0
         self._handed = False  # others have been given keys or values
         super().__init__()
-        self.key_store, self.value_store = key_store, value_store
+        self.key_store: torch.Tensor = key_store
+        self.value_store: torch.Tensor = value_store
         # The memory of all layers, if this one's is a part of it, and which.
         self.stack: tuple[torch.Tensor | None, int] = None, 0
         self.is_sliding = is_sliding

@@ -23,7 +23,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call as Call
+from intarsia.capture.example import Call as Call
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
 from intarsia.capture.output_objects import open_objects

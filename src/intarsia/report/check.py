@@ -14,10 +14,9 @@ from torch.export import ExportedProgram
 
 from intarsia.build.judge import Answer, Judge, call_of
 from intarsia.build.trial import Case
-from intarsia.capture.call import Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import Call, copied_call
 from intarsia.capture.input import check_call, resolve_call
-from intarsia.capture.random_state import keeps_random_state
+from intarsia.capture.protect import keeps_random_state
 from intarsia.compare import disagreement, relative_error
 from intarsia.convert import registry
 from intarsia.errors import InputError, IntarsiaError

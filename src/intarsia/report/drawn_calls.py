@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call
+from intarsia.capture.example import Call
 
 Fill = Callable[[torch.Tensor], torch.Tensor]
 

@@ -16,8 +16,7 @@ from intarsia.build.builder import part_of, values_of
 from intarsia.build.judge import Judge
 from intarsia.build.repair import bisect_failure
 from intarsia.build.trial import Case, Failure, case_of, rewriter, try_piece
-from intarsia.capture.call import Call
-from intarsia.capture.example import copied_call
+from intarsia.capture.example import Call, copied_call
 from intarsia.compare import disagreement
 from intarsia.errors import IntarsiaError
 from intarsia.graph.nodes import compute_nodes, module_path, op_name, source_line

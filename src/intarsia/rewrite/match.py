@@ -38,7 +38,7 @@ class Bindings:
         self.variables: dict[str, ir.Value | None] = {}
         self.nodes: dict[OpTerm, ir.Node] = {}
         self.layers: dict[ir.Node, bool] = {}  # whether others may read it
-        self.roots = list(roots)
+        self.roots: list[ir.Value] = list(roots)
 
     def copy(self) -> Bindings:
         other = Bindings()

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.nn.modules import module as torch_module
 
-from intarsia.capture.autocast import under_autocast
+from intarsia.capture.device import under_autocast
 from intarsia.capture.protect import evaluating
 from intarsia.engines import Program
 from intarsia.errors import InputError, RefitError
@@ -20,10 +20,9 @@ from intarsia.graph.nodes import uses_gpu
 from intarsia.graph.plan import Plan
 from intarsia.lower import Lowered
 from intarsia.refitting import make_refittable
-from intarsia.runtime.call_interface import CallInterface
+from intarsia.runtime.call_interface import CallInterface, Check, FixedInput
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.inlay import Assembly, Inlay
-from intarsia.runtime.input_checks import Check, FixedInput
 from intarsia.runtime.ownership import constants_of
 from intarsia.runtime.results import ResultPlan
 from intarsia.runtime.weights import FrozenWeights
@@ -88,7 +87,7 @@ class _Fit:
         model = source.model
         self.lowered, self.body_plans = lowered, dict(assembly.body_plans)
         self.plan = replace(assembly.plan, bodies=self.body_plans) if self.body_plans else assembly.plan
-        self.inlay = Inlay(lowered.module.graph, assembly.pieces, assembly.programs)
+        self.inlay: Inlay = Inlay(lowered.module.graph, assembly.pieces, assembly.programs)
         self.interface = CallInterface.of(lowered, source.signature, checks)
         self.results = ResultPlan(lowered, assembly.pieces, assembly.programs)
         self.eager = None if source.eager is None else model

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.capture.protect import evaluating
+from intarsia.capture.protect import evaluating, shared_copy
 from intarsia.errors import InputError
 from intarsia.graph.plan import Plan
 from intarsia.runtime.compiled import Compiled
-from intarsia.runtime.shared_copy import shared_copy
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.call import Call
+from intarsia.capture.example import Call
 from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.freshness import Freshness, weights_of
@@ -45,12 +45,12 @@ class PlacedForward(Replacement):
         self.own: Callable[..., Any] = module.forward
         self._before = vars(module).get("forward")  # one that was put there, by us or by others
         functools.update_wrapper(self, self.own, updated=())  # others ask what forward takes
-        self.__signature__ = inspect.signature(self.own)
+        self.__signature__: inspect.Signature = inspect.signature(self.own)
         self.__code__: Any | None = getattr(self.own, "__code__", None)
         self.programs: list[Compiled | PartlyCompiled] = list(programs)
         # Of each program, a call that it was tried on.
         self.examples: dict[int, Call | None] = dict(zip(map(id, programs), examples, strict=False))
-        self.enabled = True
+        self.enabled: bool = True
         self.refused: str | None = None  # why a call first went to the module's own forward
         self._freshness = Freshness(weights_of(module), module, in_place=True)
 

@@ -18,8 +18,7 @@ from intarsia.capture.output_objects import Opened, open_objects
 from intarsia.errors import InputError
 from intarsia.lower.lowered import Role
 from intarsia.runtime import Compiled
-from intarsia.runtime.call_interface import children
-from intarsia.runtime.input_checks import ConstantCheck, TensorCheck
+from intarsia.runtime.call_interface import ConstantCheck, TensorCheck, children
 
 Tensors = dict[str, torch.Tensor]
 

@@ -105,7 +105,7 @@ class Recorded(Sequence[RecordedCall]):
         self._kinds: dict[Kind, CallsOfKind] = {}
         self.total: int = 0
         self.seconds: float = 0.0
-        self.tokens = 0  # the most that a call had, those in its cache included
+        self.tokens: int = 0  # the most that a call had, those in its cache included
 
     @property
     def kinds(self) -> list[CallsOfKind]:

@@ -265,7 +265,7 @@ class OnnxFile:
         except Exception as error:  # ONNX Runtime raises classes of its own
             said = next(iter(str(error).splitlines()), "")
             raise EngineError(f"ONNX Runtime cannot load {path}: {said}") from error
-        self.inputs = [item.name for item in self._session.get_inputs()]
+        self.inputs: list[str] = [item.name for item in self._session.get_inputs()]
 
     def run(self, values: Mapping[str, Any]) -> list[Any]:
         """The outputs, in the order of the file."""

@@ -46,7 +46,7 @@ class OpenvinoFile:
             self._compiled = core().compile_model(core().read_model(path), "CPU", _IN_FLOAT32)
         except Exception as error:
             raise EngineError(f"OpenVINO cannot load {path}: {last_line(error)}") from error
-        self.inputs = [port.get_any_name() for port in self._compiled.inputs]
+        self.inputs: list[str] = [port.get_any_name() for port in self._compiled.inputs]
 
     def run(self, values: Mapping[str, Any]) -> list[Any]:
         """The outputs, in the order of the file."""

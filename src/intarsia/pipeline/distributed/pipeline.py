@@ -148,7 +148,7 @@ class DistributedPipeline(RankStages):
             refuse_mean_inside(stages)
         world = World(group, mesh)
         self.device: torch.device = torch.device(device) if device is not None else default_device()
-        self.schedule_class = schedule_class(schedule)
+        self.schedule_class: Any = schedule_class(schedule)
         self.stage_ranks: list[int] = stage_ranks(len(stages), world.size, self.schedule_class)
         definition = find_schedule(schedule)
         reason = None if definition is None else definition.refusal(world.size, n_microbatches)

@@ -37,7 +37,8 @@ class RankStages:
         self.device: torch.device = device
         self.rank: int = world.rank
         # What random numbers depend on, with the number of the micro-batch; `steps` counts those of training.
-        self.seed, self.steps = 0, 0
+        self.seed: int = 0
+        self.steps: int = 0
 
     @property
     def modules(self) -> nn.ModuleList:

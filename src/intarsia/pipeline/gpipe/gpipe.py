@@ -154,7 +154,9 @@ class GPipe(nn.Module):
             cut = split_module(module, balance, [_device(device) for device in devices])
         except BalanceError as error:
             raise ValueError(_with_advice(str(error))) from error
-        self.partitions, self.balance, self.devices = cut
+        self.partitions: nn.ModuleList = cut[0]
+        self.balance: list[int] = cut[1]
+        self.devices: list[torch.device] = cut[2]
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.concurrent_backward = concurrent_backward

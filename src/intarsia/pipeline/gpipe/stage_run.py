@@ -40,7 +40,7 @@ class StageRun:
         self.parameters = parameters  # of the stage: a walk over its modules, the same for all micro-batches
         self.observing: bool = not effects.known_for(stage)
         self.mutates_input: bool = self.observing or effects.mutates_input
-        self.mutated = False
+        self.mutated: bool = False
         self.buffers: BufferSnapshot = BufferSnapshot([], [])
 
     def compute(

@@ -10,11 +10,11 @@ from torch import nn
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
-from intarsia.pipeline.stages.borrowed import place_stages
+from intarsia.pipeline.stages.borrowed import Borrowed, place_stages
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage
-from intarsia.pipeline.stages.statistics import defer_statistics
+from intarsia.pipeline.stages.statistics import DeferredCount, DeferredNode, defer_statistics
 
 
 class Pipelined(StageSequence):
@@ -29,11 +29,13 @@ class Pipelined(StageSequence):
         stages.check_memory()
         _check(stages, chunks, options)
         rest = dict(options)
-        self.deferred = defer_statistics(stages, rest.pop("deferred_batch_norm", False))
+        self.deferred: list[DeferredNode | DeferredCount] = defer_statistics(
+            stages, rest.pop("deferred_batch_norm", False)
+        )
         devices = [torch.device(d) for d in rest.pop("devices", ["cpu"] * len(stages))]
         if len(devices) != len(stages):
             raise PartitionError(f"{len(stages)} stages need as many devices, not {len(devices)}")
-        self.borrowed = place_stages(list(stages), stages.tied, devices)
+        self.borrowed: list[Borrowed] = place_stages(list(stages), stages.tied, devices)
         self.tied = stages.tied
         steps = [_Spread(stage) for stage in stages]
         signature = stages.signature

@@ -60,7 +60,7 @@ class Stage(nn.Module):
         # Not registered: the program holds no tensor, and its name must not enter state_dict's keys.
         object.__setattr__(self, "program", program)
         object.__setattr__(self, "form", form)
-        self.unheeded = ""  # why the model's own gradient checkpointing is left out
+        self.unheeded: str = ""  # why the model's own gradient checkpointing is left out
         try:
             self.recompute(())
         except PartitionError as error:

@@ -39,7 +39,7 @@ class DeferredNode(nn.Module):
 class DeferredCount(nn.Module):
     """Stands in a graph for the counting of batches, which may be in another stage than the statistics."""
 
-    counted = False
+    counted: bool = False
 
     def begin(self, chunks: int) -> None:
         """Start a batch."""

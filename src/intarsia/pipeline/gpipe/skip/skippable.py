@@ -37,7 +37,7 @@ class Skippable(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        self.module = self.module_cls(*args, **kwargs)
+        self.module: nn.Module = self.module_cls(*args, **kwargs)
         self.namespaces: dict[str, Namespace | None] = {}
 
     def __repr__(self) -> str:
