@@ -25,8 +25,7 @@ from intarsia.archive.graphs import captured_module, captured_to_json, graph_to_
 from intarsia.archive.tensors import WEIGHTS, TensorTable
 from intarsia.cache.machine import package_version, processor_name
 from intarsia.engines import Program
-from intarsia.engines.base import GraphEngine, GrowingFile, NetworkEngine
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphEngine, GraphProgram, GrowingFile, NetworkEngine
 from intarsia.errors import ArchiveError, EngineError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH

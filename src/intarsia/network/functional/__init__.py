@@ -58,7 +58,7 @@ from intarsia.network.functional.elementwise import (
     pow,
     sub,
 )
-from intarsia.network.functional.nn import *  # noqa: F403  # noqa: F403
+from intarsia.network.functional.nn import *  # noqa: F403
 from intarsia.network.functional.nn import matmul
 from intarsia.network.functional.reduce import *  # noqa: F403
 from intarsia.network.functional.shape import *  # noqa: F403

@@ -191,9 +191,7 @@ def grid_sample(x: Tensor, grid: Tensor, *, mode: str, padding_mode: str, align_
     return op("GridSample", x, grid, mode=mode, padding_mode=padding_mode, align_corners=int(align_corners))
 
 
-# Functionals of quantisation: integers that stand for multiples of a scale.
-
-__all__ = ["dequantize_linear", "quantize_linear"]
+# Quantisation: integers that stand for multiples of a scale.
 
 
 @record_signature
