@@ -12,15 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.engines.graph_rewrites.constants import (
-    arguments,
-    attach,
-    constant,
-    only_user,
-    ratio,
-    recorded,
-    shape_of,
-)
+from intarsia.engines.graph_rewrites.constants import arguments, attach, constant, only_user, shape_of
+from intarsia.engines.graph_rewrites.replayed import ratio, recorded
 
 aten = torch.ops.aten
 
