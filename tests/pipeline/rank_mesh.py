@@ -127,9 +127,11 @@ def mesh_refusals(folder):
     mesh = mesh_of()
     parts = split(model, (x,), stages=2, by="memory")
     target = torch.arange(4)
-    for shape, names in (((2, 2), ("a", "b")), ((2, 2), ("pipeline", "tensor")), ((4,), ("pipeline",))):
+    for shape, names in (((2, 2), ("a", "b")), ((2, 2), ("pipeline", "expert")), ((4,), ("pipeline",))):
         other = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        with pytest.raises(PartitionError, match=r"one must be of pipeline, pp.*tensor parallel plans need"):
+        with pytest.raises(
+            PartitionError, match=r"one must be of pipeline, pp.*one of tensor, tp, and no others"
+        ):
             parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=other)
     with pytest.raises(PartitionError, match="not both"):
         parts.distributed("1F1B", 2, loss_fn=loss_of, mesh=mesh, group=mesh.get_group("pipeline"))

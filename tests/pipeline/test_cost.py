@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from pipeline_zoo import make
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -14,7 +15,7 @@ from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.plan.simulate import simulate
 from intarsia.pipeline.schedules import schedule
 from intarsia.pipeline.stages import stopwatch
-from intarsia.pipeline.stages.profile import memory_costs, profile, saved_bytes, weight_bytes
+from intarsia.pipeline.stages.profile import cost_source, memory_costs, profile, saved_bytes, weight_bytes
 from intarsia.pipeline.stages.stage import build_stages
 from intarsia.pipeline.stages.stopwatch import measure_passes
 from intarsia.pipeline.stages.trace import trace
@@ -141,6 +142,16 @@ def test_a_backward_pass_in_two_parts_has_a_price():
     assert total(profile(captured, tensors, repeats=1)).apart == 0
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_two_parts_have_a_price_on_the_meta_device():
+    with torch.device("meta"):
+        model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.empty(8, 64)
+    captured = trace(model, (x,))
+    measured = profile(captured, (x,), repeats=1, source=cost_source(captured), apart=True)
+    assert (
+        all(cost.apart > 0 for cost in measured[1:]) and measured[0].apart == 0
+    )  # the input has no gradient
 
 
 def test_zero_bubble_is_not_free():

@@ -45,6 +45,21 @@ def test_two_replicas_of_two_stages_train_as_the_plain_model(ranks):
             assert words in output, output
 
 
+TENSOR = Path(__file__).with_name("rank_tensor.py")
+
+
+def test_stages_whose_modules_are_divided_over_ranks(tmp_path):
+    """torch's parallelize_module inside of stages: losses, norms and weights of the plain loop."""
+    cases = ("tensor_refusals", f"tensor_trains:pipeline+tensor:{tmp_path}")
+    assert_passed(launch(*cases, worker=TENSOR, world=4, fork=True), "refusals ok", "pipeline+tensor ok")
+
+
+@pytest.mark.full
+def test_replicas_of_stages_whose_modules_are_divided(tmp_path):
+    case = f"tensor_trains:data+pipeline+tensor:{tmp_path}"
+    assert_passed(launch(case, worker=TENSOR, world=8, fork=True), "ok")
+
+
 @pytest.mark.full
 def test_gpt2_on_a_mesh():
     assert_passed(launch("mesh_trains:gpt2", worker=WORKER, world=4, fork=True), "mesh_trains gpt2 ok")

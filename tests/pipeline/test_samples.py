@@ -237,6 +237,34 @@ def test_stages_of_modules_are_compared_too():
             parts.gpipe(chunks=2)
 
 
+class Counted(nn.Module):
+    """The number of different values of a batch, which is the same for most batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        z = self.a(x)
+        return self.b(z * torch.unique(z.round()).numel())
+
+
+def test_what_the_graph_shows_holds_for_stages_of_modules():
+    """`unique` has no size, so its graph cannot be measured; that it mixes samples was seen there."""
+    torch.manual_seed(0)
+    parts = split(Counted(), (torch.randn(8, 8),), stages=2, by="memory")
+    assert parts.report.way == "modules"
+    with pytest.raises(PartitionError, match="mul differs between a batch and its halves"):
+        parts.gpipe(chunks=4)
+
+
+def test_what_torch_logs_of_other_lengths_is_not_shown(capfd):
+    """Pairs of samples: an odd length fails on fake tensors, and torch logs the whole trace of it."""
+    pairs = Model(lambda z: z + z.unfold(0, 2, 2).mean(-1).repeat_interleave(2, 0))
+    split(pairs, (torch.randn(8, 8),), stages=2, by="memory")
+    assert capfd.readouterr().err == ""
+
+
 def test_a_difference_that_is_not_seen_is_a_warning():
     """The largest value of all samples cancels out in a softmax."""
     x = torch.randn(6, 8)

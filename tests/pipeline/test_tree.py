@@ -449,3 +449,73 @@ def test_nodes_that_cannot_be_measured_alone_leave_the_cut_to_modules(kind):
 def test_a_number_of_stages_that_is_none_is_refused():
     with pytest.raises(PartitionError, match="stages='2' must be a whole number"):
         split(nn.Linear(4, 4), (torch.ones(2, 4),), stages="2")
+
+
+class Line(nn.Module):
+    """Layers, and one in which something happens that a graph does not hold."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.last = last
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Vectorised(nn.Module):
+    def forward(self, x):
+        return torch.vmap(lambda row: row / row.norm())(x)
+
+
+class Forking(nn.Module):
+    def forward(self, x):
+        with torch.random.fork_rng():
+            y = nn.functional.dropout(x, 0.5)
+        return y + nn.functional.dropout(x, 0.5)
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item()
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [(Vectorised(), "torch.vmap"), (Forking(), "fork_rng"), (Scaled(), "cannot be measured one by one")],
+)
+def test_what_a_graph_does_not_hold_is_left_to_modules(last, reason):
+    """Nodes of vmap crash alone; what fork_rng drew is drawn again behind it; a number has no range."""
+    model, x = Line(last), torch.randn(6, 4)
+    stages = split(model, (x,), stages=2, by="time")
+    assert stages.report.way == "modules" and reason in stages.report.reason
+    torch.manual_seed(0)
+    want = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(stages(x), want)
+
+
+def test_a_generator_of_its_own_is_refused():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(1))
+            return self.b(self.a(x) + noise)
+
+    with pytest.raises(CaptureError, match="it makes a Generator that tracing would freeze"):
+        split(Own(), (torch.randn(4, 4),), stages=2, by="memory")
+
+
+def test_a_model_whose_graph_is_known_is_cut_along_its_modules_if_asked():
+    model, x = Line(nn.Tanh()), torch.randn(6, 4)
+    assert split(model, (x,), stages=2, by="memory").report.way == "graph"
+    stages = split(model, (x,), stages=2, by="memory", way="modules")
+    assert stages.report.way == "modules" and stages.report.reason == "way='modules' was asked for"
+    torch.testing.assert_close(stages(x), model(x))
+    with pytest.raises(PartitionError, match="way='tree' is neither 'graph' nor 'modules'"):
+        split(model, (x,), way="tree")

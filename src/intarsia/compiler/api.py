@@ -80,7 +80,7 @@ def compile(
     True
     """
     # The compiler imports onnx and sympy, which takes a second; naming this function should not.
-    from intarsia.compiler.job import compile_with
+    from intarsia.compiler.entry import compile_with
     from intarsia.options import CompileOptions
 
     checked = CompileOptions.of(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from intarsia.drawing import Drawing, framed, model_explorer, page, svg
+from intarsia.drawing import Drawing, Pictured, page
 from intarsia.errors import PartitionError
 from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import is_compute, is_control_flow, is_free, producer, whereabouts
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Pictured):
     """Segments in the order they run. `str(plan)` tells what runs where, and why.
 
     Example:
@@ -191,17 +191,6 @@ class Plan:
         True
         """
         return page(self.drawing(profile))
-
-    def to_svg(self) -> str:
-        """The segments in the order they run as SVG, for documents."""
-        return svg(self.drawing())
-
-    def to_model_explorer(self) -> str:
-        """The graph as JSON for Google's Model Explorer: `model-explorer FILE` opens it."""
-        return model_explorer(self.drawing())
-
-    def _repr_html_(self) -> str:
-        return framed(self.to_html())
 
     def __str__(self) -> str:
         return plan_text(self.segments, self.strategy, self._body_segments)

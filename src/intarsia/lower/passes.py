@@ -11,7 +11,8 @@ from torch import fx
 from intarsia.errors import LoweringError
 from intarsia.lower.lowered import note_replaced
 from intarsia.lower.masks import simplify_masks
-from intarsia.lower.purity import is_pure, is_pure_operator
+from intarsia.lower.packing import pack_weights
+from intarsia.lower.purity import dequantizes, is_pure, is_pure_operator
 
 aten = torch.ops.aten
 Pass = Callable[[fx.GraphModule], None]
@@ -207,6 +208,9 @@ _CASTS = frozenset(
 )
 
 
+lowering_pass(pack_weights)  # before constants are folded, which would make numbers of the integers
+
+
 # Constant folding: what depends on weights alone is computed once, unless that would blow it up.
 
 # A folded value may not take more memory than what it was made from, beyond this allowance.
@@ -231,7 +235,6 @@ _FILLING = frozenset(
         aten.empty.memory_format,
     }
 )
-_DEQUANTIZING = "quantized_decomposed.dequantize"
 
 
 @lowering_pass
@@ -278,11 +281,6 @@ def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
     if target in _EXPANDING or target in _FILLING:
         return size <= max(sources, 64)
     return size <= sources + ALLOWANCE
-
-
-def dequantizes(target: object) -> bool:
-    """Whether it makes numbers of quantised values; of weights too: engines may want their integers."""
-    return isinstance(target, torch._ops.OpOverload) and str(target).startswith(_DEQUANTIZING)
 
 
 def _is_static(value: torch.Tensor) -> bool:
@@ -336,7 +334,9 @@ def remove_dead_code(module: fx.GraphModule) -> None:
         lambda node: node.op in ("placeholder", "output") or not _removable(node)
     )
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    for name in [name for name in module.__dict__ if name.startswith(("_folded_",)) and name not in used]:
+    for name in [
+        name for name in module.__dict__ if name.startswith(("_folded_", "_packed_")) and name not in used
+    ]:
         del module.__dict__[name]
 
 

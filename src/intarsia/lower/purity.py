@@ -76,6 +76,13 @@ def _is_declared(target: torch._ops.OpOverload) -> bool:
     return target.namespace in _PURE or target in pure_operators
 
 
+def dequantizes(target: object) -> bool:
+    """Whether it makes numbers of quantised values; of weights too: engines may want their integers."""
+    return isinstance(target, torch._ops.OpOverload) and str(target).startswith(
+        "quantized_decomposed.dequantize"
+    )
+
+
 # Whose memory a captured node's result lies in, and what a node changes: by the operators' declarations.
 
 # They copy where they must, and then read what was there before a later change in place.

@@ -129,6 +129,12 @@ def _skip_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any
     return [(dtype, shape), moment, moment, (dtype, shape)][:outputs]
 
 
+@infers("MatMulNBits", domain=MICROSOFT)
+def _matmul_nbits(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Types:
+    assert inputs[0] is not None
+    return [(inputs[0].dtype, (*inputs[0].shape[:-1], attributes["N"]))]
+
+
 # Inputs: how many and of which dtypes; attributes: which by default.
 
 _DTYPES = {f"tensor({dtype.name.lower()})": dtype for dtype in ir.DataType}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, TypeAlias, TypedDict
 
@@ -79,6 +79,12 @@ class PartitionOptions:
         for engine, budget in self.memory_budget.items():
             if type(budget) is not int or budget < 1:
                 raise PartitionError(f"memory_budget of {engine} is {budget!r} bytes; it must be at least 1")
+
+    def among(self, engines: Sequence[str]) -> PartitionOptions:
+        """The same where only some of the engines are there."""
+        if self.backend_priority is None:
+            return self
+        return replace(self, backend_priority=[name for name in self.backend_priority if name in engines])
 
 
 def _names(option: str, source: Any) -> tuple[Any, ...]:

@@ -54,6 +54,7 @@ def split(
     batch_dims: BatchDims | None = None,
     agree: bool = False,
     checkpoint: Sequence[str] = (),
+    way: Literal["graph", "modules"] = "graph",
     costs: Literal["measured", "analytic"] | DeviceSpeed = "measured",
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
@@ -83,6 +84,8 @@ def split(
         agree: every rank of torch.distributed takes the cuts of rank 0. Measured times differ between ranks.
         checkpoint: modules, or patterns such as `"encoder.layer.*"`, that are computed again in the backward
             pass.
+        way: `"modules"` cuts between the calls of modules, also where the graph can be captured: stages then
+            call the model's own modules, as tensor parallel plans need.
         costs: `"measured"`, `"analytic"` (from operations and bytes), or a `DeviceSpeed`.
         progress: called with the number of nodes measured, and of all.
 
@@ -92,6 +95,8 @@ def split(
     >>> len(parts), list(parts.state_dict()) == list(model.state_dict())
     (2, True)
     """
+    if way not in ("graph", "modules"):
+        raise PartitionError(f"way={way!r} is neither 'graph' nor 'modules'")
     if by not in ("time", "memory"):
         raise PartitionError(f"by={by!r} is neither 'time' nor 'memory'")
     if isinstance(cuts, str):
@@ -133,7 +138,10 @@ def split(
         return _rank_zero(places) if agree else places
 
     values: dict[str, torch.Tensor] = {}
+    mixes = ""
     try:
+        if way == "modules":
+            raise CaptureError("way='modules' was asked for")
         with buffers_on_meta(model) if is_on_meta(model) else nullcontext(values) as values:
             captured = trace(
                 model,
@@ -144,6 +152,7 @@ def split(
                 batch_dims=batch_dims,
             )
             captured = judged(model, captured, args, kwargs)
+            mixes = captured.signature.mixes
             node_costs, source = _node_costs(captured, args, kwargs, by, costs, progress)
     except CaptureError as error:
         if is_on_meta(model):
@@ -155,8 +164,8 @@ def split(
         without_effect = [f"{name}=" for name, is_given in unused.items() if is_given]
         if without_effect:
             warnings.warn(
-                f"{' and '.join(without_effect)} have no effect: the model is cut along its modules,"
-                f" since its graph cannot be captured ({error})",
+                f"{' and '.join(without_effect)} have no effect: the model is cut along its modules"
+                f" ({error})",
                 stacklevel=2,
             )
         parts = split_tree(
@@ -168,6 +177,7 @@ def split(
             reason=str(error),
             choose=choose,
             batch_dims=batch_dims,
+            mixes=mixes,
         )
         if checkpoint:
             recompute_modules(parts, checkpoint)

@@ -19,8 +19,7 @@ from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.protect import initialized, keeps_random_state
 from intarsia.compiler.parts import explain_parts, names_within
 from intarsia.convert import registry
-from intarsia.drawing import Drawing, framed, model_explorer, page, svg
-from intarsia.drawing.svg import bytes_text
+from intarsia.drawing import Drawing, Pictured, bytes_text, page
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import CaptureError, LoweringError
 from intarsia.graph.border import borders
@@ -198,7 +197,7 @@ class SegmentReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Explanation:
+class Explanation(Pictured):
     """What would run where, and why. Print it, or take `to_json()` or `to_html()`.
 
     Example:
@@ -238,17 +237,6 @@ class Explanation:
     def to_html(self) -> str:
         """One HTML page that needs nothing else: the graph, its layers, every fallback, what would help."""
         return page(self.drawing())
-
-    def to_svg(self) -> str:
-        """The segments in the order they would run as SVG, for documents."""
-        return svg(self.drawing())
-
-    def to_model_explorer(self) -> str:
-        """The graphs as JSON for Google's Model Explorer: `model-explorer FILE` opens it."""
-        return model_explorer(self.drawing())
-
-    def _repr_html_(self) -> str:
-        return framed(self.to_html())
 
     def __str__(self) -> str:
         lines = [str(self.plan), "borders:"]

@@ -1,4 +1,4 @@
-"""Functionals of neural networks: products, convolution, pooling, norms, attention, resize, quantisation."""
+"""Functionals of neural networks: products, convolution, pooling, norms, attention, resize."""
 
 from __future__ import annotations
 
@@ -189,20 +189,3 @@ def attention(
 def grid_sample(x: Tensor, grid: Tensor, *, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
     """Sample `x` at positions given in -1..1."""
     return op("GridSample", x, grid, mode=mode, padding_mode=padding_mode, align_corners=int(align_corners))
-
-
-# Quantisation: integers that stand for multiples of a scale.
-
-
-@record_signature
-def quantize_linear(x: Tensor, scale: Tensor, zero_point: Tensor, *, axis: int | None = None) -> Tensor:
-    """`round(x / scale) + zero_point`, kept within the range of the zero point's type."""
-    return op("QuantizeLinear", x, scale, zero_point, axis=axis)
-
-
-@record_signature
-def dequantize_linear(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, axis: int | None = None
-) -> Tensor:
-    """`(x - zero_point) * scale`."""
-    return op("DequantizeLinear", x, scale, zero_point, axis=axis)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from intarsia.pipeline.distributed.sharded import own_part, whole
@@ -30,12 +31,10 @@ def clip_by_global_norm(
     """
     gradients = [p.grad for p in counted if p.grad is not None]
     # Ranks may hold gradients of different dtypes, or none: what is sent is float64 on all of them.
-    local = (
-        whole(get_total_norm(gradients, norm_type)).to(device)
-        if gradients
-        else torch.zeros((), device=device)
-    )
-    wide = local.double()
+    # Beside plain ones they may be sharded, and torch does not take both at once.
+    kinds = [[g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False)]
+    norms = [whole(get_total_norm(kind, norm_type)).to(device) for kind in kinds if kind]
+    wide = get_total_norm(norms, norm_type).to(device).double()
     if math.isinf(norm_type):
         dist.all_reduce(wide, dist.ReduceOp.MAX, group=group)
         total = wide

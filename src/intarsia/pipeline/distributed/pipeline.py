@@ -49,7 +49,7 @@ from intarsia.pipeline.distributed.rank_stages import RankStages
 from intarsia.pipeline.distributed.saved import is_checkpoint
 from intarsia.pipeline.distributed.scaling import own_scale, share_overflow
 from intarsia.pipeline.distributed.schedule_run import Failure, RefusedRun, RunPlan, ScheduleRun, build_run
-from intarsia.pipeline.distributed.sharded import shard_stages
+from intarsia.pipeline.distributed.sharded import Plan, check_plan, parallelize_stages, shard_stages
 from intarsia.pipeline.distributed.tree_borders import BorderForm, FlatStage, find_forms
 from intarsia.pipeline.distributed.unused import UnusedParameters
 from intarsia.pipeline.distributed.wire import wire_spec
@@ -103,7 +103,10 @@ class DistributedPipeline(RankStages):
         group: the process group of the pipeline's ranks.
         mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
             them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
-            the loss are those of all batches together. A dimension "shard" shards stages by `fully_shard`.
+            the loss are those of all batches together. A dimension "shard" shards stages by `fully_shard`;
+            along a dimension "tensor" all step over the same batch.
+        tensor_plan: with such a dimension, a plan of `torch.distributed.tensor.parallel.parallelize_module`,
+            by the model's names of modules; stages must be cut along modules (`split(..., way="modules")`).
         seed: of all random numbers, with the numbers of step and micro-batch; by default the first rank's
             `torch.initial_seed()`. `seed` and `steps` (how many there were) are saved in checkpoints.
         weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
@@ -127,6 +130,7 @@ class DistributedPipeline(RankStages):
         device: torch.device | str | None = None,
         group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        tensor_plan: Plan | None = None,
         seed: int | None = None,
         weights: str | Path | Weights | None = None,
     ) -> None:
@@ -147,6 +151,7 @@ class DistributedPipeline(RankStages):
         if self.loss is not None and loss_weight is None and n_microbatches > 1:
             refuse_mean_inside(stages)
         world = World(group, mesh)
+        check_plan(stages, world.tensor, tensor_plan)
         self.device: torch.device = torch.device(device) if device is not None else default_device()
         self.schedule_class: Any = schedule_class(schedule)
         self.stage_ranks: list[int] = stage_ranks(len(stages), world.size, self.schedule_class)
@@ -185,6 +190,10 @@ class DistributedPipeline(RankStages):
             if scaler is not None:
                 raise PartitionError("a scaler beside a mesh that shards stages is not handled; use bfloat16")
             shard_stages(parts, stages, world.shard)
+        if world.tensor is not None and tensor_plan is not None:
+            if scaler is not None:
+                raise PartitionError("a scaler beside tensor_plan= is not handled; use bfloat16")
+            parallelize_stages(parts, world.tensor, tensor_plan)
         self._statistics = [b for s in parts.values() if writes_buffers(s) for b in s.buffers()]
         first, last = self.stage_ranks[0], self.stage_ranks[-1]
         self._terms = Terms(

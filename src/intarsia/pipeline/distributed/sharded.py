@@ -1,17 +1,23 @@
-"""Stages that are sharded inside, by torch's FSDP2 (`fully_shard`)."""
+"""Stages that several ranks hold together, by torch's FSDP2 (`fully_shard`) or its tensor parallel plans."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.tree_stage import TreeStage
+
+Plan = Mapping[str, ParallelStyle]
 
 
 def shard_stages(parts: Mapping[int, nn.Module], stages: StageSequence, mesh: DeviceMesh) -> None:
@@ -23,6 +29,45 @@ def shard_stages(parts: Mapping[int, nn.Module], stages: StageSequence, mesh: De
         )
     for part in parts.values():
         fully_shard(part, mesh=mesh)
+
+
+def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None) -> None:
+    """Refuse a tensor parallel plan that these stages cannot follow, on every rank alike."""
+    if (mesh is None) != (plan is None):
+        has, lacks = ("tensor_plan=", "mesh= with a dimension") if mesh is None else ("mesh", "tensor_plan=")
+        raise PartitionError(f"{has} divides modules over a dimension 'tensor', and needs {lacks} beside it")
+    if plan is None:
+        return
+    if not all(isinstance(stage, TreeStage) for stage in stages):
+        raise PartitionError(
+            "tensor_plan= replaces what modules compute, and stages cut by the graph call no modules: split"
+            " with way='modules'"
+        )
+    if stages.tied:
+        raise PartitionError(
+            f"{stages.tied[0]}; a plan would divide it in each by itself: cut elsewhere with cuts=..."
+        )
+    known = {name for stage in stages for name, _ in stage.named_modules() if name}
+    for pattern in plan:
+        if not any(_matches(name, pattern) for name in known):
+            near = get_close_matches(pattern, sorted(known), n=3)
+            told = f"; near are {', '.join(map(repr, near))}" if near else ""
+            raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{told}")
+
+
+def parallelize_stages(parts: Mapping[int, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:
+    """Divide the modules of this rank's stages as the plan says, each by its name in the model."""
+    for part in parts.values():
+        names = [name for name, _ in part.named_modules() if name]
+        own = {pattern: plan[pattern] for pattern in plan if any(_matches(n, pattern) for n in names)}
+        if own:
+            parallelize_module(part, mesh, own)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a module, as `parallelize_module` reads it: one part of the name at a time."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def is_sharded(stage: nn.Module) -> bool:

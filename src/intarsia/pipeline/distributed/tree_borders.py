@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
@@ -70,6 +71,11 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
         leaves = pytree.tree_leaves(value)
         for i, leaf in enumerate(leaves):
             label = name if len(leaves) == 1 else f"{name}[{i}]"
+            if isinstance(leaf, DTensor):
+                raise PartitionError(
+                    f"{label} is a DTensor, of which each rank holds a part, and crosses a border: let the"
+                    " plan's module give a plain tensor (use_local_output=True)"
+                )
             if isinstance(leaf, Tensor):
                 found.append(TensorSpec(label, tuple(leaf.shape), leaf.dtype))
             elif isinstance(leaf, _PLAIN):

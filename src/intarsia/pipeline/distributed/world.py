@@ -1,4 +1,4 @@
-"""Who takes part: the ranks of this pipeline, and the replicas of it on a mesh of (data, pipeline)."""
+"""Who takes part: the ranks of this pipeline, and on a mesh its replicas and those that share its stages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from intarsia.errors import InputError, PartitionError, PipelineError
 from intarsia.pipeline.distributed.liveness import Heartbeat
+from intarsia.pipeline.distributed.sharded import own_part
 
 _DATA = ("data", "dp", "replicate")
 _PIPELINE = ("pipeline", "pp", "stage")
 _SHARD = ("shard", "fsdp", "dp_shard")
+_TENSOR = ("tensor", "tp")
 _BUCKET = 25 * 2**20  # bytes that travel together, as in DistributedDataParallel
 
 
@@ -24,46 +26,57 @@ class World:
     """The groups of one rank: its pipeline, the same stages in other replicas, and everyone.
 
     Where a dimension of the mesh shards stages, replicas share them: each steps over a batch of its own, and
-    `fully_shard` brings parameters and gradients together. Ranks go by their numbers in torch.distributed,
-    in every message.
+    `fully_shard` brings parameters and gradients together. Along a tensor dimension ranks compute the same
+    batch, each with its part of the weights; the table holds the replicas with this rank's part. Ranks go by
+    their numbers in torch.distributed, in every message.
     """
 
     pipeline: dist.ProcessGroup | None
-    data: dist.ProcessGroup | None
-    same: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None  # sums gradients
+    same: dist.ProcessGroup | None  # holds the same stages, or other parts of them
+    replicas_of_rank: dist.ProcessGroup | None  # the same part of the same stages, for other batches
     everyone: dist.ProcessGroup | None
     shard: DeviceMesh | None  # over which torch shards stages; with replicas it sums their gradients too
+    tensor: DeviceMesh | None  # over which torch divides the computation of modules
     rank: int
     size: int
     me: int  # among the ranks of torch.distributed
 
     def __init__(self, group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
+        self.me = dist.get_rank()
         if mesh is None:
             self.pipeline, self.data, self.everyone = group, None, group
-            self.same, self.shard = None, None
-            table = torch.tensor([dist.get_process_group_ranks(group or dist.group.WORLD)])
+            self.same, self.replicas_of_rank, self.shard, self.tensor = None, None, None, None
+            ranks = torch.tensor(dist.get_process_group_ranks(group or dist.group.WORLD))
+            table = ranks[None]
         else:
             if group is not None:
                 raise PartitionError("give group= or mesh=, not both: the mesh has the groups")
-            names = mesh.mesh_dim_names
-            data, shard, pipeline = _axes(mesh)
-            assert names is not None and pipeline is not None
-            self.pipeline = mesh.get_group(names[pipeline])
-            others = [axis for axis in (data, shard) if axis is not None]
-            table = mesh.mesh.permute(*others, pipeline).reshape(-1, mesh.mesh.shape[pipeline])
-            self.shard = None if shard is None else mesh[tuple(names[axis] for axis in others)]
-            self.data = mesh.get_group(names[data]) if data is not None and shard is None else None
-            columns = [dist.new_group(c) for c in table.T.tolist()] if len(others) == 2 else []
-            self.same = columns[dist.get_rank(self.pipeline)] if columns else mesh.get_group(names[others[0]])
-            whole = table.numel() == dist.get_world_size()
-            self.everyone = None if whole else dist.new_group(table.flatten().tolist())
+            data, shard, tensor, pipeline = _dimensions(mesh)
+            self.pipeline = mesh.get_group(pipeline)
+            replicas = [name for name in (data, shard) if name is not None]
+            self.shard = None if shard is None else mesh[tuple(replicas)]
+            self.tensor = None if tensor is None else mesh[tensor]
+            self.data = mesh.get_group(data) if data is not None and shard is None else None
+            self.replicas_of_rank = _group(mesh, replicas)
+            same = replicas if tensor is None else [*replicas, tensor]
+            self.same = _group(mesh, same) if tensor is not None else self.replicas_of_rank
+            names: Any = mesh.mesh_dim_names
+            own = mesh.mesh
+            if tensor is not None:
+                own = own.select(names.index(tensor), mesh.get_local_rank(tensor))
+                names = [name for name in names if name != tensor]
+            places = [names.index(name) for name in (*replicas, pipeline)]
+            table = own.permute(*places).reshape(-1, dist.get_world_size(self.pipeline))
+            ranks = mesh.mesh.flatten()
+            whole = ranks.numel() == dist.get_world_size()
+            self.everyone = None if whole else dist.new_group(ranks.tolist())
         self.rank, self.size = dist.get_rank(self.pipeline), dist.get_world_size(self.pipeline)
         self.table: list[list[int]] = table.tolist()
         self.replicas: int = len(self.table)
-        self.me = dist.get_rank()
         self.replica: int = next(i for i, row in enumerate(self.table) if self.me in row)
         # Everyone, in the order of a gather.
-        self.ranks: list[int] = sorted(r for row in self.table for r in row)
+        self.ranks: list[int] = sorted(ranks.tolist())
         self.heartbeat: Heartbeat = Heartbeat(self.ranks, self.me)
 
     @property
@@ -96,7 +109,7 @@ class World:
             raise PipelineError(f"rank {self.me} lost {self.heartbeat.lost()} {when}: {error}") from error
 
     def begin_equal(self, tensors: Sequence[Tensor]) -> None:
-        """Let every replica begin with the first one's parameters and buffers."""
+        """Let all that hold the same stages begin with the first one's parameters and buffers."""
         if self.same is not None:
             source = dist.get_global_rank(self.same, 0)
             for tensor in tensors:
@@ -119,7 +132,7 @@ class World:
         for parameter in learning:  # a parameter that one replica did not use may be used by another
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([p.grad for p in learning if p.grad is not None]):
+        for bucket in _buckets([own_part(p.grad) for p in learning if p.grad is not None]):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat, group=self.data)
             done = 0
@@ -141,8 +154,8 @@ class World:
 
     def sum_over_replicas(self, value: Tensor) -> Tensor:
         """A number summed over the same rank of every replica."""
-        if self.same is not None:
-            dist.all_reduce(value, group=self.same)
+        if self.replicas_of_rank is not None:
+            dist.all_reduce(value, group=self.replicas_of_rank)
         return value
 
     def share(self, tensor: Tensor, axis: int = 0) -> Tensor:
@@ -154,21 +167,36 @@ class World:
         return tensor.chunk(self.replicas, axis)[self.replica]
 
 
-def _axes(mesh: DeviceMesh) -> tuple[int | None, int | None, int | None]:
-    """Which dimension of the mesh replicates, which shards stages, and which is the pipeline."""
+def _dimensions(mesh: DeviceMesh) -> tuple[str | None, str | None, str | None, str]:
+    """The names of the dimensions that replicate, shard stages, divide modules, and of the pipeline."""
     names = mesh.mesh_dim_names
     if names is None:
         raise PartitionError("the mesh's dimensions have no names; give mesh_dim_names=('data', 'pipeline')")
-    kinds = (_DATA, _SHARD, _PIPELINE)
-    data, shard, pipeline = (next((i for i, n in enumerate(names) if n in kind), None) for kind in kinds)
-    known = [axis for axis in (data, shard, pipeline) if axis is not None]
+    kinds = (_DATA, _SHARD, _TENSOR, _PIPELINE)
+    found = [next((name for name in names if name in kind), None) for kind in kinds]
+    data, shard, tensor, pipeline = found
+    known = [name for name in found if name is not None]
     if pipeline is None or len(known) < 2 or len(known) != len(names):
         raise PartitionError(
             f"the mesh's dimensions are called {names}; one must be of {', '.join(_PIPELINE)}, beside one of"
-            f" {', '.join(_DATA)}, one of {', '.join(_SHARD)}, or both, and no others: tensor parallel plans"
-            " need the model's own nn.Linear modules, which stages cut by the graph do not call"
+            f" {', '.join(_DATA)}, one of {', '.join(_SHARD)} or one of {', '.join(_TENSOR)}, and no others"
         )
-    return data, shard, pipeline
+    if shard is not None and tensor is not None:
+        raise PartitionError(
+            f"the mesh's dimensions {shard!r} and {tensor!r} both divide stages; give one of them"
+        )
+    return data, shard, tensor, pipeline
+
+
+def _group(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
+    """The ranks that differ from this one in these dimensions alone; None without dimensions."""
+    if len(names) < 2:
+        return mesh.get_group(names[0]) if names else None
+    every: Any = mesh.mesh_dim_names
+    rest = [i for i, name in enumerate(every) if name not in names]
+    rows = mesh.mesh.permute(*rest, *map(every.index, names)).flatten(0, len(rest) - 1).flatten(1).tolist()
+    groups: list[dist.ProcessGroup] = [dist.new_group(row) for row in rows]  # every rank makes every group
+    return groups[next(i for i, row in enumerate(rows) if dist.get_rank() in row)]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

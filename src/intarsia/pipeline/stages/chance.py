@@ -124,10 +124,18 @@ def _nothing_depends(one: ExportedProgram, other: ExportedProgram) -> bool:
 
 @contextmanager
 def no_other_dice() -> Iterator[None]:
-    """Refuse what draws numbers of Python or NumPy, or seeds torch's generator; put their state back."""
+    """Refuse what draws numbers of Python or NumPy, or sets torch's generator; put their state back."""
     numpy = sys.modules.get("numpy")
     before, seed, torch_state = random.getstate(), torch.initial_seed(), torch.get_rng_state()
     array = None if numpy is None else numpy.random.get_state()
+    set_state = torch.set_rng_state
+    put_back: list[torch.Tensor] = []
+
+    def noticed(new_state: torch.Tensor) -> None:
+        put_back.append(new_state)
+        set_state(new_state)
+
+    torch.set_rng_state = noticed  # what `fork_rng` calls at its end
     try:
         yield
         drew = random.getstate() != before
@@ -135,11 +143,14 @@ def no_other_dice() -> Iterator[None]:
             drew |= not all(map(numpy.array_equal, array, numpy.random.get_state()))
         reseeded = torch.initial_seed() != seed
     finally:
+        torch.set_rng_state = set_state
         random.setstate(before)
         torch.set_rng_state(torch_state)
         if numpy is not None:
             numpy.random.set_state(array)
     if reseeded:
         raise CaptureError("it calls torch.manual_seed, which tracing would leave out")
+    if put_back:
+        raise CaptureError("it puts torch's generator back (fork_rng), which tracing would leave out")
     if drew:
         raise CaptureError("it draws random numbers in Python, which tracing would freeze")

@@ -27,6 +27,9 @@ from intarsia.pipeline.stages.own_checkpoints import checkpointed_modules
 # Guards that hold device and dtype of the example: the signature's own check takes their place.
 _GUARDS = {torch.ops.aten._assert_tensor_metadata.default}
 
+# What `vmap` leaves in a graph: batched tensors between a beginning and an end (torch 2.11 to 2.13).
+_VMAP = "torch._functorch.predispatch"
+
 
 def export_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes, dynamic_shapes: Any
@@ -52,6 +55,8 @@ def export_model(
         except Exception as error:
             reason = error
             continue
+        if any(getattr(node.target, "__module__", "") == _VMAP for node in program.graph.nodes):
+            raise CaptureError("it calls torch.vmap, whose operators run neither one by one nor in parts")
         _drop_guards(program.graph_module)
         _write_buffers_early(program.graph)
         return program, tuple(dict.fromkeys(names))

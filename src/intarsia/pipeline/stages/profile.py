@@ -22,7 +22,7 @@ from intarsia.graph.nodes import is_compute
 from intarsia.logs import tell_share, working
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.stages.devices import META, on_device, to_meta
-from intarsia.pipeline.stages.stopwatch import costs_in_step, measure_node, share_apart
+from intarsia.pipeline.stages.stopwatch import costs_in_step, measure_apart, measure_node, share_apart
 from intarsia.pipeline.stages.trace import Trace
 
 Progress = Callable[[int, int], None]
@@ -34,8 +34,8 @@ class CostSource(Protocol):
 
     real: bool  # whether the model's values are used; the graph runs on the meta device otherwise
 
-    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
-        """The cost of one node, from its target and arguments."""
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
+        """The cost of one node, from its target and arguments; `apart`: with a price of two parts."""
         ...
 
 
@@ -44,8 +44,8 @@ class Measured:
 
     real = True
 
-    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
-        """The least of `repeats` runs."""
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
+        """The least of `repeats` runs; two parts are measured on the whole graph."""
         return measure_node(target, args, kwargs, repeats)
 
     def __str__(self) -> str:
@@ -64,12 +64,13 @@ class MadeUp:
         device = torch.get_default_device()
         self.device: torch.device = torch.device("cpu") if device.type == "meta" else device
 
-    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
         """The least of `repeats` runs."""
         values = pytree.tree_map_only(Tensor, lambda t: _made_up(t, self.device), (args, kwargs))
         try:
             made, options = on_device(values, self.device)
-            return measure_node(target, made, options, repeats)
+            cost = measure_node(target, made, options, repeats)
+            return replace(cost, apart=measure_apart(target, made, options, repeats)) if apart else cost
         except Exception as error:
             raise PartitionError(
                 f"{target} cannot be measured on made-up values ({error}); costs='analytic' computes them"
@@ -91,7 +92,7 @@ class DeviceSpeed:
     def __str__(self) -> str:
         return f"computed for {self.flops / 1e12:g} TFLOP/s and {self.bytes / 1e9:g} GB/s"
 
-    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> Cost:
+    def cost(self, target: Callable[..., Any], args: Any, kwargs: Any, repeats: int, apart: bool) -> Cost:
         """By count: floating point operations, by torch's counter, and the bytes read and written."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         fresh = [_leaf(v) if isinstance(v, Tensor) else v for v in leaves]
@@ -149,7 +150,7 @@ def profile(
     before when it returns. A source that is not real needs the graph for its shapes alone.
     """
     source = source or Measured()
-    runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress, source)
+    runner = _Profiler(trace, repeats, _PASSES * len(trace.line.nodes), progress, source, apart)
     devices = sorted({t.device.index or 0 for t in tensors if t.is_cuda})
     with torch.random.fork_rng(devices=devices):
         with working("timing each node"):
@@ -163,7 +164,7 @@ def profile(
             for i, n in enumerate(trace.line.nodes)
         ]
         if not source.real:
-            return costs
+            return costs  # a price of two parts is the nodes' own
         costs = costs_in_step(trace, tensors, costs, repeats)
         share = share_apart(trace, tensors, costs, repeats) if apart else 0.0
         return [replace(c, apart=share * c.backward) for c in costs]
@@ -208,9 +209,10 @@ class _Profiler(fx.Interpreter):
         count: int,
         progress: Progress | None,
         source: CostSource,
+        apart: bool,
     ) -> None:
         super().__init__(trace.module, graph=trace.graph)
-        self.source = source
+        self.source, self.apart = source, apart
         self.repeats, self.count, self.progress = repeats, count, progress
         self.costs: dict[fx.Node, Cost] = {}
         self.known: dict[Any, Cost] = {}
@@ -225,7 +227,7 @@ class _Profiler(fx.Interpreter):
         key = _key(n, args, kwargs)
         cost = self.known.get(key) if key is not None else None
         if cost is None:
-            cost = self.source.cost(n.target, args, kwargs, self.repeats)  # type: ignore[arg-type]
+            cost = self.source.cost(n.target, args, kwargs, self.repeats, self.apart)  # type: ignore[arg-type]
             if key is not None:
                 self.known[key] = cost
         self.costs[n] = cost if n not in self.costs else _least(cost, self.costs[n])

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.quiet import kept_messages
 from intarsia.compare import disagreement
 from intarsia.errors import DifferenceWarning
 from intarsia.graph.nodes import whereabouts
@@ -127,7 +128,8 @@ def _doubt(captured: Trace) -> Doubt | None:
     lengths = [n for n in _LENGTHS if low <= n <= high] or [n for n in (first, first + 1) if n <= high]
     aliases = [alias for alias, length in signature.same.items() if length == signature.batch]
     calls = []
-    with FakeTensorMode() as mode:
+    # torch logs what a shape of other lengths makes fail; the doubt says so itself.
+    with kept_messages(), FakeTensorMode() as mode:
         for n in lengths:
             sizes = {**signature.example, str(signature.batch): n, **dict.fromkeys(aliases, n)}
             calls.append((n, captured.fakes(mode, sizes)))

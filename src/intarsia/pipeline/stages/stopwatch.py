@@ -178,36 +178,69 @@ def share_apart(trace: Trace, tensors: Sequence[torch.Tensor], costs: Sequence[C
     autograd in Python, and walks some of it twice. Measured on the second half of the graph, whose inputs
     want gradients.
     """
-    parts = _two_parts()
     sums = list(accumulate((c.seconds for c in costs), initial=0.0))
     place = next((at for at in trace.line.allowed if sums[at] >= sums[-1] / 2), None)
-    if parts is None or place is None:
+    if place is None:
         return 0.0
     first, second = build_stages(trace, [place])
-    values = _run(first, tensors, torch.no_grad())[1]
-    values = [
-        v.detach().requires_grad_(v.is_floating_point()) if isinstance(v, torch.Tensor) else v for v in values
-    ]
-    inputs = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
+    values = [_leaf(v) for v in _run(first, tensors, torch.no_grad())[1]]
+
+    def run() -> _Graph:
+        learning, gives = _run(second, values, torch.enable_grad())
+        return _Graph(_growing(values), learning, _growing(gives))
+
+    whole, apart = _backward_both_ways(run, repeats)
+    return max(0.0, apart / (whole or 1.0) - 1.0)
+
+
+def measure_apart(target: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> float:
+    """How many seconds longer the backward pass of a node alone takes in two parts."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+
+    def run() -> _Graph:
+        fresh = [_leaf(v) if isinstance(v, torch.Tensor) and v.requires_grad else v for v in leaves]
+        learning = [v for v, old in zip(fresh, leaves, strict=True) if isinstance(old, torch.nn.Parameter)]
+        inputs = [v for v in _growing(fresh) if not any(v is w for w in learning)]
+        again, options = pytree.tree_unflatten(
+            [_copy(v) if any(v is i for i in inputs) else v for v in fresh], spec
+        )
+        with torch.enable_grad():
+            return _Graph(inputs, _growing(learning), _growing(pytree.tree_leaves(target(*again, **options))))
+
+    whole, apart = _backward_both_ways(run, repeats)
+    return max(0.0, apart - whole)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a forward pass made, and the leaves that want gradients."""
+
+    inputs: list[torch.Tensor]
+    learning: list[torch.Tensor]
+    roots: list[torch.Tensor]
+
+
+def _backward_both_ways(run: Callable[[], _Graph], repeats: int) -> tuple[float, float]:
+    """The least seconds of a backward pass in one part, and in two; zeros where it has no two parts."""
+    parts = _two_parts()
     whole: list[float] = []
     apart: list[float] = []
     for _ in range(repeats + 3):  # a difference of two times needs more than a time
         for seconds, split in ((whole, False), (apart, True)):
-            learning, gives = _run(second, values, torch.enable_grad())
-            roots = [v for v in gives if isinstance(v, torch.Tensor) and v.requires_grad]
-            if not inputs or not roots or not learning:
-                return 0.0
-            grads = [torch.ones_like(r) for r in roots]
-            begin = synchronized(roots)
+            graph = run()
+            if parts is None or not (graph.inputs and graph.roots and graph.learning):
+                return 0.0, 0.0
+            grads = [torch.ones_like(r) for r in graph.roots]
+            begin = synchronized(graph.roots)
             if split:
-                _, groups = parts[0](roots, grads, inputs, iter(learning))
-                parts[1](iter(learning), groups)
+                _, groups = parts[0](graph.roots, grads, graph.inputs, iter(graph.learning))
+                parts[1](iter(graph.learning), groups)
             else:
-                torch.autograd.backward(roots, grads)
-            seconds.append(synchronized(inputs) - begin)
-            for value in inputs:
+                torch.autograd.backward(graph.roots, grads)
+            seconds.append(synchronized(graph.inputs) - begin)
+            for value in graph.inputs:
                 value.grad = None
-    return max(0.0, min(apart[1:]) / (min(whole[1:]) or 1.0) - 1.0)
+    return min(whole[1:]), min(apart[1:])
 
 
 def _two_parts() -> Any:
@@ -226,7 +259,7 @@ def _two_parts() -> Any:
     return _backward.stage_backward_input, _backward.stage_backward_weight
 
 
-def _run(stage: Stage, values: Sequence[Any], mode: Any) -> tuple[list[torch.nn.Parameter], Sequence[Any]]:
+def _run(stage: Stage, values: Sequence[Any], mode: Any) -> tuple[list[torch.Tensor], Sequence[Any]]:
     """Run a stage on parameters of its own memory; those that learn, and what the stage gives."""
     form = stage.form
     weights: dict[str, Any] = {
@@ -256,6 +289,17 @@ def _held(costs: Sequence[Cost]) -> int:
 
 def _name(spec: TensorSpec | str) -> str:
     return spec if isinstance(spec, str) else spec.name
+
+
+def _leaf(value: Any) -> Any:
+    """A value that wants a gradient, if it can have one."""
+    return (
+        value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, torch.Tensor) else value
+    )
+
+
+def _growing(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
 
 
 def _alias(value: Any) -> Any:

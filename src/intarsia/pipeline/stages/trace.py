@@ -236,7 +236,10 @@ def _signature(
         else:
             raise CaptureError(f"output {i} is {value.meta['val']!r}, a number that changes with the input")
     ranges = {
-        str(symbol): (int(r.lower), int(r.upper) if r.upper.is_Integer else 2**62)
+        str(symbol): (
+            int(r.lower) if r.lower.is_Integer else 0,  # a number read from data has no least
+            int(r.upper) if r.upper.is_Integer else 2**62,
+        )
         for symbol, r in program.range_constraints.items()
     }
     example: dict[str, int] = {}

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,8 +51,11 @@ def split_tree(
     reason: str,
     choose: Choose,
     batch_dims: BatchDims | None = None,
+    mixes: str = "",
 ) -> StageSequence:
     """Cut between module calls; `reason` says why the graph could not be cut.
+
+    `mixes` is what the graph showed of samples that are mixed, where there was one.
 
     The calls are found by tracing each `forward` with its submodules left closed, so control flow inside a
     submodule may be anything; where it is in the way, that module stays whole. The cut model is compared with
@@ -72,7 +76,7 @@ def split_tree(
     prices = [float(size) for size in line.crossing_bytes]
     cuts = choose(line, costs, prices)
     parts = _build(model, graph, line, cuts, recorder.means)
-    mixes = _mixed(model, args, kwargs or {}, batch_dims)
+    mixes = mixes or _mixed(model, args, kwargs or {}, batch_dims)
     note_writes(parts, changed)
     for part in parts:
         part._random_places = RandomPlaces(recorder.places, recorder.draws)
@@ -167,8 +171,12 @@ def _attempt(
         graph = trace_without_counters(traced, model, (), {**fixed, **tensors})
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if any(n.op == "get_attr" and "_tensor_constant" in str(n.target) for n in graph.nodes):
+    held = [n for n in graph.nodes if n.op == "get_attr"]
+    if any("_tensor_constant" in str(n.target) for n in held):
         return "it makes tensors of its own that tracing would freeze"
+    strange = [v for n in held if not isinstance(v := attrgetter(str(n.target))(model), torch.Tensor)]
+    if strange:
+        return f"it makes a {type(strange[0]).__name__} that tracing would freeze"
     return graph
 
 
