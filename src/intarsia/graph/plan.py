@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Plan(Pictured):
-    """Segments in the order they run. `str(plan)` tells what runs where, and why.
+    """The segments of a model, in the order they run. `str(plan)` says what runs where, and why.
 
     Example:
         >>> gm = torch.fx.symbolic_trace(lambda x: torch.tanh(torch.relu(x)))
@@ -85,7 +85,7 @@ class Plan(Pictured):
         raise PartitionError(f"{whereabouts(node)} is in no segment of the plan")
 
     def verify(self, graph: fx.Graph | fx.GraphModule) -> Plan:
-        """Return the plan if it is valid for `graph`; raise `PartitionError` saying what is wrong if not."""
+        """Return the plan if it is valid for `graph`; PartitionError if not."""
         graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
         position = {node: number for number, node in enumerate(graph.nodes)}
         homes = self._homes(position)

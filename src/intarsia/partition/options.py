@@ -1,4 +1,4 @@
-"""What a user may ask of the partitioner."""
+"""The options of the partitioner."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Atomic: TypeAlias = "Sequence[OpName] | Callable[[fx.GraphModule], Iterable[Sequ
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """What a user may ask of the partitioner.
+    """The options of the partitioner.
 
     Args:
-        min_block_size: the fewest ops an engine's segment must have; None weighs the work instead
-            (see `partition.blocks`).
-        torch_executed_ops: ops that stay in PyTorch.
-        torch_executed_modules: modules whose ops stay in PyTorch.
-        require_full_compilation: raise if any node is left to PyTorch.
-        atomic: patterns that are never cut apart.
-        memory_budget: bytes of weights that one segment of an engine may hold.
-        backend_priority: engines in the order to prefer.
-        backend_support_map: the ops each engine is given, by name; "all" for every one.
+        min_block_size: the smallest number of operators in a segment of an engine. By default, the work of a
+            segment is estimated instead.
+        torch_executed_ops: operators that stay in PyTorch.
+        torch_executed_modules: modules whose operators stay in PyTorch.
+        require_full_compilation: raise an error if a node would run in PyTorch.
+        atomic: chains of operators, or groups that a function finds, that are never cut apart.
+        memory_budget: the largest number of bytes of weights in one segment, for each engine.
+        backend_priority: engines, the preferred one first.
+        backend_support_map: for each engine, the operators that it may take; `"all"` for all of them.
 
     Example:
         >>> PartitionOptions(min_block_size=3, torch_executed_ops=("aten::add",)).min_block_size
