@@ -135,7 +135,8 @@ def _said(error: Exception) -> str:
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """What PyTorch answers."""
     with torch.no_grad():
-        return tuple(module(*inputs))
+        answer = module(*inputs)
+    return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
 
 
 class Cases:

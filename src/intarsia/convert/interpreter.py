@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -45,23 +45,32 @@ def convert(
     """
     net = Network(name)
     ctx = ConversionContext(net, for_engine=engine)
-    values: dict[fx.Node, Any] = {}
     with net_guard(net):
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = add_input(net, node.name, node.meta.get("val"))
-            elif node.op == "get_attr":
-                values[node] = constant_of(module, node)
-            elif node.op == "call_function":
-                values[node] = convert_node(ctx, node, values)
-            elif node.op == "output":
-                mark_outputs(net, node, values)
-            else:
-                raise NodeError(node, f"a node of kind {node.op} is not handled")
+        taken = [node for node in module.graph.nodes if node.op == "placeholder"]
+        inputs = [add_input(net, node.name, node.meta.get("val")) for node in taken]
+        mark_outputs(net, convert_graph(ctx, module, inputs))
     net.drop_unused_constants()  # a converter may have read a weight and made another of it
     if notes is not None:
         notes += [note for note in ctx.notes if note not in notes]
     return net
+
+
+def convert_graph(ctx: ConversionContext, module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Add the layers of a graph to the network of the context; what the graph returns, flat."""
+    given = iter(inputs)
+    values: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = constant_of(module, node)
+        elif node.op == "call_function":
+            values[node] = convert_node(ctx, node, values)
+        elif node.op != "output":
+            raise NodeError(node, f"a node of kind {node.op} is not handled")
+    returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+    flat = returned if isinstance(returned, list | tuple) else [returned]
+    return [values[item] if isinstance(item, fx.Node) else item for item in flat]
 
 
 def add_input(net: Network, name: str, value: Any) -> Tensor:
@@ -194,17 +203,14 @@ def _count(result: Any) -> str:
     return str(len(result)) if isinstance(result, list | tuple) else "1"
 
 
-def mark_outputs(net: Network, node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
-    """Mark what a graph returns; an input, a constant or a tensor returned twice gets an identity."""
+def mark_outputs(net: Network, returned: Sequence[Any]) -> None:
+    """Mark what a graph returns; what no layer here makes, or is returned twice, gets an identity."""
     net.scope, net.origin = "", None
-    returned = node.args[0]
-    flat = list(returned) if isinstance(returned, list | tuple) else [returned]
     marked: set[ir.Value] = set()
-    for index, item in enumerate(flat):
-        value: Any = values[item] if isinstance(item, fx.Node) else item
-        if not isinstance(value, Tensor):
-            value = F.constant(value)
-        if value.value in marked or value.value.producer() is None:
+    for index, item in enumerate(returned):
+        value = item if isinstance(item, Tensor) else F.constant(item)
+        producer = value.value.producer()
+        if value.value in marked or producer is None or producer.graph is not net.graph:
             net.scope = f"output_{index}"
             value = F.identity(value)
         marked.add(value.value)
@@ -269,6 +275,9 @@ def _describe_value(value: Any) -> Any:
 
 
 def _describe_constant(value: Any) -> Any:
+    if isinstance(value, fx.GraphModule):  # a body of control flow
+        inner = [node for node in value.graph.nodes if node.op != "output"]
+        return ("graph", value.code, tuple([_describe_value(node.meta.get("val")) for node in inner]))
     if not isinstance(value, torch.Tensor):
         return ("object", id(value))
     if value.layout is not torch.strided:

@@ -197,6 +197,8 @@ class NetworkEngine(Engine):
     def probe(self, net: Network) -> str | None:
         """Why this engine refuses the layers of a small network; None if it accepts them."""
 
+    takes_bodies: ClassVar[bool] = False  # layers that hold networks: `If` and `Loop`
+
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
         """The result of `probe` for each network. An engine may compute many at once, which is faster."""
         return [self.probe(net) for net in nets]

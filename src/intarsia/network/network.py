@@ -178,8 +178,10 @@ class Network(EditableGraph):
     ['Mul']
     """
 
-    def __init__(self, name: str = "network", *, graph: ir.Graph | None = None) -> None:
-        super().__init__(graph or ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name))
+    def __init__(
+        self, name: str = "network", *, graph: ir.Graph | None = None, within: Network | None = None
+    ) -> None:
+        super().__init__(graph or ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name), within)
         self.graph.meta[_NETWORK] = self
 
     @staticmethod

@@ -29,7 +29,7 @@ from intarsia.graph.plan_text import SegmentShapes, segment_shapes
 from intarsia.logs import working
 from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
-from intarsia.partition import PartitionOptions, Strategy, SupportTable
+from intarsia.partition import PYTORCH, PartitionOptions, Strategy, SupportTable
 from intarsia.partition.advice import Advice, advise
 from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
@@ -130,9 +130,13 @@ def _explain(
         table = support_table(gm, engines)
     explanation = explain_graph(gm, table, strategy, options, notes=notes)
     details = partial(plan_details, gm, engines, strategy, options, patterns)
+    whole = {
+        node for segment in explanation.plan.segments if segment.engine != PYTORCH for node in segment.nodes
+    }
     inner = {
         f"{node.name}.{name}": _explain(body, engines, strategy, options, patterns)
         for node, name, body in bodies(gm)
+        if node not in whole
     }
     return replace(explanation, plan=replace(explanation.plan, details=details), bodies=inner)
 

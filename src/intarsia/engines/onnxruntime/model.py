@@ -27,6 +27,7 @@ from intarsia.engines.onnxruntime.session import OUTPUT
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
+from intarsia.network.bodies import bodies_of
 from intarsia.network.ops import MULTIPLIES_WEIGHTS, NORMALIZES, RECURRENT
 from intarsia.network.serialize import Weights, to_proto
 
@@ -68,6 +69,7 @@ def guarded(
     proto, weights = (quantize or to_proto)(net)
     limits = OnnxRuntimeLimits() if quantize is None else RoundedProductLimits()
     planned = plan_guards(net, limits) if guards else Guards()
+    check_bodies(net, guards, device)
     if device == "cpu":
         keep_signed_zeros(net, proto)
         cast_through_int64(net, proto)
@@ -77,6 +79,21 @@ def guarded(
         divide_for_reciprocals(net, proto)
         compute_in_float32(net, proto)  # last: it renames what others look for
     return Model(proto, _values(weights), _weights_on_gpu(weights), checks)
+
+
+def check_bodies(net: Network, guards: bool, device: str) -> None:
+    """EngineError for a body with layers that ONNX Runtime does not compute as PyTorch does.
+
+    Guards and corrections are of the layers of a network. None is made inside the body of an `If` or `Loop`.
+    """
+    for layer in net.get_layers():
+        for graph in bodies_of(layer.node):
+            body = Network.of(graph)
+            if guards and any(plan_guards(body, OnnxRuntimeLimits()).all()):
+                raise EngineError("its body needs guards on values")
+            as_written = plain(body).data
+            if guarded(body, False, device).data != as_written:
+                raise EngineError("its body needs other layers in the place of some")
 
 
 _MOST_INSIDE = 2**31 - 2**26  # protobuf's limit for one message, less what the graph may take

@@ -27,10 +27,11 @@ _SHARED_BYTES = 64  # constants up to this size are made once
 class EditableGraph:
     """An `onnx_ir` graph with all that its edits share: journal, order, names, replacements.
 
-    `journal`, where it is a list, is given every edit, so that `undo` can take them back.
+    `journal`, where it is a list, is given every edit, so that `undo` can take them back. A graph `within`
+    another is a body of it: no name is used in both.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, within: EditableGraph | None = None) -> None:
         self.graph = graph
         self.journal: list[Edit] | None = None
         self.order: Order = Order(graph)
@@ -40,7 +41,8 @@ class EditableGraph:
         self.scope = ""  # how new layers are called
         self.origin: dict[str, str] | None = None  # where new layers come from: module path, source line
         self.made: list[ir.Node] | None = None  # given every new layer: those of the functional that runs now
-        self._names: dict[str, int] = {}  # every name that was ever taken, and the last number behind it
+        # Every name that was ever taken, and the last number behind it.
+        self._names: dict[str, int] = {} if within is None else within._names
         self._by_name: dict[str, ir.Node] = {}
         self._read_names()
 
