@@ -232,7 +232,7 @@ def name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = f"{target.namespace}::{target._opname}.{target._overloadname}"
         if name in _REFUSED:
-            raise ArchiveError(f"{name} reads a file, which a loaded model must not")
+            raise ArchiveError(f"{name} reads a file, which a loaded model may not do")
         return name
     if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW:
         return f"higher_order::{target.__name__}"
@@ -250,7 +250,7 @@ def find_operator(name: str) -> Any:
         return getattr(torch.ops.higher_order, rest)
     parts = _OVERLOAD.fullmatch(name)
     if parts is None or name in _REFUSED:
-        raise ArchiveError(f"the archive names {name!r}, which is not an operator that may be loaded")
+        raise ArchiveError(f"the archive names {name!r}, which is not an allowed operator")
     try:
         overload = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3])
     except (AttributeError, RuntimeError):

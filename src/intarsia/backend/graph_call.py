@@ -94,7 +94,7 @@ class GraphCall:
     def leave(self, reason: str) -> None:
         """Run the graph as captured from now on, whenever no program fits."""
         self._report = update(self._report, reason=reason)
-        warnings.warn(f"intarsia leaves this graph to PyTorch ({self._report.where}): {reason}", stacklevel=3)
+        warnings.warn(f"this graph runs in PyTorch ({self._report.where}): {reason}", stacklevel=3)
 
     def _otherwise(self, args: Sequence[Any]) -> Any:
         """A call that the last program was not made for."""

@@ -206,7 +206,7 @@ class Builder:
             return self._lost[engine.name]
         settings = self.settings
         if settings.deadline is not None and time.perf_counter() > settings.deadline:
-            raise OutOfTime("its pieces could not all be built and tried in the time that was left")
+            raise OutOfTime("its pieces could not all be built and run within the time limit")
         outcome = try_piece(
             module, engine, cases, rewrite, settings.build_limit_s, self.notes, settings.tolerance
         )

@@ -59,8 +59,8 @@ def capture(
             raise CaptureError(f"{name} is a nested tensor, which no engine takes")
         if is_opaque(tensor) and not tensor.is_meta:
             raise CaptureError(
-                f"{name} is a {type(tensor).__name__}, a subclass of Tensor that has no `__tensor_flatten__`:"
-                " nothing is known of its inside"
+                f"{name} is a {type(tensor).__name__}, a subclass of Tensor without"
+                " `__tensor_flatten__`, so the tensors inside are not known"
             )
     if dynamic_shapes is not None:
         # A named Dim promises every size of its range to export, which gives up where the model treats 1 by

@@ -147,10 +147,10 @@ def resolve_call(
         return (*_example_call(model, args, kwargs), dynamic_shapes)
     if isinstance(model, ExportedProgram):
         raise InputError(
-            "an ExportedProgram has its shapes and ranges already; give examples or nothing, not an Input"
+            "an ExportedProgram has its own shapes and ranges; give tensors or nothing, not an Input"
         )
     if dynamic_shapes is not None:
-        raise InputError("an Input says which sizes vary, and so does dynamic_shapes; give one of them")
+        raise InputError("both an Input and dynamic_shapes say which sizes vary; give one of them")
     names = [*inspect.signature(model.forward).parameters][: len(args)]
     found = resolve((*args, *kwargs.values()))
     named = dict(zip(kwargs, found.args[len(args) :], strict=True))

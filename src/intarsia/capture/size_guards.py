@@ -177,8 +177,8 @@ def check_guards(guards: Sequence[SizeGuard], flat: Sequence[Any]) -> None:
     for guard in guards:
         if not holds(guard, flat):
             raise InputError(
-                f"the call does not meet {guard.text}: for these sizes the model takes another path than the "
-                "one compiled; compile it again with an example of these sizes"
+                f"the call does not meet {guard.text}: for these sizes, the model takes another"
+                " branch than the compiled one; compile it again with an example of these sizes"
             )
 
 

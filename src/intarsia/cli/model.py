@@ -231,7 +231,7 @@ def _from_archive(path: Path) -> Specimen:
 
     compiled = load(path)
     if compiled.captured is None:
-        raise InputError(f"{path} has not kept the model that it was compiled from; compile it again")
+        raise InputError(f"{path} does not hold the model that it was compiled from; compile it again")
     interface = Interface.of(compiled)
     drawn = interface.example(interface.usual(), torch.Generator().manual_seed(0))
     args, kwargs = pytree.tree_unflatten(interface.prepared(drawn), compiled.lowered.in_spec)
@@ -300,7 +300,7 @@ def _hugging_face_call(name: str, model: Any) -> dict[str, torch.Tensor]:
     vocabulary = getattr(texts, "vocab_size", None)
     if main != "input_ids" or vocabulary is None:
         raise InputError(
-            f"{name} takes {main!r}, for which no example is known here; write a function that returns"
+            f"{name} takes {main!r}, for which there is no example; write a function that returns"
             " (model, args, kwargs), and give FILE.py:FUNCTION"
         )
     ids = torch.randint(0, vocabulary, (1, 32), generator=draw)

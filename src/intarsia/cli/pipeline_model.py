@@ -91,7 +91,9 @@ def _text(model: nn.Module, text: Path | None, batch: int, length: int) -> TextD
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is not None and vocabulary < 256:
-        raise InputError(f"the model knows {vocabulary} tokens; a text of bytes needs vocab_size=256 or more")
+        raise InputError(
+            f"the model has a vocabulary of {vocabulary}; a text of bytes needs vocab_size=256 or more"
+        )
     places = getattr(config, "max_position_embeddings", None)
     if places is not None and length > places:
         raise InputError(f"--length={length} is more than the {places} positions the model has")

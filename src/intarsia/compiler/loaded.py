@@ -87,7 +87,8 @@ def _engines(loaded: Compiled) -> list[Engine]:
     for name, engine in engines.items():
         if not engine.is_exact:
             raise RefitError(
-                f"{name} computes within a tolerance, which the file does not tell; compile again"
+                f"{name} computes within a tolerance, which the file does not contain; compile the model"
+                " again"
             )
     return [*engines.values(), PyTorch()]
 
@@ -113,7 +114,7 @@ def _inputs(loaded: Compiled, judge: Judge) -> tuple[tuple[Any, ...], Answer]:
             return flat, judge.answer((flat, {}))
         except Exception as error:
             fault = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    raise RefitError(f"no inputs are known on which the program of the file runs ({fault}); compile again")
+    raise RefitError(f"there are no inputs for the program of the file ({fault}); compile again")
 
 
 def _input(check: Check, whole: int) -> Any:
@@ -123,8 +124,8 @@ def _input(check: Check, whole: int) -> Any:
         raise RefitError("the loaded module takes a number that varies; compile the model again")
     if check.static is None:
         raise RefitError(
-            f"the sizes of {check.name} vary, and a loaded module cannot be refitted then; compile the model"
-            " with its new weights, and save that"
+            f"the sizes of {check.name} vary, so this loaded module cannot be refitted;"
+            " compile the model with its new weights, and save it"
         )
     strides = check.strides or torch.empty(check.static, device="meta").stride()
     made = torch.empty_strided(check.static, strides, dtype=check.dtype, device=check.device)

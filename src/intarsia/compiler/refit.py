@@ -103,7 +103,7 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
     Constants are folded, and what they prove is proven, from the new weights. Nothing is captured.
     """
     if old.program is None:
-        raise RefitError("the module has not kept the program it was made of; compile the model again")
+        raise RefitError("the module does not hold its captured program; compile the model again")
     program = capture(old.program)  # type: ignore[arg-type]  # a copy, whose weights are put in here
     for name, tensor in program.state_dict.items():
         if name in state:
@@ -121,10 +121,7 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
         made = lower(program, has_converter=registry.__contains__)
     difference = _difference(old.module, made.module) or _other_call(old, made)
     if difference is not None:
-        raise RefitError(
-            f"with these weights the model has another graph ({difference}): what was proven of the old ones"
-            " does not hold; compile it again"
-        )
+        raise RefitError(f"with these weights the model has another graph ({difference}): compile it again")
     return replace(
         made,
         module=_named_like(old.module, made.module),

@@ -91,7 +91,7 @@ class Registry:
             present = self._converters.get(target, ())
             others = tuple(c for c in present if isinstance(removed, Converter) and c is not removed)
             if len(others) == len(present):
-                raise ConversionError(f"no converter of {target} is registered, so none can be taken away")
+                raise ConversionError(f"no converter of {target} is registered, so it cannot be removed")
             self._store(target, others)
 
     def converters(self, target: Any) -> tuple[Converter, ...]:

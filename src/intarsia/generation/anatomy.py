@@ -108,7 +108,7 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
     attention = getattr(config, "_attn_implementation", None)  # transformers has no public name for it
     if attention not in ("sdpa", "eager"):
         raise InputError(
-            f"{type(model).__name__} runs the attention {attention!r}; served are 'sdpa' and 'eager'"
+            f"{type(model).__name__} has the attention {attention!r}; supported are 'sdpa' and 'eager'"
             " (model.set_attn_implementation)"
         )
     source = source_of(own, max_length, max_source)
@@ -228,7 +228,7 @@ def source_of(model: Any, max_length: int, max_source: int | None) -> Source | N
         shape = (states,)
     else:
         raise InputError(
-            f"the encoder of {type(model).__name__} reads {argument}; served are tokens and sound"
+            f"the encoder of {type(model).__name__} reads {argument}; supported are tokens and sound"
         )
     fixed = argument == "input_features"
     given = torch.zeros(1, *shape, dtype=model.dtype if fixed else torch.long, device=model.device)

@@ -63,5 +63,7 @@ class Generation:
         lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
         if self.tolerance is not None:
             error = f"error of logits {self.error:.2g} of the largest; tolerance={self.tolerance:g}"
-            lines.append(f"  {error}; measured on the prompts of the compile: others may be off by more")
+            lines.append(
+                f"  {error}; measured on the prompts of the compile; the error of other prompts may be larger"
+            )
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

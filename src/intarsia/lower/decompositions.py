@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from intarsia.capture.output_objects import kept_open
 from intarsia.errors import LoweringError
+from intarsia.plain_tensors import is_traceable_subclass
 
 Decomposition = Callable[..., Any]
 aten = torch.ops.aten
@@ -147,7 +148,7 @@ def unregister_decomposition(operator: Any) -> None:
     """Remove the registered decomposition of an operator."""
     known = [overload for overload in overloads_of(operator) if overload in _registered]
     if not known:
-        raise LoweringError(f"no decomposition of {operator} is registered, so none can be taken away")
+        raise LoweringError(f"no decomposition of {operator} is registered, so it cannot be removed")
     for overload in known:
         del _registered[overload]
 
@@ -270,7 +271,7 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     private = _private()
     names = composite_names()
     if private is None or names is None:
-        with torch.no_grad(), kept_open():
+        with torch.no_grad(), kept_open(), _without_gradients(program):
             return program.run_decompositions(table)  # type: ignore[no-any-return]
     decompose, composites, whole = private
     if names not in _composites_of:
@@ -279,7 +280,7 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     known = _composites_of[names]
     rules: dict[Any, Any] = dict.fromkeys(known - table.keys(), whole)
     rules |= {op: table[op] for op in known & table.keys() if not _is_own_kernel(op, table[op])}
-    with torch.no_grad(), kept_open():
+    with torch.no_grad(), kept_open(), _without_gradients(program):
         retraced: ExportedProgram = decompose(
             program,
             cia_to_decomp=rules,
@@ -288,6 +289,24 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
             decompose_custom_triton_ops=False,
         )
     return retraced
+
+
+@contextmanager
+def _without_gradients(program: ExportedProgram) -> Iterator[None]:
+    """Subclasses of tensors among the weights require no gradients meanwhile.
+
+    torch 2.13 takes them apart and lets each part require gradients as the whole does, integers too, which is
+    an error. Weights that torchao quantizes require none, but do after transformers has loaded them.
+    """
+    weights = program.state_dict.values()
+    required = [weight for weight in weights if is_traceable_subclass(weight) and weight.requires_grad]
+    for weight in required:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in required:
+            weight.requires_grad_()
 
 
 def _is_own_kernel(operator: Any, rule: Any) -> bool:

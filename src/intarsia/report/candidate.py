@@ -45,6 +45,12 @@ class Candidate:
         context = getattr(self.call, "dynamo_ctx", None)
         return context if callable(context) and hasattr(self.call, "_orig_mod") else None
 
+    @property
+    def source(self) -> nn.Module | None:
+        """The module that the candidate calls: itself, or the one inside a module of torch.compile."""
+        source = getattr(self.call, "_orig_mod", self.call)  # private (torch 2.11 to 2.13)
+        return source if isinstance(source, nn.Module) else None
+
 
 def candidate_of(given: Any, model: nn.Module) -> Candidate:
     """The candidate that a user gives: a callable, or the path of an engine's, a `.pt2` or a saved file."""

@@ -142,7 +142,7 @@ class _Check:
                 f"the model fails on its example inputs: {type(error).__name__}: {said}"
             ) from error
         if not self.judge.is_deterministic(self.call, truth):
-            raise InputError("two runs of the model differ, so nothing can be compared with it")
+            raise InputError("two runs of the model differ, so a candidate cannot be compared with it")
         notes: list[str] = []
         with working("exporting and lowering"):
             lowered, reason = self.lowered

@@ -71,7 +71,7 @@ def explain(
     usable, notes = resolve_engines(checked.engines, device)
     notes += initialized(model, (args, kwargs))
     if checked.placement.measured is not None:
-        notes.append("explain measures nothing: this plan takes the engines in their default order")
+        notes.append("explain measures nothing; this plan uses the engines in their default order")
     try:
         return _explain_module(model, (args, kwargs), dynamic_shapes, usable, checked, notes)
     except (CaptureError, LoweringError) as error:

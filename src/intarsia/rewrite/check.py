@@ -187,7 +187,7 @@ def check_pattern(
     """
     if sample is None and not isinstance(pattern, Rule):
         raise RewriteError(
-            f"pattern {pattern.name!r} is not a rule: say how to make networks for it, sample=..."
+            f"pattern {pattern.name!r} is not a rule: give sample=, a function that makes networks for it"
         )
     rng = np.random.default_rng(seed)
     run = build or reference
@@ -245,7 +245,7 @@ def _trial(
             if sample is not None:
                 raise
             failure = error
-    raise RewriteError(f"no network of pattern {pattern.name!r} could be made up: {failure}") from failure
+    raise RewriteError(f"no network of pattern {pattern.name!r} could be generated: {failure}") from failure
 
 
 def _reasons(manager: RewritePatternManager, net: Network, pattern: PatternRewriter) -> list[str]:

@@ -70,14 +70,16 @@ class RewritePatternManager:
     def add(self, label: str, pattern: PatternRewriter, benefit: float = 0) -> None:
         """Add a pattern with a label. Of the patterns that match, the highest benefit is applied."""
         if label in self._entries:
-            raise RewriteError(f"a pattern is already held under the label {label!r}")
+            raise RewriteError(f"there is a pattern with the label {label!r}")
         if not isinstance(pattern, PatternRewriter):
             raise RewriteError(f"{pattern!r}, labelled {label!r}, is not a PatternRewriter")
         self._entries[label] = Entry(label, pattern, benefit)
 
     def get(self, label: str) -> PatternRewriter:
         if label not in self._entries:
-            raise RewriteError(f"no pattern is held under {label!r}; there are {list(self._entries)}")
+            raise RewriteError(
+                f"there is no pattern with the label {label!r}; there are {list(self._entries)}"
+            )
         return self._entries[label].pattern
 
     def entries(self) -> list[Entry]:
@@ -178,12 +180,14 @@ class AnalysisPatternManager:
 
     def add(self, label: str, pattern: PatternAnalyzer, benefit: float = 0) -> None:
         if label in self._patterns:
-            raise RewriteError(f"a pattern is already held under the label {label!r}")
+            raise RewriteError(f"there is a pattern with the label {label!r}")
         self._patterns[label] = (benefit, pattern)
 
     def get(self, label: str) -> PatternAnalyzer:
         if label not in self._patterns:
-            raise RewriteError(f"no pattern is held under {label!r}; there are {list(self._patterns)}")
+            raise RewriteError(
+                f"there is no pattern with the label {label!r}; there are {list(self._patterns)}"
+            )
         return self._patterns[label][1]
 
     def remove(self, label: str) -> None:

@@ -112,7 +112,7 @@ def tune(
     if not isinstance(least_share, int | float) or not least_share >= 0:
         raise InputError(f"least_share={least_share!r}; give a share of the time, such as 0.05")
     if not isinstance(rounds, int) or rounds < 1:
-        raise InputError(f"rounds={rounds!r}; give how many turns to time, 1 or more")
+        raise InputError(f"rounds={rounds!r}; give the number of rounds to time, 1 or more")
     compile_options = CompileOptions.checked(options, "tune", found=["fallback"])
     modules = held_modules(target)
     if not modules:
@@ -121,7 +121,7 @@ def tune(
     call()  # what happens but once, at the first call, is nobody's time
     tree = call_tree(modules.values(), call)
     if not tree.callers:
-        raise InputError(f"the call ran none of the {len(modules)} modules in this {type(target).__name__}")
+        raise InputError(f"the call used none of the {len(modules)} modules in this {type(target).__name__}")
     placed, left = _search(paths, tree, call, least_share, compile_options, only_if_faster)
     shares = {path: tree.share(made.module) for path, made in placed.items()}
     tuned = Tuned(placed, left, shares)
