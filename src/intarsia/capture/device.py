@@ -26,8 +26,8 @@ def device_kind(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
 
 def device_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """A context in which the GPU that a call runs on is the current one: engines build for that."""
-    found = (tensor.device for tensor in _tensors(model, args, kwargs) if tensor.is_cuda)
-    device = next(found, None)
+    devices = (tensor.device for tensor in _tensors(model, args, kwargs) if tensor.is_cuda)
+    device = next(devices, None)
     return nullcontext() if device is None else torch.cuda.device(device)
 
 

@@ -135,13 +135,13 @@ def _explain(model: nn.Module, error: Exception) -> str:
 def _advice(lines: Sequence[str]) -> list[str]:
     """What torch says of sizes: which constraint is violated by what, and its suggested fixes."""
     violated = any(line.startswith("Constraints violated") for line in lines)
-    kept: list[str] = []
+    shown: list[str] = []
     fixes = False
     for line in lines:
         fixes = (fixes or line.startswith("Suggested fixes")) and not line.startswith("The error above")
         if line.strip() and (fixes or (violated and line.startswith("  - "))):
-            kept.append(line)
-    return kept
+            shown.append(line)
+    return shown
 
 
 def _where(error: Exception) -> str:

@@ -110,8 +110,8 @@ def near(word: str, known: Iterable[str]) -> str:
     >>> near("brt", ["bert", "vit"])
     "; did you mean 'bert'?"
     """
-    found = get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    matches = get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def _imported(place: str) -> Any:
@@ -186,9 +186,9 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
                 raise InputError(f"--range {text}: {name!r} is no tensor of the call{hint}")
             if int(axis) >= value.dim():
                 raise InputError(f"--range {text}: {name} has {value.dim()} dimensions")
-            given = value.shape[int(axis)]
-            if given < least or (most is not None and given > most):
-                raise InputError(f"--range {text}: the example has {dim} = {given}, which is outside")
+            actual = value.shape[int(axis)]
+            if actual < least or (most is not None and actual > most):
+                raise InputError(f"--range {text}: the example has {dim} = {actual}, which is outside")
             shapes[name] = {**(shapes[name] or {}), int(axis): size}
     return shapes
 

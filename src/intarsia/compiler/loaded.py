@@ -23,7 +23,7 @@ from intarsia.compiler.entry import COMPILING
 from intarsia.compiler.job import CompileJob, Request
 from intarsia.compiler.refit import Refit
 from intarsia.engines import Engine, Program, PyTorch
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphProgram
 from intarsia.errors import RefitError
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions
@@ -63,17 +63,17 @@ def make_refittable(loaded: Compiled, captured: fx.GraphModule) -> None:
     loaded.refit_by(refitted, program)
 
 
-def _fault(made: Compiled, captured: nn.Module, weights: Weights, call: Call) -> str | None:
+def _fault(compiled: Compiled, captured: nn.Module, weights: Weights, call: Call) -> str | None:
     """How the refitted module differs from the captured program with the new weights."""
-    program, flat = made.lowered.program, tuple(pytree.tree_leaves(call))
+    program, flat = compiled.lowered.program, tuple(pytree.tree_leaves(call))
     assert program is not None
-    given = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    state = {name: given.get(name, held) for name, held in program.state_dict.items()}
+    new = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    state = {name: new.get(name, held) for name, held in program.state_dict.items()}
     copied = dict(zip(state, _copies(state.values()), strict=True))  # a program may write to its buffers
     with torch.no_grad():
         expected = torch.func.functional_call(captured, copied, tuple(_copies(flat)), tie_weights=False)
-        results = made.results(_copies(example_inputs(made.lowered, *call)))
-    outputs = zip(results, made.lowered.outputs, strict=True)
+        results = compiled.results(_copies(example_inputs(compiled.lowered, *call)))
+    outputs = zip(results, compiled.lowered.outputs, strict=True)
     return disagreement([x for x, output in outputs if output.role is Role.USER], list(expected))
 
 
@@ -128,6 +128,6 @@ def _input(check: Check, whole: int) -> Any:
             " compile the model with its new weights, and save it"
         )
     strides = check.strides or torch.empty(check.static, device="meta").stride()
-    made = torch.empty_strided(check.static, strides, dtype=check.dtype, device=check.device)
+    tensor = torch.empty_strided(check.static, strides, dtype=check.dtype, device=check.device)
     is_real = check.dtype.is_floating_point or check.dtype.is_complex
-    return made.copy_(torch.randn(check.static)) if is_real else made.fill_(whole)
+    return tensor.copy_(torch.randn(check.static)) if is_real else tensor.fill_(whole)

@@ -161,11 +161,11 @@ class _Check:
         report = CheckReport(type(model).__name__, self.candidate.name, tuple(comparisons))
         if failed is not None:
             with working("finding the first node that differs"):
-                found = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
-            if isinstance(found, FirstDifference):
-                report = replace(report, difference=found)
+                difference = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
+            if isinstance(difference, FirstDifference):
+                report = replace(report, difference=difference)
             else:
-                notes.append(f"the first node that differs is unknown: {found}")
+                notes.append(f"the first node that differs is unknown: {difference}")
         return replace(report, notes=tuple(notes))
 
     @cached_property

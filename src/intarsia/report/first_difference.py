@@ -70,17 +70,17 @@ def first_difference(
     except Exception as error:  # sizes that the graph does not take
         return f"its graph does not run on this call: {type(error).__name__}"
     if compiled is not None:
-        found = _in_segments(compiled, values)
+        difference = _in_segments(compiled, values)
     elif candidate.recompile is not None:
-        found = _in_graph(lowered.module, "torch.compile", values, _recompiled(candidate.recompile))
+        difference = _in_graph(lowered.module, "torch.compile", values, _recompiled(candidate.recompile))
     elif candidate.inside is not None:
         return _by_values(lowered.module, values, candidate.inside(*call[0], **call[1]), reproduction)
     elif candidate.source is None:
         return "a plain function shows its results alone"
     else:
-        found = None
-    if found is not None:
-        node, fault, part = found
+        difference = None
+    if difference is not None:
+        node, fault, part = difference
         return _difference(node, fault, part, values, reproduction)
     by_modules = None if compiled is not None else _by_modules(judge, call, candidate)
     if by_modules is not None:
@@ -124,11 +124,11 @@ def _in_segments(compiled: Compiled, values: dict[fx.Node, Any]) -> Found | None
             return tried.program
 
         inner = values_of(piece.module, case.inputs)
-        found = _in_graph(piece.module, engine.name, inner, build)
-        if found is None:
+        difference = _in_graph(piece.module, engine.name, inner, build)
+        if difference is None:
             continue
         own = {node.name: node for node in piece.segment.nodes}
-        node, fault, part = found
+        node, fault, part = difference
         values.update(inner)
         return own.get(node.name, node), fault, part
     return None
@@ -196,9 +196,9 @@ def _by_values(
             for name, other in shapes.get(tuple(value.shape), [])
             if disagreement([other.to(value.dtype)], [value]) is None
         )
-        found = next(same, None)
-        if found is not None:
-            last, twin = place, found
+        same_value = next(same, None)
+        if same_value is not None:
+            last, twin = place, same_value
     if last + 1 >= len(nodes):
         return "every value of the model's graph is found in the file"
     node = nodes[last + 1]
