@@ -196,5 +196,5 @@ def test_a_decoder_generates_the_same_tokens(engine: str) -> None:
                 setattr(parent, name, Awq(child.in_features, child.out_features, 32))
     ids = torch.randint(0, 96, (1, 7))
     right = model.generate(ids, max_new_tokens=8, do_sample=False)
-    fast = intarsia.compile_generation(model, max_cache_len=32, engines=[engine])
+    fast = intarsia.compile_generation(model, max_length=32, engines=[engine])
     assert torch.equal(fast.generate(ids, max_new_tokens=8, do_sample=False), right)
