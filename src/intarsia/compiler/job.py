@@ -201,8 +201,8 @@ class CompileJob:
             examples, unverified = [Example(call, example_inputs(lowered, *call))], list[str]()
         else:
             lowered, call = self._lowered()
-            given, truth = self.request.call, captured.truth
-            examples, unverified = examples_of(captured.judge, lowered, call, given, truth)
+            own, truth = self.request.call, captured.truth
+            examples, unverified = examples_of(captured.judge, lowered, call, own, truth)
         notes = (*self.request.notes, *(effect.text for effect in effects), *unverified)
         differences = tuple(effect.text for effect in effects if effect.follows == "warning")
         return LoweredModel(lowered, examples, notes, differences=differences)

@@ -59,7 +59,7 @@ class MicrobatchLoss:
         if weight is not None and weight != "equal" and not callable(weight):
             raise PartitionError(f"loss_weight={weight!r} is neither a function of the target nor 'equal'")
         if weight is not None and reduction == "sum":
-            raise PartitionError("loss_weight has no meaning with reduction='sum': sums simply add up")
+            raise PartitionError("loss_weight has no effect with reduction='sum'")
         self.loss_fn: Loss = loss_fn
         self.weight = weight
         self.reduction = reduction

@@ -21,8 +21,8 @@ def own_scale(
         return NOT_SCALED if learns else None
     if not learns:
         raise PartitionError(
-            "no parameter of this rank learns, so its GradScaler has nothing to check and would refuse to"
-            " step: give scaler=None on this rank"
+            "this rank has no trainable parameter, so its"
+            " GradScaler would refuse to step: give scaler=None on this rank"
         )
     # Asked as a loop would, which also wakes the scaler.
     return float(scaler.scale(torch.ones((), device=device)))

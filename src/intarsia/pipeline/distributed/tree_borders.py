@@ -87,7 +87,7 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
                 )
     form = BorderForm(pytree.tree_structure(tuple(values)), tuple(found))
     if not form.tensors:
-        raise PartitionError("no tensor crosses a border; cut elsewhere with cuts=...")
+        raise PartitionError("no tensor crosses a border; choose other cuts with cuts=...")
     return form
 
 

@@ -1,4 +1,4 @@
-"""Noticing the gradient checkpointing of a model itself, which tracing would leave out."""
+"""Noticing the gradient checkpointing of a model itself, which tracing would omit."""
 
 from __future__ import annotations
 
