@@ -19,9 +19,8 @@ from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.model import Stages
 from intarsia.pipeline.plan.cluster import Cluster, Link
-from intarsia.pipeline.plan.layers import LayerLine, merge
 from intarsia.pipeline.plan.search import Candidate, every_candidate, search
-from intarsia.pipeline.plan.space import Layout, Space
+from intarsia.pipeline.plan.space import LayerLine, Layout, Space, merge
 from intarsia.pipeline.schedules import SCHEDULES
 from intarsia.pipeline.split import WEIGHT_COPIES, crossing_prices, make_stages
 from intarsia.pipeline.stages.cut import choose_cuts

@@ -19,13 +19,12 @@ from intarsia.graph.line import Line
 from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
-from intarsia.pipeline.stages.batch import BatchDims
 from intarsia.pipeline.stages.cut import choose_cuts
 from intarsia.pipeline.stages.devices import buffers_on_meta, computed_buffers, is_on_meta, to_meta
 from intarsia.pipeline.stages.profile import DeviceSpeed, cost_source, memory_costs, profile
 from intarsia.pipeline.stages.samples import judged
 from intarsia.pipeline.stages.sequence import SplitReport
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.signature import BatchDims, TensorSpec
 from intarsia.pipeline.stages.stage import Stage, build_stages, recompute_modules
 from intarsia.pipeline.stages.tied import find_tied
 from intarsia.pipeline.stages.trace import Trace, trace

@@ -1,9 +1,15 @@
-"""Checkpoints by torch.distributed.checkpoint under the plain model's names, that any cut can load."""
+"""Checkpoints by torch.distributed.checkpoint under the plain model's names, that any cut can load.
+
+The options of an optimizer are kept by parameter, since another cut, or another rank, has other groups. A new
+group whose parameters were saved with different options is refused: either choice would be wrong for some.
+What one rank refuses, all are told before any tensor is read.
+"""
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +22,83 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from intarsia.errors import InputError
-from intarsia.pipeline.distributed.optimizer_options import (
-    Options,
-    as_bytes,
-    from_bytes,
-    options_by_name,
-    options_of_groups,
-    set_options,
-)
 from intarsia.pipeline.distributed.placement import global_rank
 from intarsia.pipeline.distributed.sharded import empty_like_parameter
+from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
+
+Options = dict[str, Any]  # such as a learning rate, by their names
+
+
+def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Options]:
+    """The options of every parameter that the optimizer has.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> options_by_name(torch.optim.SGD([weight], lr=0.5), {"weight": weight})["weight"]["lr"]
+    0.5
+    """
+    found: dict[str, Options] = {}
+    for group, own in zip(optimizer.param_groups, _names_by_group(optimizer, names), strict=True):
+        told = {option: _plain(option, value) for option, value in group.items() if option != "params"}
+        found |= dict.fromkeys(own, told)
+    return found
+
+
+def options_of_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], told: Mapping[str, Options]
+) -> list[Options]:
+    """The options for each group, of what was told of its parameters; refused where that differs."""
+    found = []
+    for own in _names_by_group(optimizer, names):
+        known = [name for name in own if name in told]
+        first: Options = told[known[0]] if known else {}
+        for name in known:
+            differing = [key for key in first if first[key] != told[name].get(key)]
+            if differing:
+                key = differing[0]
+                raise InputError(
+                    f"{known[0]} was saved with {key}={first[key]} and {name} with {told[name].get(key)}, and"
+                    " one group of this optimizer holds both: make it with the groups that were saved"
+                )
+        found.append(first)
+    return found
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Options]) -> None:
+    """Give each group its options; those that are tensors keep their memory."""
+    for group, told in zip(optimizer.param_groups, options, strict=True):
+        for option, value in told.items():
+            if isinstance(group.get(option), Tensor):
+                group[option].fill_(value)
+            else:
+                group[option] = tuple(value) if isinstance(value, list) else value
+
+
+def as_bytes(options: Options) -> Tensor:
+    """Options as a tensor, which a checkpoint holds."""
+    return torch.tensor(list(json.dumps(options).encode()), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> Options:
+    """Options of a tensor."""
+    made: Options = json.loads(bytes(data.tolist()))
+    return made
+
+
+def _names_by_group(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> list[list[str]]:
+    name_of = {id(parameter): name for name, parameter in names.items()}
+    return [[name_of[id(p)] for p in g["params"] if id(p) in name_of] for g in optimizer.param_groups]
+
+
+def _plain(option: str, value: Any) -> Any:
+    """An option without tensors: a learning rate may be one."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise InputError(f"the optimizer's option {option} is a tensor of {value.numel()} elements")
+        return value.item()
+    return [_plain(option, one) for one in value] if isinstance(value, list | tuple) else value
+
 
 _MODEL, _OPTIMIZER, _OPTIONS, _COUNTERS = "model/", "optimizer/", "options/", "counters/"
 
@@ -168,3 +241,29 @@ def _stored(path: str | Path) -> dict[str, TensorStorageMetadata]:
 
 def _empty(meta: TensorStorageMetadata) -> Tensor:
     return torch.empty(meta.size, dtype=meta.properties.dtype)
+
+
+def materialise(
+    stages: StageSequence, weights: Weights, held: Sequence[int], device: torch.device, world: World
+) -> None:
+    """Give the `held` stages memory, and their weights from safetensors; refused on every rank if on one.
+
+    For a checkpoint of torch.distributed.checkpoint only the memory is made: reading it is for all ranks.
+    """
+    refusal = ""
+    try:
+        if is_checkpoint(weights.path):
+            memory_for_stages(stages, weights.buffers, held, device)
+        else:
+            load_stages(stages, weights, held, device)
+    except InputError as error:
+        refusal = str(error)
+    told = world.gather(torch.tensor([int(bool(refusal))], device=device))
+    refused = [rank for rank, word in told.items() if int(word)]
+    if refused:
+        raise InputError(refusal or f"rank {refused[0]} could not load its weights; its own error says why")
+
+
+def weights_of(given: str | Path | Weights | None) -> Weights | None:
+    """The weights a user named, by path or in full."""
+    return given if given is None or isinstance(given, Weights) else Weights(given)

@@ -10,11 +10,11 @@ from torch import nn
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.pipeline.gpipe.gpipe import GPipe
-from intarsia.pipeline.stages.borrowed import Borrowed, place_stages
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
 from intarsia.pipeline.stages.stage import Stage
 from intarsia.pipeline.stages.statistics import DeferredCount, DeferredNode, defer_statistics
+from intarsia.pipeline.stages.tied import Borrowed, place_stages
 
 
 class Pipelined(StageSequence):

@@ -25,9 +25,9 @@ from intarsia.compare import disagreement
 from intarsia.errors import DifferenceWarning
 from intarsia.graph.nodes import whereabouts
 from intarsia.graph.rows import Doubt, doubt_about
-from intarsia.pipeline.stages.batch import Axes, BatchDims
+from intarsia.pipeline.gpipe.effects import trial
+from intarsia.pipeline.stages.signature import Axes, BatchDims
 from intarsia.pipeline.stages.trace import Trace, trace
-from intarsia.pipeline.stages.trial import trial
 
 # Two batch lengths that hardly any other size equals; fake tensors of them cost nothing.
 _LENGTHS = (61, 67)

@@ -98,6 +98,7 @@ class StageSequence(nn.Module):
         # Of a model on the meta device: values of buffers that no file of weights holds.
         self.buffer_values: dict[str, Any] = dict(buffer_values or {})
         self.training: bool = stages[0].training
+        self.layer_names: tuple[str, ...] = tuple(dict.fromkeys(n for s in stages for n in called_modules(s)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's answer."""
@@ -113,8 +114,7 @@ class StageSequence(nn.Module):
 
         None where it was cut by the graph: there each node draws by a key of its own.
         """
-        names = dict.fromkeys(name for stage in self for name in called_modules(stage))
-        return {name: model.get_submodule(name) for name in names}
+        return {name: model.get_submodule(name) for name in self.layer_names}
 
     def check_memory(self) -> None:
         """Refuse stages that are still on the meta device."""

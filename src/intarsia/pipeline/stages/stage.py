@@ -18,11 +18,42 @@ from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.devices import retarget
-from intarsia.pipeline.stages.draws import Draws, keyed_program, number_draws
-from intarsia.pipeline.stages.graft import graft_tensor
-from intarsia.pipeline.stages.recompute import module_names, recomputed_program
+from intarsia.pipeline.stages.program import (
+    Draws,
+    keyed_program,
+    module_names,
+    number_draws,
+    recomputed_program,
+)
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.trace import State, Trace
+
+
+def graft_tensor(root: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool) -> None:
+    """Register a parameter or buffer, making the modules on the way."""
+    module, leaf = _holder(root, name)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(leaf, tensor)
+    else:
+        module.register_buffer(leaf, tensor, persistent=persistent)
+
+
+def graft_module(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Register a module, making the modules on the way."""
+    holder, leaf = _holder(root, name)
+    holder.add_module(leaf, module)
+
+
+def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            made = nn.Module()
+            made.training = root.training
+            module.add_module(part, made)
+        module = module.get_submodule(part)
+    return module, leaf
 
 
 @dataclass(frozen=True)

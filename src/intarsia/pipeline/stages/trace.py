@@ -17,9 +17,17 @@ from torch.utils import _pytree as pytree
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import changed_values, memory_of
 from intarsia.graph.line import Line, training_line
-from intarsia.pipeline.stages.batch import Axes, BatchDims, batch_axes, needs_its_batch
 from intarsia.pipeline.stages.export import export_model
-from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
+from intarsia.pipeline.stages.signature import (
+    Axes,
+    BatchDims,
+    CallSignature,
+    Fixed,
+    TensorSpec,
+    batch_axes,
+    needs_its_batch,
+    tensor_spec,
+)
 
 
 @dataclass(frozen=True)

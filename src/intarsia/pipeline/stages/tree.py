@@ -18,19 +18,22 @@ from intarsia.errors import CaptureError
 from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.line import Line
 from intarsia.pipeline.cost import Cost
-from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
+from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers, trial
 from intarsia.pipeline.gpipe.keyed_random import SeenDraws, layer_place
-from intarsia.pipeline.stages.batch import BatchDims, batch_axes
-from intarsia.pipeline.stages.chance import trace_without_chance
-from intarsia.pipeline.stages.counters import trace_without_counters
+from intarsia.pipeline.stages.behaviour import TokenMeans, trace_without_chance, trace_without_counters
 from intarsia.pipeline.stages.samples import Incomparable, difference_in_halves
 from intarsia.pipeline.stages.sequence import SplitReport, StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec, tensor_spec
+from intarsia.pipeline.stages.signature import (
+    BatchDims,
+    CallSignature,
+    Fixed,
+    TensorSpec,
+    batch_axes,
+    tensor_spec,
+)
 from intarsia.pipeline.stages.stopwatch import measure_node
 from intarsia.pipeline.stages.tied import find_tied
-from intarsia.pipeline.stages.token_means import TokenMeans
 from intarsia.pipeline.stages.tree_stage import RandomPlaces, TreeStage, keep_the_rest, note_writes
-from intarsia.pipeline.stages.trial import trial
 
 _A_STAGE = 4  # modules, so that the balance has something to choose from
 # Modules in all, whatever the number of stages: random numbers begin anew with each module that is called, so

@@ -16,7 +16,7 @@ from intarsia.graph.piece import Piece
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.gpipe.keyed_random import call_layer, numbered_draws
-from intarsia.pipeline.stages.graft import graft_module, graft_tensor
+from intarsia.pipeline.stages.stage import graft_module, graft_tensor
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,112 @@
-"""What crosses between stages cut along the module tree: found by running one micro-batch, in order.
+"""What crosses each border, found before a step: under autocast, and between stages of modules.
 
-Such a model decides by its data, which fake tensors do not have, so one micro-batch runs in order on the
-ranks that hold its stages.
+The graph of a stage runs on fake tensors once for each precision, so receive buffers are right before the
+first tensor arrives. A model that is cut along its modules decides by its data, which fake tensors do not
+have, so one micro-batch runs in order on the ranks that hold its stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.distributed.precision import uncached_autocast
+from intarsia.pipeline.distributed.wire import wire_spec
 from intarsia.pipeline.distributed.world import World
+from intarsia.pipeline.gpipe.effects import trial
 from intarsia.pipeline.stages.compiled import CompiledStage
-from intarsia.pipeline.stages.signature import Fixed, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, Fixed, TensorSpec
 from intarsia.pipeline.stages.tree_stage import TreeStage
-from intarsia.pipeline.stages.trial import trial
+
+Specs = tuple[TensorSpec | str, ...]
+Borders = list[tuple[Specs, Specs]]  # what each stage takes and gives
+Precision = torch.dtype | None
+
+
+def current_precision(device: torch.device) -> Precision:
+    """The dtype autocast computes in on a device now; None without autocast."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@contextmanager
+def uncached_autocast(device: torch.device) -> Iterator[None]:
+    """The caller's autocast without its cache of weights, which would join the graphs of micro-batches."""
+    dtype = current_precision(device)
+    if dtype is None:
+        yield
+        return
+    with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+        yield
+
+
+def refuse_autocast(stages: Sequence[nn.Module], device: torch.device) -> None:
+    """Refuse autocast around compiled stages."""
+    if current_precision(device) is not None and any(isinstance(s, CompiledStage) for s in stages):
+        raise PartitionError(
+            "compiled stages compute in the precision they were compiled in; call without autocast"
+        )
+
+
+def borders_under_autocast(
+    stages: Sequence[nn.Module], borders: Borders, lengths: Mapping[str, int], device: torch.device
+) -> Borders:
+    """The borders with the dtypes and shapes found by running every stage on fake tensors, in order.
+
+    Autocast changes what an operation gives, so the dtypes of the capture do not hold. Nothing is allocated.
+    """
+    if current_precision(device) is None:
+        return borders
+    found: Borders = []
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), uncached_autocast(device):
+        values = [_fake(spec, lengths, device) for spec in borders[0][0]]
+        takes = borders[0][0]
+        for i, (stage, (_, gives)) in enumerate(zip(stages, borders, strict=True)):
+            values = _run(stage, values, mode, device)
+            gives = tuple(
+                as_found(spec, value.shape, value.dtype, lengths, i) if isinstance(spec, TensorSpec) else spec
+                for spec, value in zip(gives, values, strict=True)
+            )
+            found.append((takes, gives))
+            takes = gives
+    return found
+
+
+def _fake(spec: TensorSpec | str, lengths: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    if isinstance(spec, str):
+        raise PartitionError(
+            f"{spec}, a number read from data, crosses a border; cut elsewhere with cuts=..."
+        )
+    return torch.empty(spec.sizes(lengths), dtype=spec.dtype, device=device)
+
+
+def _run(
+    stage: nn.Module, values: Sequence[torch.Tensor], mode: FakeTensorMode, device: torch.device
+) -> list[torch.Tensor]:
+    states = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+    fakes = {
+        name: torch.empty_like(mode.from_tensor(t, static_shapes=True), device=device) for name, t in states
+    }
+    return list(torch.func.functional_call(stage, fakes, tuple(values), tie_weights=False))
+
+
+def as_found(
+    spec: TensorSpec, shape: Sequence[int], dtype: torch.dtype, lengths: Mapping[str, int], stage: int
+) -> TensorSpec:
+    """A value that crosses as it was found by running the stage; its shape must be the expected one."""
+    if tuple(shape) != spec.sizes(lengths):
+        raise PartitionError(f"stage {stage} gives {tuple(shape)} for {spec}")
+    return replace(spec, dtype=dtype)
+
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, slice, range)
 
@@ -166,3 +250,27 @@ def _hand_over(
 
 def _said(value: Any) -> str:
     return f"{value!r}" if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+
+
+def tree_borders(
+    forms: Sequence[BorderForm], signature: CallSignature, lengths: Mapping[str, int]
+) -> Borders:
+    """The borders of stages of modules; the answer's tensors are those of the signature, as found."""
+    last = len(forms) - 1
+    wanted = [s for s in signature.outputs if isinstance(s, TensorSpec)]
+    answer = tuple(
+        as_found(spec, found.sizes({}), found.dtype, lengths, last - 1)
+        for spec, found in zip(wanted, forms[-1].tensors, strict=True)
+    )
+    for spec in (spec for form in forms[1:last] for spec in form.tensors):
+        wire_spec(spec, lengths)  # refuses what cannot travel
+    sides = [signature.tensors, *(form.tensors for form in forms[1:last]), answer]
+    return list(pairwise(sides))
+
+
+def border_specs(stage: nn.Module) -> tuple[Specs, Specs]:
+    """What a stage takes and gives; nothing where it is of modules: that is found when they first run."""
+    form = getattr(stage, "form", None)
+    if form is None:
+        return (), ()
+    return form.takes, form.gives
