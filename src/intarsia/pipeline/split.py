@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from intarsia.pipeline.stages.trace import Trace, trace
 from intarsia.pipeline.stages.tree import split_tree
 
 By = Literal["time", "memory"]
+Choice = TypeVar("Choice")
 
 # A weight stands in memory with its gradient and an optimizer's two moments.
 WEIGHT_COPIES = 4
@@ -117,24 +118,25 @@ def split(
     if is_on_meta(model):
         args, kwargs = to_meta((tuple(args), dict(kwargs or {})))
 
-    def choose(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
+    def places(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
         if isinstance(cuts, Plan):
-            places = places_of(line, cuts)
-        elif cuts is not None:
-            places = [place_of(line, cut) for cut in cuts]
-        else:
-            footprint = [float(c.saved * in_flight + c.weights * WEIGHT_COPIES) for c in costs]
-            places = choose_cuts(
-                [c.seconds for c in costs] if by == "time" else footprint,
-                prices,
-                _enough(line, count),
-                count,
-                slack=slack,
-                speeds=speeds,
-                memory=footprint,
-                caps=memory,
-            )
-        return _rank_zero(places) if agree else places
+            return places_of(line, cuts)
+        if cuts is not None:
+            return [place_of(line, cut) for cut in cuts]
+        footprint = [float(c.saved * in_flight + c.weights * WEIGHT_COPIES) for c in costs]
+        return choose_cuts(
+            [c.seconds for c in costs] if by == "time" else footprint,
+            prices,
+            _enough(line, count),
+            count,
+            slack=slack,
+            speeds=speeds,
+            memory=footprint,
+            caps=memory,
+        )
+
+    def choose(line: Line, costs: Sequence[Cost], prices: Sequence[float]) -> list[int]:
+        return rank_zero(lambda: places(line, costs, prices)) if agree else places(line, costs, prices)
 
     values: dict[str, torch.Tensor] = {}
     mixes = ""
@@ -181,8 +183,8 @@ def split(
         if checkpoint:
             recompute_modules(parts, checkpoint)
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
-    places = choose(captured.line, node_costs, crossing_prices(captured))
-    made = make_stages(model, captured, places, node_costs, by, source, computed_buffers(model) | values)
+    chosen = choose(captured.line, node_costs, crossing_prices(captured))
+    made = make_stages(model, captured, chosen, node_costs, by, source, computed_buffers(model) | values)
     if checkpoint:
         recompute_modules(made, checkpoint)
     return made
@@ -271,12 +273,21 @@ def _enough(line: Line, stages: int) -> Sequence[int]:
     return line.allowed
 
 
-def _rank_zero(places: list[int]) -> list[int]:
+def rank_zero(choose: Callable[[], Choice]) -> Choice:
+    """What rank 0 chooses, or the reason why it cannot, on every rank."""
     if not dist.is_initialized():
         raise PartitionError("agree=True needs torch.distributed.init_process_group first")
-    told: list[Any] = [places]
-    dist.broadcast_object_list(told, src=0)
-    return list(told[0])
+    shared: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = choose()
+        except PartitionError as error:
+            shared[1] = str(error)
+    dist.broadcast_object_list(shared, src=0)
+    if shared[1] is not None:
+        raise PartitionError(shared[1])
+    choice: Choice = shared[0]
+    return choice
 
 
 def _report(

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from intarsia.pipeline.balance.blockpartition import solve
 from intarsia.pipeline.balance.profile import profile_sizes, profile_times
-from intarsia.pipeline.balance.solver import Solution, balance_stages
+from intarsia.pipeline.balance.solver import Solution, balance_stages, solve
 
 __all__ = ["Solution", "balance_by_size", "balance_by_time", "balance_cost", "balance_stages"]
 

@@ -19,6 +19,7 @@ from intarsia.pipeline.stages.compiled import CompiledStage
 from intarsia.pipeline.stages.sequence import StageSequence
 from intarsia.pipeline.stages.signature import TensorSpec
 from intarsia.pipeline.stages.stage import Stage, recompute_modules
+from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
 # Torch's runtime takes an order of passes and adds sending and receiving. It has no public name; torch's own
@@ -169,11 +170,6 @@ def connect(stage_ranks: Sequence[int], group: dist.ProcessGroup | None, device:
                 dist.send(word, other, group=group)
             else:
                 dist.recv(word, other, group=group)
-
-
-def global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
-    """A rank of a group by its number in torch.distributed, as messages name it."""
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSequence) -> frozenset[int]:

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from intarsia.errors import InputError
-from intarsia.pipeline.distributed.placement import global_rank
 from intarsia.pipeline.distributed.sharded import empty_like_parameter
 from intarsia.pipeline.distributed.world import World
 from intarsia.pipeline.stages.sequence import StageSequence
+from intarsia.pipeline.stages.tied import global_rank
 from intarsia.pipeline.stages.weights import Weights, load_stages, memory_for_stages
 
 Options = dict[str, Any]  # such as a learning rate, by their names
@@ -162,7 +162,7 @@ def load_checkpoint(
                 flat[key] = empty_like_parameter(names[name], meta.size, meta.properties.dtype)
     except Exception as error:
         refusal = error
-    _raise_together(refusal, group)
+    _raise_together(refusal, group, "refuses the checkpoint")
     load(flat, checkpoint_id=str(path), process_group=group)
     read = {key.removeprefix(_COUNTERS): int(flat[key]) for key in counters}
     if not read:
@@ -197,7 +197,7 @@ def _told(
     return {key.removeprefix(_OPTIONS): from_bytes(data) for key, data in flat.items()}
 
 
-def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None) -> None:
+def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None, what: str) -> None:
     """Raise on every rank what any rank refuses: the others would wait for it."""
     said: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, None if refusal is None else str(refusal), group=group)
@@ -205,7 +205,7 @@ def _raise_together(refusal: Exception | None, group: dist.ProcessGroup | None) 
         raise refusal
     for place, words in enumerate(said):
         if words is not None:
-            raise InputError(f"rank {global_rank(place, group)} refuses the checkpoint: {words}")
+            raise InputError(f"rank {global_rank(place, group)} {what}: {words}")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Tensor]:
@@ -250,18 +250,15 @@ def materialise(
 
     For a checkpoint of torch.distributed.checkpoint only the memory is made: reading it is for all ranks.
     """
-    refusal = ""
+    refusal: InputError | None = None
     try:
         if is_checkpoint(weights.path):
             memory_for_stages(stages, weights.buffers, held, device)
         else:
             load_stages(stages, weights, held, device)
     except InputError as error:
-        refusal = str(error)
-    told = world.gather(torch.tensor([int(bool(refusal))], device=device))
-    refused = [rank for rank, word in told.items() if int(word)]
-    if refused:
-        raise InputError(refusal or f"rank {refused[0]} could not load its weights; its own error says why")
+        refusal = error
+    _raise_together(refusal, world.everyone, "could not load its weights")
 
 
 def weights_of(given: str | Path | Weights | None) -> Weights | None:

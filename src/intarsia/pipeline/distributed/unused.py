@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.signature import value_name
 from intarsia.pipeline.stages.stage import Stage
 
 _STOPS = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}  # no gradient goes through
@@ -48,17 +48,13 @@ class UnusedParameters:
 
 def reached_states(stages: Sequence[Stage], used: Sequence[bool]) -> set[int]:
     """The identities of the parameters and buffers that the used outputs of the last stage are made of."""
-    needed = {name for name, one in zip(_names(stages[-1].form.gives), used, strict=True) if one}
+    needed = {name for name, one in zip(map(value_name, stages[-1].form.gives), used, strict=True) if one}
     found: set[int] = set()
     for stage in reversed(stages):
-        takes, arguments = set(_names(stage.form.takes)), _arguments(stage, needed)
+        takes, arguments = set(map(value_name, stage.form.takes)), _arguments(stage, needed)
         found |= {id(state) for name, state in stage.states().items() if name in arguments}
         needed = takes & (arguments | needed)
     return found
-
-
-def _names(specs: Sequence[TensorSpec | str]) -> list[str]:
-    return [spec if isinstance(spec, str) else spec.name for spec in specs]
 
 
 def _arguments(stage: Stage, needed: set[str]) -> set[str]:

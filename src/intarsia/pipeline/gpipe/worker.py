@@ -128,9 +128,7 @@ class TaskResult:
 class StageThreads:
     """A thread for each stage, started when first needed; they end when nothing holds this object.
 
-    A stage keeps its thread, forward and backward, step after step: what it allocates comes from memory that
-    this thread used before, and its team of OpenMP threads is there already. New threads in every step cost
-    thousands of page faults.
+    A stage keeps its thread, forward and backward, step after step.
 
     >>> threads = StageThreads(2)
     >>> threads.submit(1, max, 3, 4).result()

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from intarsia.errors import PartitionError
-from intarsia.pipeline.balance.blockpartition import even_cuts, prefix_sums, smallest_bottleneck
+from intarsia.pipeline.balance.solver import even_cuts, prefix_sums, smallest_bottleneck
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.plan.cluster import Cluster
 from intarsia.pipeline.plan.simulate import StageTable, Vector

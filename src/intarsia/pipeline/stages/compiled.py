@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from intarsia.errors import PartitionError
 from intarsia.pipeline.stages.sequence import StageSequence
-from intarsia.pipeline.stages.signature import CallSignature, TensorSpec
+from intarsia.pipeline.stages.signature import CallSignature, TensorSpec, longer
 from intarsia.pipeline.stages.stage import Stage, StageForm
 from intarsia.pipeline.stages.tree_stage import TreeStage
 
@@ -73,8 +73,7 @@ def _one_sample_more(stages: StageSequence, values: Sequence[Any]) -> list[Seque
         return []
     signature = stages.signature
     grown: Sequence[Any] = [
-        v if axis is None else torch.cat([v, v.narrow(axis, 0, 1)], axis)
-        for v, axis in zip(values, map(signature.axis, signature.tensors), strict=True)
+        longer(v, axis) for v, axis in zip(values, map(signature.axis, signature.tensors), strict=True)
     ]
     found = []
     with torch.no_grad():

@@ -58,6 +58,11 @@ class TensorSpec:
         return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)}".replace("'", "")
 
 
+def value_name(spec: TensorSpec | str) -> str:
+    """The name of a value at a border: a tensor, or a whole number that goes by its name."""
+    return spec if isinstance(spec, str) else spec.name
+
+
 @dataclass(frozen=True)
 class Fixed:
     """An input or output that is not a tensor: the capture holds its value."""
@@ -192,6 +197,13 @@ BatchDims = Mapping[str, Any] | Sequence[Any]
 of those. Arguments that are left out are judged by their sizes."""
 
 
+def longer(tensor: torch.Tensor, axis: int | None, count: int = 1) -> torch.Tensor:
+    """A tensor with copies of its last sample; the tensor itself where it holds no samples."""
+    if axis is None:
+        return tensor
+    return torch.cat([tensor, *[tensor.narrow(axis, tensor.shape[axis] - 1, 1)] * count], axis)
+
+
 def batch_axes(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], given: BatchDims | None
 ) -> tuple[Axes, list[bool]]:
@@ -244,8 +256,7 @@ def needs_its_batch(
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     grown = [
-        torch.cat([v, v.narrow(axis, 0, 1)], axis) if axis is not None and i != leaf else v
-        for i, (v, axis) in enumerate(zip(leaves, axes, strict=True))
+        longer(v, axis if i != leaf else None) for i, (v, axis) in enumerate(zip(leaves, axes, strict=True))
     ]
     again, options = pytree.tree_unflatten(grown, spec)
     try:

@@ -25,7 +25,7 @@ from intarsia.pipeline.stages.program import (
     number_draws,
     recomputed_program,
 )
-from intarsia.pipeline.stages.signature import TensorSpec
+from intarsia.pipeline.stages.signature import TensorSpec, value_name
 from intarsia.pipeline.stages.trace import State, Trace
 
 
@@ -116,14 +116,14 @@ class Stage(nn.Module):
                 f" norm are fixed by the capture; split the model again after model.{_call(self.training)}"
             )
         form = self.form
-        known = dict(zip(map(_name, form.takes), values, strict=True))
+        known = dict(zip(map(value_name, form.takes), values, strict=True))
         known |= self.states()
         if is_recomputing():  # the statistics were updated the first time; now they must be left alone
             known |= {name: known[name].clone() for name in form.written & form.states.keys()}
         made = self.runner(*(known[name] for name in form.arguments))
         known.update(zip(form.results, made, strict=True))
         known |= {name: known[name].clone() for name in form.copied}
-        return tuple(known[_name(spec)] for spec in form.gives)
+        return tuple(known[value_name(spec)] for spec in form.gives)
 
     def states(self) -> dict[str, torch.Tensor]:
         """The tensors that the program reads, as they are now.
@@ -248,10 +248,6 @@ def _form(
         draws=draws,
         checkpointed=trace.checkpointed,
     )
-
-
-def _name(spec: TensorSpec | str) -> str:
-    return spec if isinstance(spec, str) else spec.name
 
 
 def _describe(trace: Trace, node: fx.Node) -> TensorSpec | str:

@@ -62,7 +62,7 @@ class TiedGradients:
             ranks = tuple(sorted({homes[s] for s in tie.stages}))
             if len(ranks) == 1:
                 continue  # one object on one rank: autograd sums by itself
-            members = tuple(_global(r, group) for r in ranks)
+            members = tuple(global_rank(r, group) for r in ranks)
             # Every rank of the world makes every group, in the same order, whether it is a member or not.
             if members not in groups:
                 if group is None:
@@ -78,23 +78,30 @@ class TiedGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """A step: on its way out, the gradients it made are summed over the ranks.
-
-        What was accumulated before the step is already a sum, so it is set aside meanwhile.
-        """
-        before = [p.grad for p, _ in self._shared]
-        for parameter, _ in self._shared:
-            parameter.grad = None
-        yield
-        for (parameter, group), earlier in zip(self._shared, before, strict=True):
-            if not parameter.requires_grad:
-                continue
-            grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            dist.all_reduce(grad, group=group)
-            parameter.grad = grad if earlier is None else earlier.add_(grad)
+        """A step: on its way out, the gradients it made are summed over the ranks."""
+        learning = [(p, group) for p, group in self._shared if p.requires_grad]
+        with gradients_of_step([p for p, _ in learning]):
+            yield
+            for parameter, group in learning:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
 
 
-def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+@contextmanager
+def gradients_of_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Gradients of a step alone, to be summed over ranks; what was accumulated before is already a sum."""
+    before = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, earlier in zip(parameters, before, strict=True):
+        if earlier is not None and parameter.grad is not None:
+            parameter.grad = earlier.add_(parameter.grad)
+
+
+def global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
+    """A rank of a group by its number in torch.distributed, as messages name it."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
