@@ -184,10 +184,10 @@ def split(
             recompute_modules(parts, checkpoint)
         return Stages(list(parts), parts.signature, parts.report, parts.keys)
     chosen = choose(captured.line, node_costs, crossing_prices(captured))
-    made = make_stages(model, captured, chosen, node_costs, by, source, computed_buffers(model) | values)
+    result = make_stages(model, captured, chosen, node_costs, by, source, computed_buffers(model) | values)
     if checkpoint:
-        recompute_modules(made, checkpoint)
-    return made
+        recompute_modules(result, checkpoint)
+    return result
 
 
 def _node_costs(

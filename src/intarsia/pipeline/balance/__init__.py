@@ -91,7 +91,7 @@ def balance_by_size(
 def _device(device: Device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return chosen

@@ -61,14 +61,14 @@ class LayerProbe:
 
     def forward(self, batch: Batch, tracker: SkipTracker) -> list[Tensor]:
         """Run once; what is returned, stashed skips included, is where gradients will come in."""
-        given = {id(value) for value in tracker.tensors.values()}
+        entering = {id(value) for value in tracker.tensors.values()}
         before = versions(batch)
         with use_skip_tracker(tracker):
             self.output = Batch(self.layer(batch.value))
         if self.mutates is None:
             self.mutates = versions(batch) != before
         self.skips_after = tracker.tensors
-        stashed = [v for v in tracker.tensors.values() if isinstance(v, Tensor) and id(v) not in given]
+        stashed = [v for v in tracker.tensors.values() if isinstance(v, Tensor) and id(v) not in entering]
         return [*self.output, *stashed]
 
 
@@ -246,10 +246,10 @@ def _alive(module: nn.Sequential, sample: Any, device: torch.device, progress: b
         probe.output = None
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
-        kept = probe.forward(batch, tracker)
+        outputs = probe.forward(batch, tracker)
         torch.cuda.synchronize(device)
         alive.append(torch.cuda.memory_allocated(device) - before)
-        del kept
+        del outputs
     return alive
 
 

@@ -57,12 +57,12 @@ def divide(
 
 def first_part(signature: CallSignature, ready: Sequence[Tensor], count: int) -> list[Tensor]:
     """The first of `count` micro-batches, from what `divide` made ready, as the model takes it."""
-    found = []
+    parts = []
     for spec, tensor in zip(signature.tensors, ready, strict=True):
         axis = signature.axis(spec)
         part = tensor[: tensor.shape[0] // count]
-        found.append(part[0] if axis is None else part.movedim(0, axis))
-    return found
+        parts.append(part[0] if axis is None else part.movedim(0, axis))
+    return parts
 
 
 def divide_target(
@@ -106,12 +106,12 @@ def real_part(
     signature: CallSignature, specs: Sequence[TensorSpec], outputs: Sequence[Tensor], samples: int
 ) -> list[Tensor]:
     """The outputs of one micro-batch for its first samples: the others are there to fill it up."""
-    found = []
+    parts = []
     for spec, output in zip(specs, bare(outputs, specs), strict=True):
         axis = signature.axis(spec)
         short = axis is not None and output.shape[axis] > samples
-        found.append(output.narrow(axis, 0, samples) if short and axis is not None else output)
-    return found
+        parts.append(output.narrow(axis, 0, samples) if short and axis is not None else output)
+    return parts
 
 
 def bare(outputs: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -153,7 +153,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Claim:
     """What one rank says of a batch."""
 
     refused: bool
@@ -169,9 +169,9 @@ class _Told:
         return torch.tensor([*map(float, numbers), *self.lengths], dtype=torch.float64, device=device)
 
     @staticmethod
-    def of(numbers: Tensor) -> _Told:
+    def of(numbers: Tensor) -> _Claim:
         refused, precision, scale, weight, samples, aimed, *lengths = numbers.tolist()
-        return _Told(
+        return _Claim(
             bool(refused), int(precision), scale, weight, int(samples), int(aimed), tuple(map(int, lengths))
         )
 
@@ -200,14 +200,14 @@ def agree(
     try:
         scale = None if loss is None else own_scale()
         if world.rank == terms.first:
-            given = terms.signature.flatten(args, kwargs)
-            tensors, lengths, samples = divide(terms.signature, given, count, terms.device)
+            leaves = terms.signature.flatten(args, kwargs)
+            tensors, lengths, samples = divide(terms.signature, leaves, count, terms.device)
         if world.rank == terms.last and loss is not None:
             targets, aimed = divide_target(target, count, terms.target_axis, terms.device, least)
             weights = _weights(terms, loss, targets, aimed)
     except Exception as error:
         refusal = error
-    mine = _Told(
+    mine = _Claim(
         refusal is not None,
         _PRECISIONS.index(current_precision(terms.device)),
         _NO_MATTER if scale is None else scale,
@@ -216,20 +216,20 @@ def agree(
         aimed,
         tuple(lengths.get(n, _UNKNOWN) for n in names),
     )
-    told = {rank: _Told.of(t) for rank, t in world.gather(mine.tensor(terms.device)).items()}
+    claims = {rank: _Claim.of(t) for rank, t in world.gather(mine.tensor(terms.device)).items()}
     if refusal is not None:
         raise refusal
-    _check_ranks(world.me, told)
+    _check_ranks(world.me, claims)
     totals = []
     for row in world.table:  # of every replica, so that all ranks say the same
-        first, last = told[row[terms.first]], told[row[terms.last]]
+        first, last = claims[row[terms.first]], claims[row[terms.last]]
         _check_samples(terms, first.samples, last, loss)
         totals.append(last.weight if last.weight != _UNKNOWN else float(first.samples))
-    first = told[world.mine[terms.first]]
+    first = claims[world.mine[terms.first]]
     sizes = part_sizes(first.samples, count, least)
     agreed = dict(zip(names, first.lengths, strict=True))
     counts = weights or [float(n) for n in sizes]
-    scaled = max(one.scale for one in told.values())
+    scaled = max(one.scale for one in claims.values())
     is_scaled = scaled > _NO_MATTER
     return AgreedBatch(
         tensors, targets, counts, sum(totals), agreed, sizes, scaled if is_scaled else 1.0, is_scaled
@@ -248,9 +248,9 @@ def _weights(terms: Terms, loss: MicrobatchLoss, targets: Sequence[Any], aimed: 
     return loss.weigh(targets, part_sizes(aimed, len(targets), terms.signature.least))
 
 
-def _check_ranks(me: int, told: Mapping[int, _Told]) -> None:
-    mine = told[me]
-    for rank, other in told.items():
+def _check_ranks(me: int, claims: Mapping[int, _Claim]) -> None:
+    mine = claims[me]
+    for rank, other in claims.items():
         if other.refused:
             raise InputError(f"rank {rank} refused this batch; its own error says why")
         if other.precision != mine.precision:
@@ -264,7 +264,7 @@ def _check_ranks(me: int, told: Mapping[int, _Told]) -> None:
             )
 
 
-def _check_samples(terms: Terms, samples: int, last: _Told, loss: MicrobatchLoss | None) -> None:
+def _check_samples(terms: Terms, samples: int, last: _Claim, loss: MicrobatchLoss | None) -> None:
     if last.aimed not in (_UNKNOWN, samples):
         raise InputError(f"the batch holds {samples} samples, and the target {last.aimed}")
     least = terms.signature.least

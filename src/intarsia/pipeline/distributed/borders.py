@@ -66,7 +66,7 @@ def borders_under_autocast(
     """
     if current_precision(device) is None:
         return borders
-    found: Borders = []
+    agreed: Borders = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), uncached_autocast(device):
         values = [_fake(spec, lengths, device) for spec in borders[0][0]]
         takes = borders[0][0]
@@ -76,9 +76,9 @@ def borders_under_autocast(
                 as_found(spec, value.shape, value.dtype, lengths, i) if isinstance(spec, TensorSpec) else spec
                 for spec, value in zip(gives, values, strict=True)
             )
-            found.append((takes, gives))
+            agreed.append((takes, gives))
             takes = gives
-    return found
+    return agreed
 
 
 def _fake(spec: TensorSpec | str, lengths: Mapping[str, int], device: torch.device) -> torch.Tensor:
@@ -125,11 +125,11 @@ class BorderForm:
 
     def flatten(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
         """The tensors of these values; refuses values of another form than the ranks agreed on."""
-        given, spec = pytree.tree_flatten(tuple(values))
+        leaves, spec = pytree.tree_flatten(tuple(values))
         if spec != self.spec:
             raise PipelineError(f"a stage gives values of form {spec}, but the ranks agreed on {self.spec}")
         tensors = []
-        for value, leaf in zip(given, self.leaves, strict=True):
+        for value, leaf in zip(leaves, self.leaves, strict=True):
             if isinstance(leaf, TensorSpec) and isinstance(value, Tensor):
                 tensors.append(value)
             elif isinstance(leaf, TensorSpec) or type(value) is not type(leaf.value) or value != leaf.value:
@@ -142,15 +142,15 @@ class BorderForm:
 
     def unflatten(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The values at the border."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, TensorSpec) else leaf.value for leaf in self.leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf.value for leaf in self.leaves]
         values: tuple[Any, ...] = pytree.tree_unflatten(leaves, self.spec)
         return values
 
 
 def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
     """The form of a border's values; what cannot be told to another process is refused."""
-    found: list[TensorSpec | Fixed] = []
+    entries: list[TensorSpec | Fixed] = []
     for name, value in zip(names, values, strict=True):
         leaves = pytree.tree_leaves(value)
         for i, leaf in enumerate(leaves):
@@ -161,15 +161,15 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
                     " plan's module give a plain tensor (use_local_output=True)"
                 )
             if isinstance(leaf, Tensor):
-                found.append(TensorSpec(label, tuple(leaf.shape), leaf.dtype))
+                entries.append(TensorSpec(label, tuple(leaf.shape), leaf.dtype))
             elif isinstance(leaf, _PLAIN):
-                found.append(Fixed(label, leaf))
+                entries.append(Fixed(label, leaf))
             else:
                 raise PartitionError(
                     f"{label}, {_said(leaf)}, crosses a border; it cannot travel between processes: cut"
                     " elsewhere with cuts=..."
                 )
-    form = BorderForm(pytree.tree_structure(tuple(values)), tuple(found))
+    form = BorderForm(pytree.tree_structure(tuple(values)), tuple(entries))
     if not form.tensors:
         raise PartitionError("no tensor crosses a border; cut elsewhere with cuts=...")
     return form
@@ -207,7 +207,8 @@ def find_forms(
     values: tuple[Any, ...] = tuple(inputs)
     forms: list[BorderForm] = []
     for i, owner in enumerate(stage_ranks):
-        told: list[Any] = [None, None, None]  # the form before the first stage, the form behind, or why not
+        # The form before the first stage, the form behind, or why there is none.
+        message: list[Any] = [None, None, None]
         error: Exception | None = None
         if owner == world.rank:
             try:
@@ -218,15 +219,15 @@ def find_forms(
                     values = stage(*values)
                 outputs = tuple(f"output {n}" for n in range(len(values)))
                 names = stage.output_names if stage.answer is None else outputs
-                told = [before, border_form(values, names), None]
+                message = [before, border_form(values, names), None]
             except Exception as raised:
-                error, told = raised, [None, None, f"{type(raised).__name__} in stage {i}: {raised}"]
-        dist.broadcast_object_list(told, world.mine[owner], group=world.pipeline)
+                error, message = raised, [None, None, f"{type(raised).__name__} in stage {i}: {raised}"]
+        dist.broadcast_object_list(message, world.mine[owner], group=world.pipeline)
         if error is not None:
             raise error
-        if told[2] is not None:
-            raise PipelineError(f"rank {world.mine[owner]} failed with {told[2]}")
-        forms += [form for form in told[:2] if form is not None]
+        if message[2] is not None:
+            raise PipelineError(f"rank {world.mine[owner]} failed with {message[2]}")
+        forms += [form for form in message[:2] if form is not None]
         if i + 1 < len(stage_ranks):
             values = _hand_over(values, forms[-1], owner, stage_ranks[i + 1], world, device)
     return forms
@@ -259,8 +260,8 @@ def tree_borders(
     last = len(forms) - 1
     wanted = [s for s in signature.outputs if isinstance(s, TensorSpec)]
     answer = tuple(
-        as_found(spec, found.sizes({}), found.dtype, lengths, last - 1)
-        for spec, found in zip(wanted, forms[-1].tensors, strict=True)
+        as_found(spec, crossing.sizes({}), crossing.dtype, lengths, last - 1)
+        for spec, crossing in zip(wanted, forms[-1].tensors, strict=True)
     )
     for spec in (spec for form in forms[1:last] for spec in form.tensors):
         wire_spec(spec, lengths)  # refuses what cannot travel

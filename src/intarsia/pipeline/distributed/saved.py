@@ -38,37 +38,37 @@ def options_by_name(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor
     >>> options_by_name(torch.optim.SGD([weight], lr=0.5), {"weight": weight})["weight"]["lr"]
     0.5
     """
-    found: dict[str, Options] = {}
+    by_name: dict[str, Options] = {}
     for group, own in zip(optimizer.param_groups, _names_by_group(optimizer, names), strict=True):
-        told = {option: _plain(option, value) for option, value in group.items() if option != "params"}
-        found |= dict.fromkeys(own, told)
-    return found
+        options = {option: _plain(option, value) for option, value in group.items() if option != "params"}
+        by_name |= dict.fromkeys(own, options)
+    return by_name
 
 
 def options_of_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], told: Mapping[str, Options]
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], saved: Mapping[str, Options]
 ) -> list[Options]:
     """The options for each group, of what was told of its parameters; refused where that differs."""
-    found = []
+    options = []
     for own in _names_by_group(optimizer, names):
-        known = [name for name in own if name in told]
-        first: Options = told[known[0]] if known else {}
+        known = [name for name in own if name in saved]
+        first: Options = saved[known[0]] if known else {}
         for name in known:
-            differing = [key for key in first if first[key] != told[name].get(key)]
+            differing = [key for key in first if first[key] != saved[name].get(key)]
             if differing:
-                key = differing[0]
+                key, other = differing[0], saved[name].get(differing[0])
                 raise InputError(
-                    f"{known[0]} was saved with {key}={first[key]} and {name} with {told[name].get(key)}, and"
+                    f"{known[0]} was saved with {key}={first[key]} and {name} with {other}, and"
                     " one group of this optimizer holds both: make it with the groups that were saved"
                 )
-        found.append(first)
-    return found
+        options.append(first)
+    return options
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: Sequence[Options]) -> None:
     """Give each group its options; those that are tensors keep their memory."""
-    for group, told in zip(optimizer.param_groups, options, strict=True):
-        for option, value in told.items():
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for option, value in values.items():
             if isinstance(group.get(option), Tensor):
                 group[option].fill_(value)
             else:
@@ -82,8 +82,8 @@ def as_bytes(options: Options) -> Tensor:
 
 def from_bytes(data: Tensor) -> Options:
     """Options of a tensor."""
-    made: Options = json.loads(bytes(data.tolist()))
-    return made
+    options: Options = json.loads(bytes(data.tolist()))
+    return options
 
 
 def _names_by_group(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> list[list[str]]:
@@ -124,7 +124,7 @@ def save_checkpoint(
                 flat[f"{_OPTIMIZER}{name}/{slot}"] = (
                     value if isinstance(value, Tensor) else torch.tensor(value)
                 )
-        flat |= {_OPTIONS + n: as_bytes(told) for n, told in options_by_name(optimizer, names).items()}
+        flat |= {_OPTIONS + n: as_bytes(own) for n, own in options_by_name(optimizer, names).items()}
     save(flat, checkpoint_id=str(path), process_group=group)
 
 
@@ -152,7 +152,7 @@ def load_checkpoint(
         if missing:
             raise InputError(f"the checkpoint {path} lacks {', '.join(missing)}")
         if optimizer is not None:
-            options = options_of_groups(optimizer, names, _told(path, stored, names))
+            options = options_of_groups(optimizer, names, _saved_options(path, stored, names))
             for key in stored:
                 name, _, slot = key.removeprefix(_OPTIMIZER).rpartition("/")
                 if key.startswith(_OPTIMIZER) and name in names:
@@ -182,7 +182,7 @@ def load_checkpoint(
     return read
 
 
-def _told(
+def _saved_options(
     path: str | Path, stored: Mapping[str, TensorStorageMetadata], names: Mapping[str, Tensor]
 ) -> dict[str, Options]:
     """The options of these parameters that a checkpoint holds."""
@@ -228,15 +228,15 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
     The metadata are written last, so a checkpoint that was cut off has none, and does not count.
     """
-    found = [p for p in Path(folder).glob("*") if is_checkpoint(p)]
-    return max(found, key=lambda p: (p / ".metadata").stat().st_mtime_ns, default=None)
+    checkpoints = [p for p in Path(folder).glob("*") if is_checkpoint(p)]
+    return max(checkpoints, key=lambda p: (p / ".metadata").stat().st_mtime_ns, default=None)
 
 
 def _stored(path: str | Path) -> dict[str, TensorStorageMetadata]:
     if not is_checkpoint(path):
         raise InputError(f"{path} holds no checkpoint")
-    found = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    return {key: meta for key, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+    entries = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    return {key: meta for key, meta in entries.items() if isinstance(meta, TensorStorageMetadata)}
 
 
 def _empty(meta: TensorStorageMetadata) -> Tensor:
@@ -261,6 +261,6 @@ def materialise(
     _raise_together(refusal, world.everyone, "could not load its weights")
 
 
-def weights_of(given: str | Path | Weights | None) -> Weights | None:
+def weights_of(source: str | Path | Weights | None) -> Weights | None:
     """The weights a user named, by path or in full."""
-    return given if given is None or isinstance(given, Weights) else Weights(given)
+    return source if source is None or isinstance(source, Weights) else Weights(source)

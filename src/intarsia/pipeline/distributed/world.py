@@ -164,9 +164,9 @@ def _dimensions(mesh: DeviceMesh) -> tuple[str | None, str | None, str | None, s
     if names is None:
         raise PartitionError("the mesh's dimensions have no names; give mesh_dim_names=('data', 'pipeline')")
     kinds = (_DATA, _SHARD, _TENSOR, _PIPELINE)
-    found = [next((name for name in names if name in kind), None) for kind in kinds]
-    data, shard, tensor, pipeline = found
-    known = [name for name in found if name is not None]
+    chosen = [next((name for name in names if name in kind), None) for kind in kinds]
+    data, shard, tensor, pipeline = chosen
+    known = [name for name in chosen if name is not None]
     if pipeline is None or len(known) < 2 or len(known) != len(names):
         raise PartitionError(
             f"the mesh's dimensions are called {names}; one must be of {', '.join(_PIPELINE)}, beside one of"

@@ -214,8 +214,8 @@ def _differentiate(
     with torch.enable_grad():
         if not accumulate:
             asked = {"retain_graph": retain, "allow_unused": True}
-            found = iter(torch.autograd.grad(outputs, wanted, gradients, **asked) if wanted else ())
-            return tuple(next(found) if x.requires_grad else None for x in inputs)
+            results = iter(torch.autograd.grad(outputs, wanted, gradients, **asked) if wanted else ())
+            return tuple(next(results) if x.requires_grad else None for x in inputs)
         torch.autograd.backward(outputs, gradients, retain_graph=retain)
     accumulated = tuple(x.grad for x in inputs)
     for x in inputs:

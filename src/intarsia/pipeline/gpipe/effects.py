@@ -49,12 +49,12 @@ def _mode(stage: nn.Module) -> tuple[bool, ...]:
 
 def owned_buffers(stage: nn.Module) -> list[Owner]:
     """Every buffer of a stage, as the module that holds it and its name there."""
-    found: dict[int, Owner] = {}
+    owners: dict[int, Owner] = {}
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                found.setdefault(id(buffer), (module, name))
-    return list(found.values())
+                owners.setdefault(id(buffer), (module, name))
+    return list(owners.values())
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class BufferSnapshot:
         """
         pairs = list(zip(self.owners, self.values, strict=True))
         touched = {id(owner[0]) for owner, value in pairs if not _same(_buffer(owner), value)}
-        kept = [(owner, value) for owner, value in pairs if id(owner[0]) in touched]
-        return BufferSnapshot([owner for owner, _ in kept], [value for _, value in kept])
+        rest = [(owner, value) for owner, value in pairs if id(owner[0]) in touched]
+        return BufferSnapshot([owner for owner, _ in rest], [value for _, value in rest])
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

@@ -291,11 +291,11 @@ class GPipe(nn.Module):
 
 
 def _device(device: Device) -> torch.device:
-    found = torch.device(device)
+    chosen = torch.device(device)
     # "cuda" and "cuda:0" are one device and must compare equal.
-    if found.type == "cuda" and found.index is None:
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if found.type == "cpu" else found
+    return torch.device("cpu") if chosen.type == "cpu" else chosen
 
 
 def _moving_denied() -> TypeError:

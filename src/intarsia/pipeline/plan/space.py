@@ -71,8 +71,8 @@ class LayerLine:
     def seconds(self, samples: int, speed: float = 1.0) -> Vector:
         """4 x layers: the seconds of a micro-batch of so many samples."""
         known = self.measured.get(samples)
-        found: Vector = (self.fixed + self.each * samples if known is None else known) / speed
-        return found
+        total: Vector = (self.fixed + self.each * samples if known is None else known) / speed
+        return total
 
     def cuts(self, weights: Vector, stages: int) -> tuple[int, ...]:
         """Where to cut so that the heaviest of so many stages is as light as can be."""
@@ -105,10 +105,10 @@ def merge(costs: Sequence[Cost], places: Sequence[int]) -> list[Cost]:
     """Costs of nodes summed between places: the layers of a line whose nodes are too many or may not part."""
     sums = list(accumulate(costs, initial=Cost()))
     bounds = [0, *places, len(costs)]
-    found = []
+    layers = []
     for a, b in pairwise(bounds):
         x, y = sums[a], sums[b]
-        found.append(
+        layers.append(
             Cost(
                 max(0.0, y.forward - x.forward),
                 max(0.0, y.backward_input - x.backward_input),
@@ -118,7 +118,7 @@ def merge(costs: Sequence[Cost], places: Sequence[int]) -> list[Cost]:
                 max(0.0, y.apart - x.apart),
             )
         )
-    return found
+    return layers
 
 
 @dataclass(frozen=True)
@@ -236,8 +236,8 @@ class Space:
     def least_memory(self, layout: Layout, ranks: Whole) -> Vector:
         """Bytes the fullest of so many ranks holds at least: the mean, or the largest layer's weights."""
         weights = self.line.weights * self.weight_copies
-        kept = 0.0 if layout.checkpoint else float(self.line.saved.sum()) * layout.samples
-        mean: Vector = (float(weights.sum()) + kept) / ranks
+        saved = 0.0 if layout.checkpoint else float(self.line.saved.sum()) * layout.samples
+        mean: Vector = (float(weights.sum()) + saved) / ranks
         return np.maximum(mean, float(weights.max()))
 
     def least_seconds(self, layout: Layout, ranks: Whole) -> Vector:

@@ -27,15 +27,15 @@ def trace_without_chance(trace: Callable[[], fx.Graph]) -> fx.Graph:
     LayerDrop compares a random number with a probability to skip a layer. Both ends are tried: where the
     probability is zero, both give the same graph.
     """
-    found: list[fx.Graph] = []
+    graphs: list[fx.Graph] = []
     for end in _ENDS:
         with _Dice(end) as dice, torch.random.fork_rng(), no_other_dice():
-            found.append(trace())
+            graphs.append(trace())
         if not dice.thrown:
             break
-    if len({str(graph) for graph in found}) > 1:
+    if len({str(graph) for graph in graphs}) > 1:
         raise CaptureError("which modules run is decided by random numbers, which tracing would freeze")
-    return found[0]
+    return graphs[0]
 
 
 def export_without_chance(export: Callable[[], ExportedProgram]) -> ExportedProgram:
@@ -53,20 +53,20 @@ def export_without_chance(export: Callable[[], ExportedProgram]) -> ExportedProg
     except Exception as error:
         if "data-dependent" not in str(error):  # no comparison with a number is in the way
             raise
-        found: list[ExportedProgram] = []
+        programs: list[ExportedProgram] = []
         for end in _ENDS:
             try:
                 with _KnownDice(end) as dice, torch.random.fork_rng(), no_other_dice():
-                    found.append(export())
+                    programs.append(export())
             except CaptureError:
                 raise
             except Exception:  # something else is in the way too
                 raise error from None
             if not dice.thrown:
-                return found[0]
-        if not _nothing_depends(*found):
+                return programs[0]
+        if not _nothing_depends(*programs):
             raise error
-        return found[0]
+        return programs[0]
 
 
 class _Dice(TorchFunctionMode):
@@ -158,20 +158,20 @@ def no_other_dice() -> Iterator[None]:
         raise CaptureError("it draws random numbers in Python, which tracing would freeze")
 
 
-_Made = TypeVar("_Made")
+Result = TypeVar("Result")
 _Numbers = dict[tuple[nn.Module, str], Any]
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def trace_without_counters(
-    trace: Callable[[], _Made], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> _Made:
+    trace: Callable[[], Result], model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Result:
     """What `trace` gives; refused if it changed a number that another call of the model changes again.
 
     What is set once, when a model is first called, is as good as a constant.
     """
     with _put_back(model) as before, _at_its_end(model) as ends:
-        made = trace()
+        result = trace()
         ends.append(_numbers(model))
     changed = {key for after in ends for key in after if after[key] != before.get(key)}
     if changed:
@@ -185,7 +185,7 @@ def trace_without_counters(
                 raise CaptureError(
                     f"{type(module).__name__} changes its {name} at every call, which tracing would freeze"
                 )
-    return made
+    return result
 
 
 def _numbers(model: nn.Module) -> _Numbers:
@@ -233,13 +233,13 @@ class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     >>> with TokenMeans() as seen:
     ...     _ = torch.nn.functional.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]))
-    >>> seen.found
+    >>> seen.computed
     True
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: bool = False
+        self.computed: bool = False
 
     def __torch_dispatch__(
         self,
@@ -248,7 +248,7 @@ class TokenMeans(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.found |= _is_token_mean(func, args, kwargs or {})
+        self.computed |= _is_token_mean(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -263,5 +263,5 @@ def mean_inside(stage: nn.Module) -> str | None:
 def _is_token_mean(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if getattr(operator, "overloadpacket", None) not in _MEANS:
         return False
-    given = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | dict(kwargs)
-    return bool(given.get("reduction", _MEAN) == _MEAN)
+    arguments = dict(zip((a.name for a in operator._schema.arguments), args, strict=False)) | dict(kwargs)
+    return bool(arguments.get("reduction", _MEAN) == _MEAN)

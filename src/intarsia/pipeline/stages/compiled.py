@@ -61,8 +61,8 @@ def compile_stages(
             following = stage(*values)
         form = stage.form if isinstance(stage, Stage) else None
         shapes = _grown_sizes(values, more[i]) if form is None else _open_sizes(form, stages.signature)
-        made = compile_with(checked, stage, tuple(values), dynamic_shapes=shapes)
-        parts.append(CompiledStage(made, stage))
+        program = compile_with(checked, stage, tuple(values), dynamic_shapes=shapes)
+        parts.append(CompiledStage(program, stage))
         values = following
     return parts
 
@@ -75,12 +75,12 @@ def _one_sample_more(stages: StageSequence, values: Sequence[Any]) -> list[Seque
     grown: Sequence[Any] = [
         longer(v, axis) for v, axis in zip(values, map(signature.axis, signature.tensors), strict=True)
     ]
-    found = []
+    inputs = []
     with torch.no_grad():
         for stage in stages:
-            found.append(grown)
+            inputs.append(grown)
             grown = stage(*grown)
-    return found
+    return inputs
 
 
 def _grown_sizes(values: Sequence[Any], more: Sequence[Any]) -> Any:

@@ -38,13 +38,13 @@ def checkpointed_modules(model: nn.Module) -> Iterator[list[str]]:
     checkpoints compute as if there were none: they run without gradients, which export would take for the
     model's wish.
     """
-    found: list[str] = []
+    names: list[str] = []
 
     def before(name: str) -> None:
-        if not any(name == outer or name.startswith(f"{outer}.") for outer in found) and _inside(
+        if not any(name == outer or name.startswith(f"{outer}.") for outer in names) and _inside(
             sys._getframe(1)
         ):
-            found.append(name)
+            names.append(name)
 
     reentrant = torch.utils.checkpoint.CheckpointFunction
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def checkpointed_modules(model: nn.Module) -> Iterator[list[str]]:
             if name:
                 hook = module.register_forward_pre_hook(lambda *_, name=name: before(name))
                 stack.callback(hook.remove)
-        yield found
+        yield names
 
 
 class _Transparent:
@@ -117,12 +117,12 @@ def export_model(
 
 def _open_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Axes) -> Any:
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
-    found = False
+    is_open = False
     for tensor, axis in zip(pytree.tree_leaves((args, kwargs)), axes, strict=False):
         if axis is not None and tensor.shape[axis] > 1:  # a length of one is always taken as fixed
             shapes[tensor] = {axis: Dim.AUTO}
-            found = True
-    return shapes.dynamic_shapes(model, args, kwargs) if found else None  # type: ignore[no-untyped-call]
+            is_open = True
+    return shapes.dynamic_shapes(model, args, kwargs) if is_open else None  # type: ignore[no-untyped-call]
 
 
 def _drop_guards(module: fx.GraphModule) -> None:

@@ -62,7 +62,7 @@ class Pipelined(StageSequence):
         size = samples + max(0, missing) if self._may_fill and samples else samples
         sizes = chunk_sizes(size, self.chunks, self.signature.least)
         self._check_lengths(tensors, sizes)
-        given = [
+        parts = [
             t if t.ndim == 0 else t.movedim(a, 0) if a is not None else t.unsqueeze(0).expand(size, *t.shape)
             for t, a in zip(tensors, axes, strict=True)
         ]
@@ -70,12 +70,12 @@ class Pipelined(StageSequence):
             weight.refresh()
         for norm in self.deferred:
             norm.begin(max(1, len(sizes)))
-        made = self.engine(tuple(given), sizes or None)
+        results = self.engine(tuple(parts), sizes or None)
         if size > samples:
-            made = tuple(m.narrow(0, 0, samples) for m in made)
+            results = tuple(m.narrow(0, 0, samples) for m in results)
         specs = [s for s in self.signature.outputs if isinstance(s, TensorSpec)]
         return self.signature.unflatten(
-            [m.movedim(0, self.signature.axis(s) or 0) for m, s in zip(made, specs, strict=True)]
+            [m.movedim(0, self.signature.axis(s) or 0) for m, s in zip(results, specs, strict=True)]
         )
 
     def train(self, mode: bool = True) -> Pipelined:

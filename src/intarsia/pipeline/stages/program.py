@@ -32,7 +32,7 @@ class Draws:
 
 def number_draws(graph: fx.Graph) -> dict[str, Draws]:
     """Every node that draws, by its name; in the body of an operator (`cond`) behind that of the operator."""
-    found: dict[str, Draws] = {}
+    draws: dict[str, Draws] = {}
     total = 0
 
     def walk(inner: fx.Graph, prefix: str) -> None:
@@ -44,11 +44,11 @@ def number_draws(graph: fx.Graph) -> dict[str, Draws]:
                 walk(body.graph, f"{prefix}{node.name}/{i}/")
             count = draws_of(node.target, node.args, node.kwargs)
             if count:
-                found[prefix + node.name] = Draws(total, count)
+                draws[prefix + node.name] = Draws(total, count)
                 total += count
 
     walk(graph, "")
-    return found
+    return draws
 
 
 def keyed_program(program: nn.Module, draws: Mapping[str, Draws], prefix: str = "") -> nn.Module:
@@ -140,10 +140,10 @@ class _RecomputedProgram(nn.Module):
         for takes, gives, module, again, written in zip(
             self.takes, self.gives, self.runs, self.again, self.written, strict=True
         ):
-            given = [known[name] for name in takes]
+            arguments = [known[name] for name in takes]
             again = again and torch.is_grad_enabled()
-            made = _run_again(module, given, written) if again else module(*given)
-            known.update(zip(gives, made, strict=True))
+            results = _run_again(module, arguments, written) if again else module(*arguments)
+            known.update(zip(gives, results, strict=True))
         return tuple(constant if name is None else known[name] for name, constant in self.results)
 
 
@@ -152,8 +152,8 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
     buffers = [v if w else None for v, w in zip(values, written, strict=True)]
     before = [None if v is None else v.detach().clone() for v in buffers]
 
-    def run(*given: Any) -> tuple[Any, ...]:
-        rest = iter(given)
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        rest = iter(inputs)
         again = is_recomputing()
         every = []
         for value, earlier, changes in zip(buffers, before, written, strict=True):
@@ -163,14 +163,16 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
                 every.append(earlier.clone() if again and earlier is not None else value)
         return tuple(module(*every))
 
-    kept = [v for v, w in zip(values, written, strict=True) if not w]
-    versions = [v._version for v in kept if isinstance(v, torch.Tensor)]
+    unchanged = [v for v, w in zip(values, written, strict=True) if not w]
+    versions = [v._version for v in unchanged if isinstance(v, torch.Tensor)]
     # With a key nothing is to be put back, and other threads may use the generators.
     rng = current_key() is None
-    made = checkpoint(run, *kept, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng)
-    if [v._version for v in kept if isinstance(v, torch.Tensor)] != versions:
+    results = checkpoint(
+        run, *unchanged, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng
+    )
+    if [v._version for v in unchanged if isinstance(v, torch.Tensor)] != versions:
         raise PipelineError("a module that is to be computed again changes its input in place")
-    return tuple(made)
+    return tuple(results)
 
 
 class _Recomputing(AbstractContextManager[None]):

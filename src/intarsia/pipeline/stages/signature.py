@@ -115,20 +115,20 @@ class CallSignature:
 
     def lengths(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The value of every named length in this call; refuses shapes the capture does not cover."""
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for want, got in zip(self.tensors, tensors, strict=True):
             for dim, size in zip(want.shape, got.shape, strict=True):
                 if isinstance(dim, str) and dim.isidentifier():
-                    self._bind(found, dim, size, want)
+                    self._bind(lengths, dim, size, want)
         for want, got in zip(self.tensors, tensors, strict=True):
-            if want.sizes(found) != tuple(got.shape):
+            if want.sizes(lengths) != tuple(got.shape):
                 raise InputError(f"{want.name} has shape {tuple(got.shape)}; the stages were cut for {want}")
-        return found | {alias: found[length] for alias, length in self.same.items()}
+        return lengths | {alias: lengths[length] for alias, length in self.same.items()}
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
         """The model's answer from the tensors of the last stage."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(o, TensorSpec) else o.value for o in self.outputs]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(o, TensorSpec) else o.value for o in self.outputs]
         return pytree.tree_unflatten(leaves, self.out_spec)
 
     def splits(self, spec: TensorSpec) -> bool:
@@ -141,10 +141,10 @@ class CallSignature:
             return None
         if spec.name in self.axes:
             return self.axes[spec.name]
-        found = [i for i, dim in enumerate(spec.shape) if dim == self.batch]
+        places = [i for i, dim in enumerate(spec.shape) if dim == self.batch]
         if isinstance(self.batch, int):
-            return 0 if 0 in found else None  # a number may stand elsewhere by chance
-        return found[0] if len(found) == 1 else None
+            return 0 if 0 in places else None  # a number may stand elsewhere by chance
+        return places[0] if len(places) == 1 else None
 
     @property
     def least(self) -> int:
@@ -160,7 +160,7 @@ class CallSignature:
         known = {name: kwargs[name] for name in self.keywords if name in kwargs}
         return known | {name: value for name, value in kwargs.items() if name not in known}
 
-    def _bind(self, found: dict[str, int], dim: str, size: int, want: TensorSpec) -> None:
+    def _bind(self, lengths: dict[str, int], dim: str, size: int, want: TensorSpec) -> None:
         low, high = self.ranges.get(dim, (0, 2**62))
         if not low <= size <= high:
             top = "" if high >= 2**31 else f" to {high}"
@@ -168,8 +168,8 @@ class CallSignature:
                 f"{want.name} has a length of {size} where the capture holds for {low}{top}"
                 f"{' or more' if not top else ''}; split with an example of that length"
             )
-        if found.setdefault(dim, size) != size:
-            raise InputError(f"{want.name} has a length of {size} where another input has {found[dim]}")
+        if lengths.setdefault(dim, size) != size:
+            raise InputError(f"{want.name} has a length of {size} where another input has {lengths[dim]}")
 
 
 def _tensor(want: TensorSpec, leaf: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ def longer(tensor: torch.Tensor, axis: int | None, count: int = 1) -> torch.Tens
 
 
 def batch_axes(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], given: BatchDims | None
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None
 ) -> tuple[Axes, list[bool]]:
     """The batch axis of every leaf of a call, and whether the user said so.
 
@@ -213,16 +213,17 @@ def batch_axes(
     first dimension has that length is divided.
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    told = [
-        _counted(axis, leaf) for axis, leaf in zip(_told(model, args, kwargs, given), leaves, strict=True)
+    stated = [
+        _counted(axis, leaf)
+        for axis, leaf in zip(_stated(model, args, kwargs, batch_dims), leaves, strict=True)
     ]
     sizes = [
         leaf.shape[0 if axis is _UNSAID else axis]
-        for leaf, axis in zip(leaves, told, strict=True)
+        for leaf, axis in zip(leaves, stated, strict=True)
         if isinstance(leaf, torch.Tensor) and leaf.ndim and axis is not None
     ]
     axes: Axes = []
-    for leaf, axis in zip(leaves, told, strict=True):
+    for leaf, axis in zip(leaves, stated, strict=True):
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
             axes.append(None)
         elif axis is _UNSAID:
@@ -234,7 +235,7 @@ def batch_axes(
             )
         else:
             axes.append(axis)
-    return axes, [axis is not _UNSAID for axis in told]
+    return axes, [axis is not _UNSAID for axis in stated]
 
 
 def _counted(axis: Any, leaf: Any) -> Any:
@@ -270,22 +271,24 @@ def needs_its_batch(
 _UNSAID: Any = object()
 
 
-def _told(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], given: BatchDims | None
+def _stated(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], batch_dims: BatchDims | None
 ) -> list[Any]:
     """What the user said of every leaf."""
     names = list(inspect.signature(model.forward).parameters)
-    by_name = isinstance(given, Mapping)
-    known: dict[Any, Any] = dict(given) if isinstance(given, Mapping) else dict(enumerate(given or ()))
-    told: list[Any] = []
+    by_name = isinstance(batch_dims, Mapping)
+    known: dict[Any, Any] = (
+        dict(batch_dims) if isinstance(batch_dims, Mapping) else dict(enumerate(batch_dims or ()))
+    )
+    axes: list[Any] = []
     for i, value in enumerate(args):
         key: Any = i if not by_name else names[i] if i < len(names) else None
-        told += _spread(known.pop(key, _UNSAID), value)
+        axes += _spread(known.pop(key, _UNSAID), value)
     for name, value in kwargs.items():
-        told += _spread(known.pop(name, _UNSAID), value)
+        axes += _spread(known.pop(name, _UNSAID), value)
     if known:
         raise InputError(f"batch_dims names {', '.join(map(repr, known))}, which the example does not give")
-    return told
+    return axes
 
 
 def _spread(said: Any, value: Any) -> list[Any]:

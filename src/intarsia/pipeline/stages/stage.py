@@ -49,9 +49,9 @@ def _holder(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     module = root
     for part in path:
         if part not in module._modules:
-            made = nn.Module()
-            made.training = root.training
-            module.add_module(part, made)
+            child = nn.Module()
+            child.training = root.training
+            module.add_module(part, child)
         module = module.get_submodule(part)
     return module, leaf
 
@@ -120,8 +120,8 @@ class Stage(nn.Module):
         known |= self.states()
         if is_recomputing():  # the statistics were updated the first time; now they must be left alone
             known |= {name: known[name].clone() for name in form.written & form.states.keys()}
-        made = self.runner(*(known[name] for name in form.arguments))
-        known.update(zip(form.results, made, strict=True))
+        results = self.runner(*(known[name] for name in form.arguments))
+        known.update(zip(form.results, results, strict=True))
         known |= {name: known[name].clone() for name in form.copied}
         return tuple(known[value_name(spec)] for spec in form.gives)
 
@@ -138,11 +138,11 @@ class Stage(nn.Module):
                 holders[path] = holder(above)._modules[name]  # type: ignore[assignment]
             return holders[path]
 
-        found = {}
+        states = {}
         for node, path in self.form.states.items():
             above, _, name = path.rpartition(".")
-            found[node] = getattr(holder(above), name)
-        return found
+            states[node] = getattr(holder(above), name)
+        return states
 
     @property
     def reuses_weights(self) -> bool:
@@ -206,8 +206,8 @@ def recompute_modules(stages: Iterable[nn.Module], names: Sequence[str]) -> None
     for name in names:
         if not any(fnmatchcase(path, name) for path in known):
             near = get_close_matches(name, sorted(known), n=3)
-            told = f"; near are {', '.join(map(repr, near))}" if near else ""
-            raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{told}")
+            hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+            raise PartitionError(f"checkpoint names {name!r}, which is not a module of the graph{hint}")
 
 
 def build_stages(trace: Trace, places: Sequence[int]) -> list[Stage]:

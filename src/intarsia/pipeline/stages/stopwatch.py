@@ -155,9 +155,9 @@ def measure_passes(stage: Stage, values: Sequence[Any], repeats: int) -> tuple[P
             arguments = [known[name] for name in form.arguments]
             begin = synchronized(arguments)
             with torch.enable_grad():
-                made = stage.program(*arguments)
+                results = stage.program(*arguments)
             forward += synchronized(arguments) - begin
-            known.update(zip(form.results, made, strict=True))
+            known.update(zip(form.results, results, strict=True))
             gives = [known[value_name(spec)] for spec in form.gives]
             roots = [v for v in gives if isinstance(v, torch.Tensor) and v.requires_grad]
             flying.append((roots, [torch.ones_like(r) for r in roots]))
@@ -268,8 +268,8 @@ def _run(stage: Stage, values: Sequence[Any], mode: Any) -> tuple[list[torch.Ten
     }
     known = {value_name(s): _copy(v) for s, v in zip(form.takes, values, strict=True)} | weights
     with mode:
-        made = stage.program(*(known[name] for name in form.arguments))
-    known.update(zip(form.results, made, strict=True))
+        results = stage.program(*(known[name] for name in form.arguments))
+    known.update(zip(form.results, results, strict=True))
     return [w for w in weights.values() if w.requires_grad], [known[value_name(spec)] for spec in form.gives]
 
 

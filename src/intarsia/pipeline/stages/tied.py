@@ -113,7 +113,7 @@ _TWINS = "twins"  # and the modules that stand for the model's own
 class Twins:
     """The twins of one stage: by the module each stands for, and the places where they were put."""
 
-    made: dict[nn.Module, nn.Module] = field(default_factory=dict)
+    by_module: dict[nn.Module, nn.Module] = field(default_factory=dict)
     replaced: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
 
     def put_in(self, stage: TreeStage, parameter: nn.Parameter) -> None:
@@ -123,11 +123,11 @@ class Twins:
         """
         for target in dict.fromkeys(str(n.target) for n in stage.graph.nodes if n.op == "call_module"):
             module = stage.get_submodule(target)
-            if any(p is parameter for p in module.parameters()) and module not in self.made.values():
+            if any(p is parameter for p in module.parameters()) and module not in self.by_module.values():
                 path, _, leaf = target.rpartition(".")
                 holder = stage.get_submodule(path)
                 self.replaced.append((holder, leaf, module))
-                holder._modules[leaf] = _twin(module, self.made, target)
+                holder._modules[leaf] = _twin(module, self.by_module, target)
 
     def take_out(self) -> None:
         """Put the model's own modules back."""
@@ -218,11 +218,11 @@ def _twin(module: nn.Module, twins: dict[nn.Module, nn.Module], name: str) -> nn
         return twins[module]
     if isinstance(module, torch.jit.ScriptModule):
         raise PartitionError(f"{name} is a TorchScript module, which holds its parameters for itself")
-    made = twins[module] = module.__class__.__new__(module.__class__)
-    made.__dict__.update(module.__dict__)
-    made.__dict__["_parameters"] = dict(module._parameters)
-    made.__dict__["_modules"] = {
+    twin = twins[module] = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = dict(module._parameters)
+    twin.__dict__["_modules"] = {
         leaf: child if child is None else _twin(child, twins, f"{name}.{leaf}")
         for leaf, child in module._modules.items()
     }
-    return made
+    return twin

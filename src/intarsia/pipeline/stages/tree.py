@@ -99,9 +99,9 @@ def split_tree(
     with trial(model), torch.no_grad():
         output = model(*args, **(kwargs or {}))
     signature = replace(_signature(model, list(bound), args, kwargs or {}, output, batch_dims), mixes=mixes)
-    made = StageSequence(parts, signature, report, list(model.state_dict()))
-    _verify(model, made, args, kwargs, reason)
-    return made
+    sequence = StageSequence(parts, signature, report, list(model.state_dict()))
+    _verify(model, sequence, args, kwargs, reason)
+    return sequence
 
 
 def _mixed(
@@ -132,8 +132,8 @@ class _Tracer(fx.Tracer):
         """A placeholder for each tensor; other arguments keep the example's value, which each call checks."""
         proxies = [self.create_proxy("placeholder", name, (), {}) for name in self.tensors]
 
-        def call(*given: Any) -> Any:
-            return root_fn(self.root, **self.fixed, **dict(zip(self.tensors, given, strict=True)))
+        def call(*values: Any) -> Any:
+            return root_fn(self.root, **self.fixed, **dict(zip(self.tensors, values, strict=True)))
 
         return call, proxies
 
@@ -199,7 +199,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         with TokenMeans() as seen, SeenDraws() as random:
             value = super().run_node(n)
-        if seen.found:
+        if seen.computed:
             self.means.append(n.name)
         if n.op != "call_module" and random.count:
             self.draws[n.name] = self.drawn
@@ -249,24 +249,24 @@ def _bind(
     except TypeError as error:
         raise CaptureError(f"the example does not fit forward: {error}") from error
     kinds = {name: p.kind for name, p in signature.parameters.items()}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if kinds[name] is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            arguments |= value
         elif kinds[name] is inspect.Parameter.VAR_POSITIONAL:
             raise CaptureError(
                 f"the model can be cut neither by its graph ({reason}) nor by its modules (*{name} is given)"
             )
         else:
-            found[name] = value
-    for name, value in found.items():
+            arguments[name] = value
+    for name, value in arguments.items():
         if isinstance(value, tuple | list | dict) and value:
             raise CaptureError(
                 f"the model can be cut neither by its graph ({reason}) nor by its modules"
                 f" (nested inputs: {name} is a {type(value).__name__})"
             )
     # In the order of the call, as its tensors will come.
-    return {name: found[name] for name in [*list(found)[: len(args)], *(kwargs or {})]}
+    return {name: arguments[name] for name in [*list(arguments)[: len(args)], *(kwargs or {})]}
 
 
 def _signature(
@@ -314,14 +314,14 @@ def _open(spec: TensorSpec, axis: int | None) -> TensorSpec:
 
 def _verify(
     model: nn.Module,
-    made: Callable[..., Any],
+    stages: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     reason: str,
 ) -> None:
     """Refuse a cut that answers differently from the model."""
     answers = []
-    for call in (model, made):
+    for call in (model, stages):
         with trial(model), torch.no_grad():
             torch.manual_seed(0)
             answers.append(pytree.tree_leaves(call(*args, **(kwargs or {}))))

@@ -81,12 +81,12 @@ def _indexed(folder: Path) -> Mapping[str, StoredTensor]:
     for name in files:
         if Path(name).name != name or not (folder / name).is_file():
             raise InputError(f"{folder / INDEX} names {name}, which is not in the folder")
-    found = {(file, name): entry for file in files for name, entry in _entries(folder / file)}
-    told = {(file, name) for name, file in weight_map.items()}
-    for file, name in sorted(told ^ found.keys()):
-        lacks = INDEX if (file, name) in found else file
+    entries = {(file, name): entry for file in files for name, entry in _entries(folder / file)}
+    listed = {(file, name) for name, file in weight_map.items()}
+    for file, name in sorted(listed ^ entries.keys()):
+        lacks = INDEX if (file, name) in entries else file
         raise InputError(f"{folder / lacks} lacks {name}, which {INDEX if lacks == file else file} has")
-    return {name: entry for (_, name), entry in found.items()}
+    return {name: entry for (_, name), entry in entries.items()}
 
 
 def _entries(file: Path) -> Iterator[tuple[str, StoredTensor]]:
@@ -171,16 +171,16 @@ def memory_for_stages(
 ) -> None:
     """Give these stages memory for a checkpoint to be read into; buffers that none holds get their values."""
     slots = _slots(list(stages))
-    given = _buffer_values(stages, buffers)
+    values = _buffer_values(stages, buffers)
     for slot in slots.values():
         if not slot.saved:
-            _take_value(slot, given)
+            _take_value(slot, values)
     _fill([stages[i] for i in only], slots, device)
 
 
 def _fill(parts: Sequence[nn.Module], slots: Mapping[int, _Slot], device: Any) -> None:
     """Put a tensor with values in place of each, once for all the names it has, and the graph beside them."""
-    made: dict[int, Tensor | None] = {}
+    filled: dict[int, Tensor | None] = {}
     for part in parts:
         place = device if device is not None else "cpu" if _without_memory(part) else None
         for module in part.modules():
@@ -188,9 +188,9 @@ def _fill(parts: Sequence[nn.Module], slots: Mapping[int, _Slot], device: Any) -
                 for name, tensor in list(held.items()):
                     if tensor is None:
                         continue
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _filled(slots[id(tensor)], place)
-                    value: Any = made[id(tensor)]
+                    if id(tensor) not in filled:
+                        filled[id(tensor)] = _filled(slots[id(tensor)], place)
+                    value: Any = filled[id(tensor)]
                     if value is None:
                         del held[name]
                     else:
@@ -245,7 +245,7 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
     """Find every tensor of the model in the files, or say in one error what does not fit."""
     shards = open_shards(weights.path)
     rename = weights.rename or (lambda name: name)
-    given = _buffer_values(stages, weights.buffers)
+    values = _buffer_values(stages, weights.buffers)
     wrong, missing, known = [], [], {rename(key) for key in stages.keys}
     for slot in slots.values():
         known |= {rename(name) for name in slot.names}
@@ -258,7 +258,7 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
         if slot.saved:
             missing.append(rename(slot.name))
         else:
-            _take_value(slot, given)
+            _take_value(slot, values)
     extra = [name for name in shards if name not in known] if weights.strict else []
     problems = [
         f"{label} {_some(names)}"
@@ -272,20 +272,20 @@ def _match(slots: Mapping[int, _Slot], weights: Weights, stages: StageSequence) 
     raise InputError(f"{weights.path} {'; it '.join(problems)}{hint}")
 
 
-def _buffer_values(stages: StageSequence, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _buffer_values(stages: StageSequence, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The values of buffers that are known, or given by name; a name that is nowhere is an error."""
     held = {name for part in stages for name, _ in part.named_buffers(remove_duplicate=False)}
-    for name in given:
+    for name in buffers:
         if name not in held:
             near = difflib.get_close_matches(name, held, n=1)
-            told = f"; is {near[0]!r} meant?" if near else ""
-            raise InputError(f"buffers gives {name!r}, which is not a buffer of the model{told}")
-    return {**stages.buffer_values, **given}
+            hint = f"; is {near[0]!r} meant?" if near else ""
+            raise InputError(f"buffers gives {name!r}, which is not a buffer of the model{hint}")
+    return {**stages.buffer_values, **buffers}
 
 
-def _take_value(slot: _Slot, given: Mapping[str, Tensor]) -> None:
+def _take_value(slot: _Slot, values: Mapping[str, Tensor]) -> None:
     """The value of a buffer that no file holds: given, or already there; else it is refused by name."""
-    slot.value = next((given[n] for n in slot.names if n in given), None)
+    slot.value = next((values[n] for n in slot.names if n in values), None)
     if slot.value is not None and slot.value.shape != slot.tensor.shape:
         raise InputError(
             f"buffers gives {slot.name} the shape {list(slot.value.shape)}; it is {_form(slot.tensor)}"
