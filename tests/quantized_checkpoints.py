@@ -227,6 +227,7 @@ def write(
     model.config.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     written["architectures"] = [type(model).__name__]
+    written["dtype"] = str(model.dtype).removeprefix("torch.")
     written["quantization_config"] = quantization_config(layout, ignore)
     (folder / "config.json").write_text(json.dumps(written))
     save(folder, tensors, shards)

@@ -97,6 +97,7 @@ def test_the_architecture_page_names_what_there_is() -> None:
         "guards/",
         "base.py",
         "job.py",
+        "entry.py",
         "gpipe/",
         "stages/",
         "distributed/",

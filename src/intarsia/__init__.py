@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from intarsia.archive.export import export as export
     from intarsia.capture.annotate import run_on as run_on
     from intarsia.capture.input import Input as Input
+    from intarsia.checkpoint import load_pretrained as load_pretrained
     from intarsia.choose import Measured as Measured
     from intarsia.compiler import compile as compile
     from intarsia.convert import ConverterPriority as ConverterPriority
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "run_on": "intarsia.capture.annotate",
     "Input": "intarsia.capture.input",
+    "load_pretrained": "intarsia.checkpoint",
     "Measured": "intarsia.choose",
     "compile": "intarsia.compiler",
     "ConverterPriority": "intarsia.convert",

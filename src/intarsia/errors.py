@@ -1,4 +1,4 @@
-"""What can go wrong, in the user's words."""
+"""The errors and warnings of the package."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 class IntarsiaError(Exception):
-    """The root of every error this package raises on purpose."""
+    """The base class of the errors of this package."""
 
 
 class InternalError(IntarsiaError):
-    """Something failed inside Intarsia or torch that should not; the message says what, when and where."""
+    """An unexpected failure inside Intarsia or torch. The message says what failed, and where."""
 
 
 class DifferenceWarning(UserWarning):
-    """A compiled module can answer differently from the model; the message says when, and how to avoid it."""
+    """A compiled module may answer differently from the model. The message says when, and how to avoid it."""
 
 
 class CaptureError(IntarsiaError):
-    """The model could not be turned into a graph."""
+    """The model cannot be captured as a graph."""
 
 
 class UnrepeatableError(CaptureError):
-    """A run of the model does what a graph of it does not repeat, such as seeding a generator."""
+    """The model has an effect that its graph would not repeat, such as seeding a generator."""
 
 
 class LoweringError(IntarsiaError):
-    """A decomposition or a pass over the graph was set up wrongly or broke the graph."""
+    """A decomposition or a pass over the graph is wrong, or it broke the graph."""
 
 
 class ConversionError(IntarsiaError):
-    """A node could not be turned into layers; the message is the reason."""
+    """A node cannot be converted to layers. The message is the reason."""
 
 
 class NetworkError(IntarsiaError):
-    """A layer network is malformed, or an edit would make it so."""
+    """A layer network is invalid, or an edit would make it invalid."""
 
 
 class EngineError(IntarsiaError):
-    """An engine refused to build or failed to run a piece."""
+    """An engine cannot build a piece, or failed to run it."""
 
 
 class GuardError(EngineError):
-    """A call's values are outside what an engine answers rightly; PyTorch has to answer it."""
+    """A call has values that the engine treats differently from PyTorch. PyTorch answers it."""
 
 
 class PartitionError(IntarsiaError):
-    """A plan is invalid, or full compilation was asked for and is impossible."""
+    """A plan or an option is invalid, or `require_full_compilation` cannot be met."""
 
 
 class UnknownNameError(PartitionError):
@@ -71,15 +71,15 @@ class UnknownNameError(PartitionError):
 
 
 class InputError(IntarsiaError, ValueError):
-    """A compiled module was called with something it was not compiled for."""
+    """An argument is wrong, or a compiled module was called with inputs that it was not compiled for."""
 
 
 class StaleWeightsError(IntarsiaError):
-    """A weight of the model was written to after the model was compiled."""
+    """A weight of the model has changed since the model was compiled."""
 
 
 class ArchiveError(IntarsiaError):
-    """A compiled module cannot be saved, or a file is damaged, forged, too new, or none of ours."""
+    """A compiled module cannot be saved, or a file cannot be loaded."""
 
 
 class RefitError(IntarsiaError):
@@ -87,8 +87,8 @@ class RefitError(IntarsiaError):
 
 
 class RewriteError(IntarsiaError):
-    """A rewriting pattern broke the network, loops, or was registered wrongly."""
+    """A rewriting pattern broke the network, does not end, or was registered wrongly."""
 
 
 class PipelineError(IntarsiaError):
-    """A pipeline could not go on: a stage failed, or another process was lost."""
+    """A pipeline stopped: a stage failed, or another process was lost."""

@@ -1,4 +1,4 @@
-"""Named stretches of time: segments and pipeline stages, for `intarsia.profile` and for torch.profiler."""
+"""Named spans of time: segments and pipeline stages, for `intarsia.profile` and for torch.profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of time by `time.perf_counter`: what ran, on which track, in which call of it."""
+    """A span of time by `time.perf_counter`: what ran, and on which track."""
 
     name: str
     track: str
@@ -35,7 +35,7 @@ class Span:
 
 
 class Profile:
-    """The spans of all calls while it was recording. Print it for the times of segments and crossings."""
+    """The recorded spans of all calls. `print` shows the times of segments and crossings."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -109,7 +109,7 @@ _recording: list[Profile] = []
 
 @contextmanager
 def profile(module: nn.Module | None = None) -> Iterator[Profile]:
-    """Record the times of segments, of crossings between them, and of pipeline stages, inside the block.
+    """Record the times of segments, of crossings between segments, and of pipeline stages in the block.
 
     Only calls of `module` are recorded; without one, all calls of compiled and pipelined modules.
     Segments run one after the other, so a crossing is the time between two of them.

@@ -250,7 +250,7 @@ def test_no_slow_engine_takes_part_in_the_usual_order(monkeypatch: pytest.Monkey
 
 def test_a_model_on_a_gpu_is_measured_as_it_is_too(monkeypatch: pytest.MonkeyPatch) -> None:
     # Whatever is on a GPU is tried as a CUDA graph; without one here, a note says that it cannot be.
-    monkeypatch.setattr("intarsia.compiler.job.uses_gpu", lambda graph: True)
+    monkeypatch.setattr("intarsia.compiler.assembler.uses_gpu", lambda graph: True)
     x = torch.randn(4, LARGE)
     fast = intarsia.compile(Net(LARGE), (x,), engines=["pytorch"], partition=Measured(), rewrite=False)
     assert {trial.name for trial in fast.plan.findings.trials} == {"pytorch", "eager"}

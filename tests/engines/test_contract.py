@@ -131,7 +131,7 @@ def test_which_engines_are_asked_by_default() -> None:
 
 
 def test_an_engine_in_shorter_arithmetic_names_the_exact_one() -> None:
-    assert len(short_engines()) == 8
+    assert len(short_engines()) == 9
     for kind in short_engines().values():
         assert kind.based_on in known_engines() and not kind.is_default("cpu")
 

@@ -177,16 +177,152 @@ def test_slices_that_run_backwards_are_refused() -> None:
     assert MNN().probe(net) == "Slice: steps=[-1] are not handled"
 
 
-def test_integers_and_float64_are_left_to_others() -> None:
-    class Picks(nn.Module):
-        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            return torch.relu(x)[index]
+class Tokens(nn.Module):
+    """Embeddings, a padding mask of either kind, comparisons and arithmetic of integers."""
 
-    index, double = torch.tensor([2, 0]), torch.ones(2, dtype=torch.float64)
-    fast = intarsia.compile(Picks(), (torch.ones(3, 2), index), engines=["mnn"], min_block_size=1)
-    assert "is of INT64; MNN is given and asked for FLOAT" in str(fast.plan)
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(50, 16), nn.Embedding(32, 16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        places = torch.clamp(torch.cumsum(mask, 1) * mask, max=31)
+        x = self.words(ids) + self.places(places)
+        keep = (mask != 0)[:, None, None, :]
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        heads = nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=keep)
+        x = self.norm(x + heads.transpose(1, 2).flatten(2))
+        return torch.where((mask > 0)[..., None], x, 0.0), ids + places, ids >= 7
+
+
+def _tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 50, (rows, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, length // 2 :] = 0
+    return ids, mask
+
+
+@pytest.fixture(scope="module")
+def tokens() -> tuple[nn.Module, intarsia.Compiled]:
+    model = Tokens().eval()
+    fast = intarsia.compile(model, _tokens(2, 16), engines=["mnn"])
+    assert isinstance(fast, intarsia.Compiled) and fast.plan.engines == ("mnn",) and len(fast.plan) == 1
+    return model, fast
+
+
+def test_token_ids_and_padding_masks(tokens: tuple[nn.Module, intarsia.Compiled]) -> None:
+    model, fast = tokens
+    with torch.no_grad():
+        for one, other in zip(fast(*_tokens(2, 16)), model(*_tokens(2, 16)), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        nothing = torch.zeros(2, 16, dtype=torch.long)  # attention to no place at all
+        assert torch.allclose(fast(_tokens(2, 16)[0], nothing)[0], torch.zeros(2, 16, 16))
+
+
+@pytest.mark.slow
+def test_token_ids_and_masks_of_varying_length() -> None:
+    model, names = Tokens().eval(), ("ids", "mask")
+    sizes = {0: torch.export.Dim("rows", min=1, max=4), 1: torch.export.Dim("length", min=2, max=32)}
+    fast = intarsia.compile(
+        model, _tokens(2, 16), engines=["mnn"], dynamic_shapes=dict.fromkeys(names, sizes)
+    )
+    assert "mnn" in fast.plan.engines
+    with torch.no_grad():
+        for rows, length in ((1, 2), (4, 32), (3, 9), (2, 16)):
+            expected = model(*_tokens(rows, length))
+            for one, other in zip(fast(*_tokens(rows, length)), expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("index", [50, -51, 2**31, -(2**40)])
+def test_an_index_out_of_range_is_an_error_as_in_pytorch(
+    tokens: tuple[nn.Module, intarsia.Compiled], index: int
+) -> None:
+    ids, mask = _tokens(2, 16)
+    ids[1, 3] = index
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(IndexError):
+            tokens[1](ids, mask)
+
+
+@pytest.mark.parametrize("number", [2**24 + 1, 2**31 - 1, 2**31, -(2**31), 2**40, -(2**63)])
+def test_integers_that_its_kernels_round_or_cut_are_pytorchs(number: int) -> None:
+    class Sums(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (
+                a + b,
+                torch.maximum(a, b),
+                a * 3,
+                a < b,
+                torch.where(a > b, a, b),
+                (a // 7).float(),
+                a != 0,
+            )
+
+    model = Sums()
+    a, b = torch.arange(15) - 7, torch.arange(15).flip(0)
+    fast = intarsia.compile(model, (a, b), engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",)
+    a[4] = number
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given in ((a, b), (b, a), (a, a)):
+            for one, other in zip(fast(*given), model(*given), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_comparisons_of_negative_floats() -> None:
+    class Order(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return a < b, a <= b, a > b, a >= b, a == b, (a < b) ^ (a > 0)
+
+    model, a = Order(), torch.linspace(-3, 3, 21)
+    fast = intarsia.compile(model, (a, a.flip(0)), engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",)
+    for b in (a - 0.1, a + 0.1, a.flip(0), -a - 3):
+        for one, other in zip(fast(a, b), model(a, b), strict=True):
+            assert torch.equal(one, other)
+    spread = (a[:, None], a.flip(0)[None])  # each is compared with many of the other
+    fast = intarsia.compile(model, spread, engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",)
+    for one, other in zip(fast(*spread), model(*spread), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_becomes_nan_on_the_way_is_pytorchs() -> None:
+    """MNN's Relu makes 0 of NaN, so the answer would look alive."""
+
+    class Root(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(torch.log(x)) + torch.exp(x)
+
+    model, x = Root(), torch.linspace(0.5, 4, 16)
+    fast = intarsia.compile(model, (x,), engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-6)
+    with pytest.warns(UserWarning, match="PyTorch runs this call in place of an engine"):
+        assert fast(-x).isnan().all()
+    large = x.clone()
+    large[3] = 100.0  # of whose exponential MNN makes 6e37
+    assert torch.equal(fast(large), model(large))
+
+
+def test_a_divisor_that_may_be_zero_and_float64_are_left_to_others() -> None:
+    """A division of integers by zero would end the process."""
+
+    class Quotient(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.div(a, b, rounding_mode="trunc")
+
+    pair = (torch.tensor([7, 8]), torch.tensor([2, 1]))
+    fast = intarsia.compile(Quotient(), pair, engines=["mnn"], min_block_size=1)
+    assert "may be 0" in str(fast.plan)
+    double = torch.ones(2, dtype=torch.float64)
     fast = intarsia.compile(nn.ReLU(), (double,), engines=["mnn"], min_block_size=1)
-    assert "is of DOUBLE; MNN is given and asked for FLOAT" in str(fast.plan)
+    assert "of DOUBLE, which MNN does not compute with" in str(fast.plan)
 
 
 def test_a_converter_that_fails_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

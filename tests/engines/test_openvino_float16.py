@@ -85,7 +85,7 @@ def test_a_long_product_in_parts_is_the_product(terms: int, rows: int, bias: boo
     torch.manual_seed(terms)
     layer = nn.Linear(terms, 5, bias=bias)
     x = torch.randn(rows, terms) if matrix else torch.randn(1, rows, 2, terms)
-    model, _weights = read(network(layer, x))
+    model, _weights, _ = read(network(layer, x))
     add_up_in_parts(model)
     assert kinds(model).count("MatMul") == -(-terms // 576)
     torch.testing.assert_close(answer(model, x), layer(x).detach(), rtol=1e-4, atol=1e-5)
@@ -107,7 +107,7 @@ def test_a_long_convolution_in_parts_is_the_convolution(
     torch.manual_seed(channels)
     layer = nn.Conv2d(channels, 3, kernel, stride, padding, dilation)
     x = torch.randn(1, channels, 63, 64)
-    model, _weights = read(network(layer, x))
+    model, _weights, _ = read(network(layer, x))
     add_up_in_parts(model)
     most = 1152 if kernel > 1 and stride == dilation == 1 else 576
     parts = min(-(-channels * kernel * kernel // most), channels)
@@ -117,7 +117,7 @@ def test_a_long_convolution_in_parts_is_the_convolution(
 
 def test_products_of_two_results_stay_whole() -> None:
     x = torch.randn(4, 1000)
-    model, _weights = read(network(Of(lambda x: x @ x.mT), x))
+    model, _weights, _ = read(network(Of(lambda x: x @ x.mT), x))
     add_up_in_parts(model)
     assert kinds(model).count("MatMul") == 1
 

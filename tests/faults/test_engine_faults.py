@@ -216,11 +216,10 @@ def test_interrupting_leaves_nothing_broken(fault: str) -> None:
     _untouched(model, before, state)
 
 
-@pytest.mark.parametrize("phase", ["lower_model", "support_table", "whole_fault", "Compiled", "Judge"])
+@pytest.mark.parametrize(
+    "phase", ["job.lower_model", "job.support_table", "job.whole_fault", "assembler.Compiled", "job.Judge"]
+)
 def test_interrupting_any_phase(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    flow = sys.modules["intarsia.compiler.job"]
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(), nn.BatchNorm1d(5)).train()
     before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
 
@@ -228,7 +227,7 @@ def test_interrupting_any_phase(phase: str, monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(flow, phase, interrupt)
+        patch.setattr(f"intarsia.compiler.{phase}", interrupt)
         with pytest.raises(KeyboardInterrupt):
             intarsia.compile(model, (X,))
     _untouched(model, before, state)

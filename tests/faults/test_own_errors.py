@@ -18,9 +18,10 @@ from intarsia.capture.example import is_transformed
 from intarsia.errors import CaptureError, InputError
 
 job = importlib.import_module("intarsia.compiler.job")
+entry = importlib.import_module("intarsia.compiler.entry")
 X = torch.linspace(-1, 1, 20).reshape(4, 5)
 
-# A function that each stage calls, by its name in the job, and options that lead through the stage.
+# A function that each stage calls, in the job or beside it, and options that lead through the stage.
 STAGES: list[tuple[str, str, dict[str, Any]]] = [
     ("prepare", "resolve_engines", {}),
     ("capture", "Judge", {}),
@@ -28,8 +29,8 @@ STAGES: list[tuple[str, str, dict[str, Any]]] = [
     ("cache_entry", "cache_entry", {}),
     ("check", "faithful_lowering", {}),
     ("support", "support_table", {}),
-    ("build", "rewriter", {}),
-    ("build", "Compiled", {}),
+    ("build", "assembler.rewriter", {}),
+    ("build", "assembler.Compiled", {}),
     ("choose", "choose", {"partition": Measured(budget_s=1)}),
     ("verify", "whole_fault", {}),
     ("finish", "Refit", {}),
@@ -53,7 +54,8 @@ def test_an_unexpected_error_of_any_stage(
     stage: str, function: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = net()
-    monkeypatch.setattr(job, function, boom)
+    place = function if "." in function else f"job.{function}"
+    monkeypatch.setattr(f"intarsia.compiler.{place}", boom)
     where = rf"unexpected error in stage '{stage}' at intarsia/\S+\.py:\d+: Boom: it fell over"
     with pytest.warns(UserWarning, match=where) as caught:
         fast = intarsia.compile(model, (X,), **options)
@@ -81,7 +83,7 @@ class Branches(nn.Module):
 def test_an_unexpected_error_while_parts_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Branches().eval()
     with monkeypatch.context() as patch:
-        patch.setattr(job, "compile_parts", boom)
+        patch.setattr(entry, "compile_parts", boom)
         with pytest.warns(UserWarning, match="stage 'in_parts' .*Boom"):
             fast = intarsia.compile(model, (X,))
     assert torch.equal(fast(X), model(X))

@@ -18,6 +18,8 @@ _ENGINES = (
     ("openvino",),
     ("openvino", "onnxruntime"),
     ("onnxruntime", "openvino"),
+    ("mnn",),
+    ("mnn", "onnxruntime"),
     ("pytorch",),
 )
 

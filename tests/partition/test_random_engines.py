@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intarsia.build.builder import Builder
+from intarsia.build.builder import Builder, BuildSettings
 from intarsia.engines import resolve_engines
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import STRATEGIES, PartitionOptions
@@ -35,7 +35,8 @@ def test_engines_answer_as_pytorch_does(strategy: str, steps: list[tuple[str, in
         for node in compute_nodes(gm.graph)
     }
     args = [torch.rand(6, 4), torch.rand(6, 4)]
-    builder = Builder(gm, engines, PartitionOptions(min_block_size=1), STRATEGIES[strategy], examples=[args])
+    settings = BuildSettings(PartitionOptions(min_block_size=1), STRATEGIES[strategy])
+    builder = Builder(gm, engines, settings, [args])
     plan, pieces, made = builder.run(table.with_refusals(refused))
     other = [torch.rand(6, 4), torch.rand(6, 4)]
     answers = Inlay(gm.graph, pieces, made).results(other)

@@ -18,12 +18,10 @@ import mmap
 import os
 import stat
 import struct
-import tempfile
 import threading
 import weakref
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -273,31 +271,6 @@ def _parsed(text: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ArchiveError("its manifest is not a JSON object")
     return value
-
-
-def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO, str], None]) -> None:
-    """Write beside the path, then move there: whoever reads it finds the old file or the whole new one.
-
-    `write` is given the file and where it lies for now.
-    """
-    target = Path(path)
-    descriptor, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file, beside)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(beside, 0o666 & ~_umask())
-        os.replace(beside, target)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 class Checksum:

@@ -42,13 +42,16 @@ class Exported:
 
 
 def export(compiled: nn.Module, path: str | os.PathLike[str]) -> Exported:
-    """Write a compiled module for the runtimes of its engines, which load it without this package.
+    """Write a compiled module for the runtimes of its engines, which load it without Intarsia.
 
-    A name that ends in `.onnx` (ONNX Runtime), `.xml` (OpenVINO) or `.pt2` (`torch.export.load`) asks for one
-    plain file with all weights. One engine must then hold the whole plan; for `.pt2`, which is the captured
-    model, any plan will do. Any other name is a folder: a file for each segment and a `manifest.json`
-    that says in which order they run and which values they take and give.
-    Guards are not part of the files: on values that an engine treats unlike PyTorch they answer as it does.
+    If the name ends in `.onnx` (ONNX Runtime), `.xml` (OpenVINO) or `.pt2` (`torch.export.load`), one plain
+    file with all weights is written. For `.onnx` and `.xml`, one engine must hold the whole plan; `.pt2` is
+    the captured model and works with any plan. Any other name becomes a folder. It has a file for each
+    segment and a `manifest.json` with the order of the segments and the values that each one takes and
+    returns.
+
+    Guards are not part of the files. For values that an engine treats differently from PyTorch, a file gives
+    the engine's answer.
 
     Example:
         >>> import intarsia, pathlib, tempfile, torch

@@ -29,13 +29,13 @@ _PARTS, _PARTS_VERSION = "intarsia-parts", 2
 def save(
     compiled: nn.Module, path: str | os.PathLike[str], *, inductor: Literal["rebuilt", "aot"] = "rebuilt"
 ) -> None:
-    """Write a compiled module to a file that `load` reads, in any process, without the model or its code.
+    """Write a compiled module to a file. `load` reads it in any process, without the model or its code.
 
-    The file appears whole or not at all. It holds graphs, networks, weights, the plan, and what engines have
-    compiled, which is used where their versions and the machine are the same, and elsewhere built again.
-    Of a model compiled in parts it holds the parts; `load` is given the model to put them in.
-    With `inductor="aot"`, segments on Inductor are compiled once more, to packages of AOTInductor: machine
-    code that `load` runs if it is told to, needing no compiler.
+    The file holds graphs, networks, weights, the plan, and what engines have packed. The packed form is used
+    if versions and machine match; otherwise engines are built again. For a model compiled in parts, the file
+    holds the parts, and `load` needs the model. With `inductor="aot"`, segments on Inductor are also compiled
+    to packages of AOTInductor. They are machine code, which `load` runs only with `trust_native_code=True`;
+    they need no compiler. Writing is atomic: the file appears complete or not at all.
 
     >>> import intarsia, pathlib, tempfile, torch
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),))
@@ -91,20 +91,24 @@ def load(
     trust_native_code: bool = False,
     model: nn.Module | None = None,
 ) -> Compiled | PartlyCompiled:
-    """Read a compiled module that `save` wrote; ArchiveError, in a sentence, for any other file.
+    """Read a compiled module that `save` wrote. Any other file is an ArchiveError.
 
-    Engines are those the file names, with its options; `engines` gives others of the same names, with options
-    of your own. A segment whose engine is not here runs in PyTorch, and `notes` say so. `map_location` puts
-    everything on another device, or each device of a mapping on another.
-    What engines have compiled is taken from the file if the same versions made it on such a machine; with
-    `packed=False` they are built again, as they are anywhere else.
-    Nothing in the file is run as code, with one exception: where it holds packages of AOTInductor
-    (`save(..., inductor="aot")`) and `trust_native_code=True` says that you trust who made it, as you would
-    trust a program, their machine code is loaded. Otherwise Inductor compiles those segments anew.
-    Types of arguments and results, and custom operators, must be known in this process: import what defines
-    them first. The file is mapped into memory, so it must stay as it is while the module lives.
-    A model that was compiled in parts needs its own code: make it, with the weights it had, and give it as
-    `model`; a copy that shares its weights gets the parts.
+    Nothing in the file is run as code, except packages of AOTInductor with `trust_native_code=True`. The file
+    is mapped into memory, so do not change it while the module is in use.
+
+    Args:
+        path: the file.
+        engines: engines with options of your own, in place of those that the file names. A segment whose
+            engine is missing runs in PyTorch, and `notes` say so.
+        map_location: a device for everything, or a mapping from each device to another.
+        packed: use what engines have packed, if versions and machine match. False builds engines again.
+        trust_native_code: run the packages of AOTInductor that `save(..., inductor="aot")` wrote. They can do
+            everything that a program can do. Otherwise Inductor compiles these segments again.
+        model: for a model that was compiled in parts, the model, with the weights that it had. A copy that
+            shares its weights gets the parts.
+
+    Custom operators, and types of arguments and results, must be known in this process. Import what defines
+    them first.
 
     >>> import intarsia, pathlib, tempfile, torch
     >>> fast = intarsia.compile(nn.Tanh(), (torch.ones(2),))

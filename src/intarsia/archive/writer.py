@@ -19,11 +19,12 @@ from torch import fx, nn
 
 from intarsia.archive.call import call_to_json
 from intarsia.archive.codec import Json, to_json
-from intarsia.archive.container import Writer, write_atomically
+from intarsia.archive.container import Writer
 from intarsia.archive.engines import engine_to_json, packed_for
 from intarsia.archive.graphs import captured_module, captured_to_json, graph_to_json
 from intarsia.archive.tensors import WEIGHTS, TensorTable
 from intarsia.cache.machine import package_version, processor_name
+from intarsia.cache.store import write_atomically
 from intarsia.engines import Program
 from intarsia.engines.base import GraphEngine, GrowingFile, NetworkEngine
 from intarsia.engines.graph_program import GraphProgram

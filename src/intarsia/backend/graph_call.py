@@ -19,7 +19,7 @@ from intarsia.backend.dynamo_graph import DynamoInput, Kind, apart_from_dynamo
 from intarsia.backend.frozen import Autocast, Program, example_of, freeze, program_of, without_autocast
 from intarsia.backend.options import without_name
 from intarsia.backend.reports import GraphReport, joined, update
-from intarsia.compiler.job import compile_whole
+from intarsia.compiler.entry import compile_whole
 from intarsia.errors import (
     CaptureError,
     InputError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,27 +61,46 @@ class Timed:
     seconds: Callable[[], float]
 
 
+@dataclass(frozen=True)
+class BuildSettings:
+    """How pieces are built, the same for every plan of a compile, and for the bodies of control flow."""
+
+    options: PartitionOptions
+    strategy: Strategy
+    rewrite: Rewrite | None = None
+    build_limit_s: float | None = None  # how long an engine may take to build one piece
+    tolerance: float | None = None  # how far engines of shorter arithmetic may be off
+    deadline: float | None = None  # by `time.perf_counter`: no build begins later; OutOfTime then
+    timed: Timed | None = None  # what a plan must not be slower than to be worth a repair; TooSlow then
+
+
 @dataclass
 class Builder:
     """Builds every piece of a plan; programs that stand are kept when the plan has to be repaired."""
 
     module: fx.GraphModule
     engines: Sequence[Engine]
-    options: PartitionOptions
-    strategy: Strategy
-    rewrite: Rewrite | None = None
+    settings: BuildSettings
     examples: Sequence[Sequence[Any]] = ()  # inputs of the graph; every program is tried on each
-    build_limit_s: float | None = None  # how long an engine may take to build one piece
     cases: Cases | None = None  # what pieces answer in PyTorch; builders of one graph may share it
-    tolerance: float | None = None  # how far engines of shorter arithmetic may be off
-    deadline: float | None = None  # by `time.perf_counter`: no build begins later; OutOfTime then
-    timed: Timed | None = None  # what a plan must not be slower than to be worth a repair; TooSlow then
     notes: list[str] = field(default_factory=list)  # what a user should know besides the plan
-    body_plans: dict[str, Plan] = field(default_factory=dict)  # plans of control-flow bodies, by name
-    errors: dict[str, float] = field(default_factory=dict)  # of segments in shorter arithmetic, by first node
     faults: dict[fx.Node, dict[str, str]] = field(default_factory=dict)  # what bisection found, by engine
-    _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict)
-    _lost: dict[str, Failure] = field(default_factory=dict)  # engines that did not come back, by name
+    body_plans: dict[str, Plan] = field(default_factory=dict, init=False)  # of control flow, by name
+    errors: dict[str, float] = field(default_factory=dict, init=False)  # of short segments, by first node
+    _built: dict[tuple[str, tuple[str, ...]], Program] = field(default_factory=dict, init=False)
+    _lost: dict[str, Failure] = field(default_factory=dict, init=False)  # engines that did not come back
+
+    def of_block(
+        self, module: fx.GraphModule, engines: Sequence[Engine], inputs: Sequence[Any], **changes: Any
+    ) -> Builder:
+        """A builder for a part of the graph that is only measured, on other engines.
+
+        What must be full is the whole; that a block is not shows in its time.
+        """
+        options: PartitionOptions = changes.pop("options", self.settings.options)
+        options = replace(options.among([e.name for e in engines]), require_full_compilation=False)
+        settings = replace(self.settings, options=options, **changes)
+        return Builder(module, engines, settings, [inputs] if self.examples else ())
 
     def run(self, table: SupportTable) -> tuple[Plan, list[Piece], list[Program]]:
         """A plan whose every piece builds and answers as PyTorch does."""
@@ -89,25 +108,26 @@ class Builder:
 
     def plan(self, table: SupportTable) -> Planned:
         """What the strategy makes of the graph, before anything is built."""
-        table = constrain(self.module, table, self.options)
-        return Planned(self.strategy(self.module, table, self.options), table)
+        table = constrain(self.module, table, self.settings.options)
+        return Planned(self.settings.strategy(self.module, table, self.settings.options), table)
 
     def build(self, planned: Planned) -> tuple[Plan, list[Piece], list[Program]]:
         """The pieces of the plan and their programs; the plan is repaired where a piece fails."""
         plan, table = planned.plan, planned.table
+        options = self.settings.options
         while True:
             pieces = extract(self.module, plan.verify(self.module))
             programs, refusals = self._build_all(pieces)
             if not refusals:
                 return plan, pieces, programs
             log_refusals(refusals)
-            repaired = repair(self.module, plan, table, refusals, self.options)
+            repaired = repair(self.module, plan, table, refusals, options)
             if repaired is None:
                 table = table.with_refusals(refusals)
-                plan = self.strategy(self.module, table, self.options)
+                plan = self.settings.strategy(self.module, table, options)
             else:
                 plan, table = repaired
-            if self.options.require_full_compilation:
+            if options.require_full_compilation:
                 require_full(plan.segments)
 
     def _build_all(self, pieces: list[Piece]) -> tuple[list[Program], dict[fx.Node, dict[str, str]]]:
@@ -116,12 +136,13 @@ class Builder:
         programs: list[Program] = []
         refusals: dict[fx.Node, dict[str, str]] = {}
         answers = self.cases = self.cases or Cases(self.module)
+        timed = self.settings.timed
         for piece in pieces:
             cases = [answers.of(piece, number, values) for number, values in enumerate(known)]
             key = (piece.segment.engine, contents_of(piece))
             program = self._built.get(key)
             if program is None:
-                sample = cases[self.timed.example] if self.timed and cases else None
+                sample = cases[timed.example] if timed and cases else None
                 outcome = self._build(piece.module, piece.segment.engine, cases, sample)
                 if isinstance(outcome, Failure):
                     refusals.update(self._blame(piece, outcome, cases))
@@ -154,7 +175,7 @@ class Builder:
         returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
         makes = makes_of([node.meta.get("val") for node in returned])
         # Guards get their PyTorch only now: an example that PyTorch has to answer is a failure.
-        strict = self.options.require_full_compilation
+        strict = self.settings.options.require_full_compilation
         return with_fallback(
             tried.program, Origin(engine, module, tried.network, only_full), makes, strict=strict
         )
@@ -163,13 +184,13 @@ class Builder:
         self, module: fx.GraphModule, engine: Engine, cases: Sequence[Case], sample: Case | None = None
     ) -> Tried | Failure:
         """Try a piece rewritten and, should that fail, as it was converted."""
-        outcome = self._try(module, engine, cases, self.rewrite)
+        outcome = self._try(module, engine, cases, self.settings.rewrite)
         if isinstance(outcome, Failure) and sample is not None:
             self._check_speed(engine, outcome, sample)
         if (
             isinstance(outcome, Failure)
             and not (outcome.nodes or outcome.for_good)
-            and self.rewrite is not None
+            and self.settings.rewrite is not None
         ):
             plain = self._try(module, engine, cases, None)
             if not isinstance(plain, Failure):
@@ -182,9 +203,12 @@ class Builder:
     ) -> Tried | Failure:
         if engine.name in self._lost:
             return self._lost[engine.name]
-        if self.deadline is not None and time.perf_counter() > self.deadline:
+        settings = self.settings
+        if settings.deadline is not None and time.perf_counter() > settings.deadline:
             raise OutOfTime("its pieces could not all be built and tried in the time that was left")
-        outcome = try_piece(module, engine, cases, rewrite, self.build_limit_s, self.notes, self.tolerance)
+        outcome = try_piece(
+            module, engine, cases, rewrite, settings.build_limit_s, self.notes, settings.tolerance
+        )
         if isinstance(outcome, Failure) and outcome.for_good:
             self._lost[engine.name] = outcome
         return outcome
@@ -195,9 +219,10 @@ class Builder:
         Looking for the nodes at fault took 101 of the 159 s that T5's encoder was compiled for, on OpenVINO,
         which was 1.24 times slower there.
         """
-        if failure.program is None or self.timed is None:
+        timed = self.settings.timed
+        if failure.program is None or timed is None:
             return
-        best, took = self.timed.seconds(), math.inf
+        best, took = timed.seconds(), math.inf
         program = failure.program
         if isinstance(program, GuardedProgram):  # the engine has run when a guard refuses what it gave
             program = program.unguarded()
@@ -229,11 +254,9 @@ class Builder:
                     self.notes.append(f"{key} is not verified: the example does not take it; tried, {what}")
                 else:
                     tries.append(operands or [])
-            inner = Builder(
-                body, self.engines, self.options, self.strategy, self.rewrite, tries, self.build_limit_s
-            )
-            inner._lost, inner.deadline, inner.tolerance = self._lost, self.deadline, self.tolerance
-            plan, pieces, programs = inner.run(support_table(body, self.engines, self.build_limit_s))
+            inner = Builder(body, self.engines, replace(self.settings, timed=None), tries)
+            inner._lost = self._lost
+            plan, pieces, programs = inner.run(support_table(body, self.engines, self.settings.build_limit_s))
             setattr(module, name, Inlay(body.graph, pieces, programs))
             self.body_plans[key] = plan
             self.body_plans.update({f"{key}/{below}": p for below, p in inner.body_plans.items()})

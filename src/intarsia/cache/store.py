@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _WAIT_S = 2.0  # for another process to finish writing; after that we write without waiting
 _told: set[tuple[str, str]] = set()
@@ -58,21 +58,12 @@ class JsonStore:
                 table = _merged(self.read(), fresh)
                 if keep is not None:
                     table = dict(list(table.items())[-keep:])
-                self._replace(json.dumps(table))
+                self._write(json.dumps(table).encode())
         except (OSError, ValueError, TypeError, RecursionError) as error:
             self._tell("write", error)
 
-    def _replace(self, text: str) -> None:
-        """Put a new file in the place of the old one at once, so that no reader sees half of it."""
-        handle, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(draft, self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(draft)
-            raise
+    def _write(self, data: bytes) -> None:
+        write_atomically(self.path, lambda file, _: file.write(data), durable=False)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -106,6 +97,36 @@ class JsonStore:
             "write": "measurements are not remembered; set INTARSIA_CACHE to a place that can be written to",
         }[verb]
         warnings.warn(f"cannot {verb} {self.path}: {why}: {outcome}", stacklevel=4)
+
+
+def write_atomically(
+    path: str | os.PathLike[str], write: Callable[[BinaryIO, str], Any], *, durable: bool = True
+) -> None:
+    """Write beside the path, then move there: whoever reads it finds the old file or the whole new one.
+
+    `write` is given the file and where it lies for now. A `durable` file outlives a power cut, which takes
+    milliseconds, and others may read it; what is only remembered is this user's own.
+    """
+    target = Path(path)
+    descriptor, beside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file, beside)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if durable:
+            os.chmod(beside, 0o666 & ~_umask())  # as any new file; a draft is its user's alone
+        os.replace(beside, target)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _merged(old: dict[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:

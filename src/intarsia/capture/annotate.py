@@ -15,10 +15,11 @@ RUN_ON = "intarsia_run_on"  # the key under a node's `meta["custom"]`
 
 
 def run_on(engine: str) -> AbstractContextManager[None]:
-    """Ask that what happens inside the `with` block runs on `engine`.
+    """Run the operators inside the `with` block on `engine`.
 
-    The wish goes into the exported graph, node by node, and survives decomposition. Where that engine
-    refuses a node, the node runs in PyTorch and the plan says why. In eager mode it does nothing.
+    The name of the engine is stored in the exported graph, at each node, and survives decomposition. If the
+    engine refuses a node, the node runs in PyTorch, and the plan says why. In eager mode, the block has no
+    effect.
 
     Example:
         >>> class Model(torch.nn.Module):

@@ -21,16 +21,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Input:
-    """One input: a fixed `shape`, or a range of shapes with the one that matters most in the middle.
+    """An input of the example: a tensor of a fixed `shape`, or of a range of shapes.
 
     Args:
-        shape: the shape, where it never changes.
+        shape: the shape, if it never changes.
         min_shape: the smallest shape.
-        opt_shape: the most usual shape; engines are built for it where they build for one.
+        opt_shape: the most usual shape. Engines that build for one shape use it.
         max_shape: the largest shape.
         dtype: the element type.
-        device: where the example is made.
-        domain: examples are drawn from here; for token ids, say `(0, vocabulary)`.
+        device: the device of the example.
+        domain: the range of the values, such as `(0, vocabulary)` for token ids.
 
     Example:
         >>> image = Input(min_shape=(1, 3, 224, 224), opt_shape=(8, 3, 224, 224), max_shape=(32, 3, 224, 224))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from intarsia.build.builder import Builder, Timed
+from intarsia.build.builder import Builder, BuildSettings, Timed
 from intarsia.build.faithful import Example
 from intarsia.cache.machine import digest
 from intarsia.capture.example import Call
@@ -24,7 +24,6 @@ from intarsia.choose.plan import MOVED
 from intarsia.engines import Engine, Program, Workload
 from intarsia.graph.nodes import is_control_flow, uses_gpu
 from intarsia.partition import PYTORCH, PartitionOptions, Piece, Plan, Strategy, SupportTable
-from intarsia.partition.constrain import constrain
 from intarsia.runtime.compiled import Compiled
 
 # From what was built to the module that answers calls.
@@ -138,8 +137,7 @@ class Workshop:
     def plan(self, candidate: Candidate) -> Plan:
         """What would be built, if nothing fails."""
         builder = self._builder(candidate)
-        table = constrain(builder.module, self._table(candidate), builder.options)
-        return builder.strategy(builder.module, table, builder.options)
+        return builder.plan(self._table(candidate)).plan
 
     def fingerprint(self, candidate: Candidate) -> str:
         """Equal for candidates of which the same programs would be built."""
@@ -160,44 +158,36 @@ class Workshop:
         if not candidate.engines:
             module = self.eager()
             return Built(candidate, module, shape_of(module.plan), time.perf_counter() - start)
-        builder = self._builder(candidate)
-        builder.deadline, builder.timed = deadline, timed
-        if builder.tolerance is not None and not candidate.is_exact:
-            builder.tolerance = math.inf  # what counts is the error of the whole
+        builder = self._builder(candidate, deadline, timed)
         plan, pieces, programs = builder.run(self._table(candidate))
         module = self.finish(plan, pieces, programs, builder)
-        error = 0.0 if builder.tolerance is None else self.error(module)
+        error = 0.0 if builder.settings.tolerance is None else self.error(module)
         took = time.perf_counter() - start
         return Built(candidate, module, shape_of(plan), took, error, dict(builder.errors))
 
-    def _builder(self, candidate: Candidate) -> Builder:
-        pattern = self.builder
-        strategy = pattern.strategy
-        if candidate.homes is not None:
-            strategy = at_homes(strategy, candidate.homes)
-        return Builder(
-            pattern.module,
-            candidate.engines,
-            options_for(pattern.options, [engine.name for engine in candidate.engines]),
-            strategy,
-            pattern.rewrite if candidate.rewritten else None,
-            pattern.examples,
-            pattern.build_limit_s,
-            cases=pattern.cases,
-            tolerance=pattern.tolerance,
-            faults=self.faults,
+    def _builder(
+        self, candidate: Candidate, deadline: float | None = None, timed: Timed | None = None
+    ) -> Builder:
+        pattern, homes = self.builder, candidate.homes
+        usual = pattern.settings
+        tolerance = usual.tolerance
+        if tolerance is not None and not candidate.is_exact:
+            tolerance = math.inf  # what counts is the error of the whole
+        settings = BuildSettings(
+            usual.options.among(candidate.engine_names),
+            usual.strategy if homes is None else at_homes(usual.strategy, homes),
+            usual.rewrite if candidate.rewritten else None,
+            usual.build_limit_s,
+            tolerance,
+            deadline,
+            timed,
         )
+        engines, examples = candidate.engines, pattern.examples
+        return Builder(pattern.module, engines, settings, examples, pattern.cases, faults=self.faults)
 
     def _table(self, candidate: Candidate) -> SupportTable:
         table = self.table.with_engines(tuple(engine.name for engine in candidate.engines))
         return table.with_refusals(self.faults)
-
-
-def options_for(options: PartitionOptions, engines: Sequence[str]) -> PartitionOptions:
-    """The user's options where only some of the engines are there."""
-    if options.backend_priority is None:
-        return options
-    return replace(options, backend_priority=[name for name in options.backend_priority if name in engines])
 
 
 def at_homes(base: Strategy, homes: Mapping[fx.Node, str]) -> Strategy:
@@ -244,7 +234,7 @@ def _in_pytorch(workshop: Workshop, pytorch: Engine, measured: Measured) -> list
 
     A model that writes to what measuring must not change does not run as it is.
     """
-    if workshop.builder.options.require_full_compilation:
+    if workshop.builder.settings.options.require_full_compilation:
         return []
     graphs = [Candidate(PYTORCH, (pytorch,))]
     for label, variant in pytorch.variants(workshop.workload(measured)):
@@ -286,6 +276,10 @@ def without_patterns(plan: Candidate, workshop: Workshop, measured: Measured) ->
     """A plan whose networks stay as they were converted, where that may make a difference."""
     if not plan.engines or plan.engines[0].name == PYTORCH or plan.is_slow_to_build:
         return []
-    if measured.candidates is not None or workshop.builder.rewrite is None or not workshop.may_vary_patterns:
+    if (
+        measured.candidates is not None
+        or workshop.builder.settings.rewrite is None
+        or not workshop.may_vary_patterns
+    ):
         return []
     return [replace(plan, name=f"{plan.name}, no patterns", rewritten=False, options=1)]

@@ -45,7 +45,8 @@ def choose(
     engines = [engine.for_objective(measured.objective) for engine in engines]
     memory = Memory()
     sizes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in sample.inputs]
-    asked = f"{workshop.builder.options} {measured.objective} {len(workshop.builder.examples)} {tolerance}"
+    pattern = workshop.builder
+    asked = f"{pattern.settings.options} {measured.objective} {len(pattern.examples)} {tolerance}"
     context = f"{asked} {sizes} {context}"
     if tolerance is not None:
         context = f"{context} {_values(workshop)}"  # errors are those of these weights, on these examples

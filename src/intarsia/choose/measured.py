@@ -28,11 +28,11 @@ class Measured:
     Args:
         objective: `"latency"` minimizes the time of one call. `"throughput"` maximizes calls per second from
             several threads, at the largest sizes.
-        budget_s: seconds for building and measuring. What does not fit is left out, and the plan says so. The
-            first plan is built whatever the budget. None limits the search to 1.7 times the first build, and
-            engines that are slow to build are not tried.
-        candidates: engines with options of your own, measured beside `engines`. None for the options that are
-            known to matter, an empty sequence for none.
+        budget_s: seconds for building and measuring. Candidates that do not fit are left out, and the plan
+            lists them. The first plan is always built. None limits the search to 1.7 times the first build
+            and leaves out engines that are slow to build.
+        candidates: engines with options of your own, measured in addition to `engines`. None measures the
+            options that usually matter; an empty sequence measures none.
 
     >>> Measured(budget_s=5).objective
     'latency'

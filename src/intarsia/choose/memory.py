@@ -8,7 +8,7 @@ those of numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ _SMALL = 64  # a whole-number constant of so few elements may steer a converter 
 def contents(module: fx.GraphModule) -> str:
     """A digest, equal for graphs of the same operators, arguments, edges, dtypes and sizes.
 
-    Weights count by dtype and shape, not by value: equal layers of a model have one digest.
+    Weights count by dtype and shape, not by value: equal layers of a model have one digest. (The build cache
+    has a digest of its own, `of_lowered`: a stored program depends on names and on every weight.)
 
     >>> one, other = (torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2))
     >>> graphs = [torch.export.export(m, (torch.ones(1, 4),)).module() for m in (one, other)]
@@ -48,21 +49,34 @@ def _lines(module: fx.GraphModule) -> list[str]:
             lines.append(f"constant {_constant(_attribute(module, str(node.target)), symbols)}")
             continue
         target = "" if node.op in ("placeholder", "output") else str(node.target)
-        arguments = f"{_argument(node.args, number)} {_argument(node.kwargs, number)}"
+        arguments = argument_text(
+            (tuple(node.args), dict(node.kwargs)),
+            lambda read: f"%{number[read]}",
+            lambda leaf: f"{type(leaf).__name__} {leaf}",
+        )
         lines.append(f"{node.op} {target} {arguments} {_value(node.meta.get('val'), symbols)}")
     return lines
 
 
-def _argument(value: Any, number: dict[fx.Node, int]) -> str:
-    if isinstance(value, fx.Node):
-        return f"%{number[value]}"
-    if isinstance(value, list | tuple):
-        return f"({','.join(_argument(item, number) for item in value)})"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_argument(item, number)}' for key, item in value.items())}}}"
-    if isinstance(value, slice):
-        return f"slice{_argument((value.start, value.stop, value.step), number)}"
-    return f"{type(value).__name__} {value}"
+def argument_text(value: Any, node_text: Callable[[fx.Node], str], leaf_text: Callable[[Any], str]) -> str:
+    """An argument of a node as text; what is no collection by `leaf_text`.
+
+    >>> argument_text((1, {"a": [2.0]}), str, repr)
+    "tuple(1,{'a':list(2.0)})"
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return node_text(value)
+        if isinstance(value, list | tuple):
+            return f"{type(value).__name__}({','.join(map(text, value))})"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{key!r}:{text(item)}' for key, item in value.items())}}}"
+        if isinstance(value, slice):
+            return f"slice{text((value.start, value.stop, value.step))}"
+        return leaf_text(value)
+
+    return text(value)
 
 
 def _value(value: Any, symbols: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ whole time, and whole plans decide.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.build.builder import Builder
 from intarsia.choose.blocks import Blocks
-from intarsia.choose.candidate import Candidate, Workshop, options_for
+from intarsia.choose.candidate import Candidate, Workshop
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.measured import Objective
 from intarsia.choose.memory import Memory, key_of
@@ -137,7 +137,9 @@ class Costing:
             known_cost = self.memory.cost(keys[engine.name])
             if known_cost is not None:
                 costs[engine.name] = known_cost
-            elif (run := self._run(module, engine, inputs, self.workshop.builder.options)) is not None:
+            elif (
+                run := self._run(module, engine, inputs, self.workshop.builder.settings.options)
+            ) is not None:
                 runs[engine.name] = run
         if runs:
             for name, took in race_plans(runs, self.objective, rounds=7, least=2, budget_s=0.4).items():
@@ -149,18 +151,8 @@ class Costing:
         self, module: fx.GraphModule, engine: Engine, inputs: list[Any], options: PartitionOptions
     ) -> Run | None:
         """A block on one engine, with PyTorch for what it refuses; None where it takes nothing of it."""
-        pattern = self.workshop.builder
         engines = [engine] if engine.name == PYTORCH else [engine, PyTorch()]
-        builder = Builder(
-            module,
-            engines,
-            # What must be full is the whole; that a block is not shows in its time.
-            replace(options_for(options, [one.name for one in engines]), require_full_compilation=False),
-            pattern.strategy,
-            pattern.rewrite,
-            [inputs] if pattern.examples else (),
-            pattern.build_limit_s,
-        )
+        builder = self.workshop.builder.of_block(module, engines, inputs, options=options, tolerance=None)
         plan, pieces, programs = builder.run(support_table(module, engines))
         if engine.name not in plan.engines:
             return None
@@ -249,18 +241,8 @@ def block_error(
     workshop: Workshop, blocks: Blocks, number: int, engine: Engine, inputs: list[object]
 ) -> float:
     """The error of one block on an engine of shorter arithmetic, given what PyTorch makes of those before."""
-    module, pattern = blocks.pieces[number].module, workshop.builder
-    engines = [engine, PyTorch()]
-    builder = Builder(
-        module,
-        engines,
-        replace(options_for(pattern.options, [e.name for e in engines]), require_full_compilation=False),
-        pattern.strategy,
-        pattern.rewrite,
-        [inputs],
-        pattern.build_limit_s,
-        tolerance=float("inf"),
-    )
+    module, engines = blocks.pieces[number].module, [engine, PyTorch()]
+    builder = workshop.builder.of_block(module, engines, inputs, tolerance=math.inf)
     builder.run(support_table(module, engines))
     return max(builder.errors.values(), default=0.0)
 

@@ -59,16 +59,16 @@ class Search:
     progress: Progress
     context: str = ""  # what the programs depend on besides graph, engines and options
     tolerance: float | None = None  # how far results may be off; None for exact arithmetic
-    build_s: dict[tuple[str, ...], float] = field(default_factory=dict)  # by engines
-    built: dict[str, Built] = field(default_factory=dict)
-    trials: dict[str, Trial] = field(default_factory=dict)
-    blocks: tuple[BlockCost, ...] = ()
-    entering: dict[str, float] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    errors: list[IntarsiaError] = field(default_factory=list)
-    complete: bool = True
-    interrupted: bool = False
-    _planned: set[str] = field(default_factory=set)  # fingerprints of what was built
+    build_s: dict[tuple[str, ...], float] = field(default_factory=dict, init=False)  # by engines
+    built: dict[str, Built] = field(default_factory=dict, init=False)
+    trials: dict[str, Trial] = field(default_factory=dict, init=False)
+    blocks: tuple[BlockCost, ...] = field(default=(), init=False)
+    entering: dict[str, float] = field(default_factory=dict, init=False)
+    left_out: list[str] = field(default_factory=list, init=False)
+    errors: list[IntarsiaError] = field(default_factory=list, init=False)
+    complete: bool = field(default=True, init=False)
+    interrupted: bool = field(default=False, init=False)
+    _planned: set[str] = field(default_factory=set, init=False)  # fingerprints of what was built
 
     def run(self) -> tuple[Built, Findings]:
         """The best plan that was built, verified and measured, and all that was found out."""
@@ -151,7 +151,7 @@ class Search:
         blocks = self._affordable_blocks(len(quick))
         if len(quick) < 2 or blocks is None:
             return []
-        full = self.workshop.builder.options.require_full_compilation
+        full = self.workshop.builder.settings.options.require_full_compilation
         able = [engine for engine in quick if not (full and engine.name == PYTORCH)]
         costing = Costing(self.workshop, able, self.measured.objective, self.memory, self.context)
         self.progress.tell("measuring crossings")
@@ -233,7 +233,7 @@ class Search:
         left = self.progress.left_s - _RESERVE * self.progress.budget_s
         whole = (sum if engines > 1 else max)(self.build_s.values())
         for most in _BLOCKS:
-            blocks = find_blocks(builder.module, builder.options.atomic, most)
+            blocks = find_blocks(builder.module, builder.settings.options.atomic, most)
             if blocks is None:
                 return None
             if whole * blocks.share + len(set(blocks.digests)) * engines * _RACE_S < left:

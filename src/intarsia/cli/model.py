@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import zipfile
@@ -21,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from intarsia.capture.input import resolve_call
+from intarsia.checkpoint.pretrained import class_of, load_pretrained, transformers_for
 from intarsia.cli import zoo
 from intarsia.cli.zoo import Specimen
 from intarsia.errors import InputError
@@ -254,45 +254,32 @@ class _CapturedModel(nn.Module):
 def _from_folder(path: Path) -> Specimen:
     if not (path / "config.json").is_file():
         raise InputError(f"{path} has no config.json, so it is no Hugging Face folder; give {_FORMS}")
-    hf = _transformers(str(path))
-    try:
-        config = hf.AutoConfig.from_pretrained(path)
-        has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
-        kind = _class_of(hf, config)
-        model = kind.from_pretrained(path) if has_weights else _random(kind, config)
-    except Exception as error:  # transformers raises many kinds here
-        said = next(iter(str(error).splitlines()), "")
-        raise InputError(f"transformers cannot load {path}: {said}") from error
+    if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        model = load_pretrained(path)
+    else:
+        hf = transformers_for(str(path))
+        try:
+            config = hf.AutoConfig.from_pretrained(path)
+            model = _random(class_of(hf, config), config)
+        except Exception as error:  # transformers raises many kinds here
+            said = next(iter(str(error).splitlines()), "")
+            raise InputError(f"transformers cannot load {path}: {said}") from error
     return Specimen(model.eval(), (), _hugging_face_call(str(path), model))
 
 
 def _from_type(name: str) -> Specimen:
     types: list[str] = []
     if importlib.util.find_spec("transformers") is not None:
-        hf = _transformers(name)
+        hf = transformers_for(name)
         types = list(hf.CONFIG_MAPPING)
         if name in types:
             config = hf.AutoConfig.for_model(name)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = _random(_class_of(hf, config), config)
+                model = _random(class_of(hf, config), config)
             return Specimen(model.eval(), (), _hugging_face_call(name, model))
     hint = near(name, [*zoo.names(), *types, *_names_beside(Path(name))])
     raise InputError(f"there is no model {name!r}{hint or f': give {_FORMS}'}")
-
-
-def _transformers(name: str) -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError(f"{name} needs transformers: pip install 'intarsia[generation]'") from error
-    return transformers
-
-
-def _class_of(hf: Any, config: Any) -> Any:
-    named = next(iter(config.architectures or ()), "")
-    return getattr(hf, named, None) or hf.AutoModel
 
 
 def _random(kind: Any, config: Any) -> Any:

@@ -38,37 +38,37 @@ def compile(
 ) -> Compiled | PartlyCompiled:
     """Cut a model into pieces, give each piece to an engine, and return them as one module.
 
-    The module computes what the model computes in evaluation, for inputs like `args` and `kwargs`. Where no
-    engine takes an operator, PyTorch runs it. `plan` says what runs where and why, and `notes` what else a
-    user should know.
+    The module computes what the model computes in evaluation, for inputs like `args` and `kwargs`. Operators
+    that no engine takes run in PyTorch. `plan` says what runs where and why, and `notes` has further
+    information.
 
     Args:
         model: the model.
-        args: an example of its arguments by position. An `Input` stands for a tensor whose size varies.
+        args: an example of its arguments by position. Use an `Input` for a tensor whose size varies.
         kwargs: an example of its arguments by name.
         dynamic_shapes: sizes that may vary, as for `torch.export.export`.
-        engines: engines by name or as objects, in the order of preference. By default, all that are
-            installed.
+        engines: engines by name or as objects, in the order of preference. By default, all installed engines.
         partition: `Measured()`, the name of a strategy (`"greedy"`, `"dependency"`, `"hierarchical"`), or a
-            function. With `Measured()`, plans are timed on this machine and the fastest is kept. This is the
-            default if neither engines nor their order are named and the model is large enough for it to pay.
+            function. With `Measured()`, plans are timed on this machine, and the fastest one is kept. This is
+            the default if you name neither engines nor their order, and the model takes more than about 1 ms.
             Otherwise each node goes to the first engine that takes it.
         precision: the shorter arithmetic that engines may use within `tolerance`: `"bf16"`, `"fp16"`,
-            `"int8"`, `"int8-weights"` or `"int4-weights"`. `"fp32"` allows none. By default, all are tried.
+            `"int8"`, `"int8-weights"` or `"int4-weights"`. `"fp32"` allows none. By default, all of them are
+            tried.
         tolerance: the largest error of each result, as a share of its largest value in each row of a batch.
-            By default, results agree with the model's within rounding.
+            By default, results equal the model's within rounding.
         examples: further calls, by position, on which the tolerance must hold.
-        options: a `PartitionOptions`; or give its fields by name.
-        rewrite: rewriting patterns. None applies those that were measured to pay on this machine, True all,
-            False none. A list holds names, patterns and managers.
-        verify: compare the graph, every piece and the whole with the model, at the example and at the ends of
-            sizes that vary. Nodes that answer differently stay in PyTorch.
-        cuda_graphs: False launches kernel by kernel on a GPU. `"static"` returns the memory of the graph,
-            which the next call overwrites. By default, the module is one CUDA graph, and results are
-            copied out.
-        build_limit_s: seconds after which an engine that does not answer is given up.
-        fallback: what happens to a model that `torch.export` cannot take. `"parts"` compiles its submodules,
-            `"eager"` returns the model as it is, `"error"` raises.
+        options: a `PartitionOptions`. You can also pass its fields by name.
+        rewrite: rewriting patterns. None applies the patterns that are faster on this machine, True all,
+            False none. A list may contain names, patterns and managers.
+        verify: compare every piece and the whole with the model, at the example and at the ends of sizes that
+            vary. Nodes that answer differently stay in PyTorch.
+        cuda_graphs: by default, the module runs as one CUDA graph on a GPU, and results are copied out of it.
+            `"static"` returns the memory of the graph, which the next call overwrites. False launches the
+            kernels one by one.
+        build_limit_s: seconds after which an engine that is still building is not used.
+        fallback: what happens to a model that `torch.export` cannot capture. `"parts"` compiles its
+            submodules, `"eager"` returns the model as it is, `"error"` raises.
         choices: `min_block_size`, `torch_executed_ops`, `torch_executed_modules`, `require_full_compilation`,
             `atomic`, `memory_budget`, `backend_priority`, `backend_support_map`; see `PartitionOptions`.
 
@@ -80,7 +80,7 @@ def compile(
     True
     """
     # The compiler imports onnx and sympy, which takes a second; naming this function should not.
-    from intarsia.compiler.job import compile_with
+    from intarsia.compiler.entry import compile_with
     from intarsia.options import CompileOptions
 
     checked = CompileOptions.of(

@@ -30,6 +30,7 @@ from intarsia.cache.machine import digest, machine_key, package_version, process
 from intarsia.cache.store import Shelf, cache_directory
 from intarsia.capture.annotate import wanted_engine
 from intarsia.choose.findings import Findings
+from intarsia.choose.memory import argument_text
 from intarsia.choose.plan import MeasuredPlan, measured_plan
 from intarsia.convert import registry
 from intarsia.engines import Engine
@@ -198,14 +199,10 @@ class Unknowable(Exception):
 
 
 def _argument(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return f"%{value.name}"
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}({','.join(map(_argument, value))})"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key!r}:{_argument(item)}' for key, item in value.items())}}}"
-    if isinstance(value, slice):
-        return f"slice{_argument((value.start, value.stop, value.step))}"
+    return argument_text(value, lambda node: f"%{node.name}", _leaf)
+
+
+def _leaf(value: Any) -> str:
     plain = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
     if value is None or value is Ellipsis or isinstance(value, plain):
         return f"{type(value).__name__} {value!r}"

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from intarsia import archive as archive  # compiled modules are pickled through it
-from intarsia.build.builder import Builder
 from intarsia.build.details import plan_details
 from intarsia.build.faithful import (
     Example,
@@ -43,117 +41,36 @@ from intarsia.build.faithful import (
     whole_fault,
 )
 from intarsia.build.judge import Answer, Judge
-from intarsia.build.trial import Cases, elements_of, rewriter
-from intarsia.capture.device import device_kind, device_of, refuse_autocast
-from intarsia.capture.example import Call, copied_call
+from intarsia.build.trial import elements_of
+from intarsia.capture.device import device_kind, refuse_autocast
+from intarsia.capture.example import Call
 from intarsia.capture.export import capture
-from intarsia.capture.input import check_call, further_calls, resolve_call
-from intarsia.capture.protect import initialized, kept_random_state, undisturbed
+from intarsia.capture.input import further_calls, resolve_call
+from intarsia.capture.protect import initialized, undisturbed
 from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
 from intarsia.choose.measured import Measured, is_measuring, refuse_short_engines, too_small_to_measure
 from intarsia.choose.plan import EAGER
+from intarsia.compiler.assembler import Assembler
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
-from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
 from intarsia.compiler.refit import Refit, as_before
-from intarsia.compiler.training import training_difference
-from intarsia.compiler.unexpected import internal_error, is_for_user, model_as_it_is
 from intarsia.convert import registry
-from intarsia.engines import Engine, Program, resolve_engines, with_short_engines, with_unasked_engines
+from intarsia.engines import Engine, resolve_engines, with_short_engines, with_unasked_engines
 from intarsia.errors import (
-    CaptureError,
-    DifferenceWarning,
     InputError,
-    IntarsiaError,
-    InternalError,
-    LoweringError,
     PartitionError,
-    UnrepeatableError,
-    warn,
 )
-from intarsia.graph.nodes import uses_gpu
-from intarsia.logs import LOG, log_refusals, stage, torch_logs_kept
+from intarsia.logs import LOG, log_refusals, stage
 from intarsia.lower import Lowered
 from intarsia.lower.generalize import lower_model
 from intarsia.lower.lowered import example_inputs
-from intarsia.lower.range_ends import between
 from intarsia.options import CompileOptions, Placement
-from intarsia.partition import Piece, Plan, SupportTable
+from intarsia.partition import Plan, SupportTable
 from intarsia.partition.constrain import unmatched_chains
 from intarsia.partition.names import check_names
-from intarsia.partition.support import refused_table, support_table
-from intarsia.runtime.compiled import Compiled, Source
-from intarsia.runtime.cuda_graphs import use_cuda_graphs
-from intarsia.runtime.inlay import Assembly
-from intarsia.runtime.partly import PartlyCompiled
-
-# torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
-_SIZES_RECORDED = 8  # CUDA graphs of sizes between the ends of a range
-COMPILING = threading.RLock()
-
-
-def compile_with(
-    options: CompileOptions,
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-) -> Compiled | PartlyCompiled:
-    """`intarsia.compile` with checked options. What fails unexpectedly leaves the model as it is."""
-    try:
-        compiled = _compile(options, model, args, kwargs or {}, dynamic_shapes)
-    except InternalError as error:
-        if options.is_strict:
-            raise (error.__cause__ or error) from None
-        warn(f"the model runs as it is, in PyTorch: {error}")
-        return model_as_it_is(model, str(error))
-    with kept_random_state():
-        example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
-        training = training_difference(model, (example[0], example[1]))
-    if training is not None:
-        warn(training, DifferenceWarning)
-    for difference in compiled.differences:
-        warn(f"compiled, the model can answer differently: {difference}", DifferenceWarning)
-    return compiled
-
-
-def compile_whole(
-    options: CompileOptions,
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-) -> Compiled:
-    """The same for a caller that runs the model itself where this raises an IntarsiaError, and says so."""
-    compiled = _compile(replace(options, fallback="error"), model, args, kwargs or {}, dynamic_shapes)
-    assert isinstance(compiled, Compiled)
-    return compiled
-
-
-def _compile(
-    options: CompileOptions,
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    dynamic_shapes: Any,
-) -> Compiled | PartlyCompiled:
-    """Every compile goes through here; an exception that is none of this package's is an InternalError."""
-    began = time.perf_counter()
-    check_call(args, kwargs)
-    try:
-        with COMPILING, torch_logs_kept(), kept_random_state(), device_of(model, args, kwargs):
-            job = prepare(options, model, args, kwargs, dynamic_shapes, began)
-            try:
-                return job.run()
-            except (CaptureError, LoweringError) as error:
-                if job.must_be_whole(error):
-                    raise
-                return job.in_parts(str(error).splitlines()[0])
-    except Exception as error:
-        if is_for_user(error):
-            raise
-        raise internal_error(error) from error
+from intarsia.partition.support import support_table
+from intarsia.runtime.compiled import Compiled
 
 
 def prepare(
@@ -363,8 +280,8 @@ class CompileJob:
     @stage("building the segments")
     def build(self, graph: LoweredModel, support: Support) -> Compiled:
         """Plan by the strategy, and build every segment; what fails leaves its engine."""
-        builder = self._builder(graph, support.engines, support.notes)
-        return self._inlaid(graph, *builder.build(builder.plan(support.table)), builder)
+        builder = self._assembler.builder(graph, support.engines, support.notes)
+        return self._assembler.inlaid(graph, *builder.build(builder.plan(support.table)), builder)
 
     @stage("choosing by measurement")
     def choose(self, graph: LoweredModel, support: Support, measured: Measured) -> Compiled:
@@ -378,10 +295,10 @@ class CompileJob:
         size = elements_of(sample.inputs)
         tried = replace(graph, examples=[e for e in graph.examples if e.elements <= size])
         workshop = Workshop(
-            self._builder(tried, support.engines, support.notes),
+            self._assembler.builder(tried, support.engines, support.notes),
             support.table,
-            partial(self._inlaid, graph),
-            partial(self._eager, graph, EAGER, "chosen"),
+            partial(self._assembler.inlaid, graph),
+            partial(self._assembler.eager, graph, self._quick_engines(), EAGER, "chosen"),
             partial(error_of, lowered, graph.examples),
             options.rewrite is None,
             self.request.began,
@@ -459,118 +376,15 @@ class CompileJob:
         if self.options.limits.require_full_compilation:
             raise PartitionError(f"full compilation is impossible: compiled, the model {fault}")
         reason = f"the model runs as it is, in PyTorch: compiled, it {fault}"
-        return self._eager(replace(graph, notes=(*graph.notes, reason)), reason, "required")
+        noted = replace(graph, notes=(*graph.notes, reason))
+        return self._assembler.eager(noted, self._quick_engines(), reason, "required")
 
-    def _eager(self, graph: LoweredModel, reason: str, eager: Literal["chosen", "required"]) -> Compiled:
-        engines = self._quick_engines()
-        builder = self._builder(replace(graph, examples=[]), engines)
-        table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
-        assembly = Assembly(*builder.build(builder.plan(table)))
-        return self._compiled(graph, assembly, builder.notes, eager)
-
-    def _builder(
-        self, graph: LoweredModel, engines: tuple[Engine, ...], notes: Sequence[str] = ()
-    ) -> Builder:
-        module, options = graph.lowered.module, self.options
-        device = "cuda" if uses_gpu(module.graph) else "cpu"
-        verified = options.accuracy.verify
-        return Builder(
-            module,
-            engines,
-            options.limits,
-            self.placement.strategy,
-            rewrite=None if options.rewrite is False else rewriter(options.rewrite, engines, device),
-            examples=[example.inputs for example in graph.examples] if verified else (),
-            build_limit_s=options.build_limit_s,
-            cases=Cases(module, [example.case for example in graph.examples]),
-            tolerance=options.accuracy.tolerance,
-            notes=list(notes),
-        )
-
-    def _inlaid(
-        self,
-        graph: LoweredModel,
-        plan: Plan,
-        pieces: Sequence[Piece],
-        programs: Sequence[Program],
-        builder: Builder,
-    ) -> Compiled:
-        """The programs as one module, and on a GPU as one CUDA graph where it can be recorded."""
-        assembly = Assembly(plan, pieces, programs, builder.body_plans)
-        compiled = self._compiled(graph, assembly, builder.notes)
-        setting, module = self.options.cuda_graphs, graph.lowered.module
-        if uses_gpu(module.graph) and graph.examples and setting is not False:
-            # A GPU loads a kernel when it is first used. cuBLAS has others for other sizes, so the first
-            # calls of some sizes would take 20 ms, and 13 ms once a few others have run (GPT-2, H200).
-            inputs = [example.inputs for example in graph.examples]
-            use_cuda_graphs(
-                compiled,
-                module.graph,
-                capturable=all(e.capturable for e in builder.engines if e.name in plan.engines),
-                results="static" if setting == "static" else "fresh",
-                examples=[*inputs, *between(graph.lowered, inputs[0], _SIZES_RECORDED)],
-            )
-        return compiled
-
-    def _compiled(
-        self,
-        graph: LoweredModel,
-        assembly: Assembly,
-        notes: Sequence[str],
-        eager: Literal["chosen", "required"] | None = None,
-    ) -> Compiled:
+    @functools.cached_property
+    def _assembler(self) -> Assembler:
         signature = inspect.signature(self.model.forward) if isinstance(self.model, nn.Module) else None
-        source = Source(self._module, signature, eager=eager)
-        return Compiled(graph.lowered, assembly, source, [*graph.notes, *graph.lowered.notes, *notes])
+        return Assembler(self._module, signature, self.options, self.placement.strategy)
 
     @functools.cached_property
     def _module(self) -> nn.Module | None:
         """The model as something to call."""
         return self.model.module() if isinstance(self.model, ExportedProgram) else self.model
-
-    def must_be_whole(self, error: IntarsiaError) -> bool:
-        """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
-        if self.options.is_strict:
-            return True
-        if not isinstance(self.model, nn.Module):
-            return True
-        if self.request.dynamic_shapes is None or isinstance(error, LoweringError | UnrepeatableError):
-            return False  # a graph that torch cannot take apart says nothing against the sizes
-        try:
-            capture(self.model, *copied_call(self.request.call))  # export leaves marks on what it was given
-        except CaptureError:
-            return False
-        return True
-
-    def in_parts(self, reason: str) -> PartlyCompiled:
-        """The submodules that can be captured, compiled by jobs of their own; the rest runs as it is."""
-        assert isinstance(self.model, nn.Module)
-        graphs: list[fx.GraphModule] = []
-        compile_one = partial(self._compile_part, graphs) if self.options.fallback == "parts" else None
-        partly = compile_parts(self.model, self.request.call, reason, compile_one, self.request.notes)
-        names = [engine.name for engine in self.engines]
-        check_names_of_parts(self.model, self.request.call, graphs, self.options.limits, names)
-        return partly
-
-    def _compile_part(
-        self, graphs: list[fx.GraphModule], path: str, module: nn.Module, call: Call, dynamic_shapes: Any
-    ) -> Compiled:
-        """One submodule; modules that the user named mean in it what they mean in the model."""
-        assert isinstance(self.model, nn.Module)
-        limits, accuracy = self.options.limits, self.options.accuracy
-        inner = names_within(self.model, path, limits.torch_executed_modules)
-        options = replace(
-            self.options,
-            limits=replace(limits, torch_executed_modules=inner),
-            accuracy=replace(accuracy, examples=()),
-        )
-        request = Request(call, dynamic_shapes)
-        job = replace(self, model=module, request=request, options=options, part_graphs=graphs)
-        try:
-            return job.run()
-        except Exception as error:
-            if is_for_user(error):
-                raise
-            unexpected = internal_error(error)
-            warn(f"{path} runs as it is, in PyTorch: {unexpected}")
-            raise unexpected from error

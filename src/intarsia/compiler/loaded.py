@@ -19,7 +19,8 @@ from intarsia.capture.example import Call
 from intarsia.capture.export import capture
 from intarsia.capture.protect import kept_random_state
 from intarsia.compare import disagreement
-from intarsia.compiler.job import COMPILING, CompileJob, Request
+from intarsia.compiler.entry import COMPILING
+from intarsia.compiler.job import CompileJob, Request
 from intarsia.compiler.refit import Refit
 from intarsia.engines import Engine, Program, PyTorch
 from intarsia.engines.graph_program import GraphProgram

@@ -1,4 +1,4 @@
-"""What a converter is told besides its arguments."""
+"""The context of a converter: what it can read besides its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from intarsia.network import functional as F
 
 @dataclass
 class ConversionContext:
-    """The network under construction, the node at hand and what torch says it makes."""
+    """The network under construction, the current node, and the result that torch expects of it."""
 
     net: Network
     node: fx.Node | None = None
@@ -28,7 +28,7 @@ class ConversionContext:
 
     @property
     def engine(self) -> Any:
-        """The engine that the network is made for; None where a graph is converted for no engine."""
+        """The engine that the network is built for; None if it is built for no engine."""
         self.reads_engine = True
         return self.for_engine
 
@@ -40,7 +40,7 @@ class ConversionContext:
 
     @property
     def value(self) -> Any:
-        """The fake tensor (or tuple of them) that the node makes: torch's own dtype and shape."""
+        """The fake tensor (or tuple of them) of the node's result: torch's own dtype and shape."""
         return None if self.node is None else self.node.meta.get("val")
 
     @property
@@ -53,7 +53,7 @@ class ConversionContext:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype torch gives the (first) result."""
+        """The dtype of the (first) result in torch."""
         value = self.value
         first = value[0] if isinstance(value, list | tuple) else value
         if not isinstance(first, torch.Tensor):
@@ -72,11 +72,11 @@ class ConversionContext:
         return value if dtype is None else F.cast(value, dtype)
 
     def promote(self, *values: Any) -> tuple[Tensor, ...]:
-        """Operands in the dtype of the result: torch's promotion, whatever the operands are."""
+        """The operands, cast to the dtype of the result."""
         return tuple(self.tensor(value, self.dtype) for value in values)
 
     def common(self, *values: Any) -> tuple[Tensor, ...]:
-        """Operands in the dtype torch would compute in, for ops whose result has another (comparisons)."""
+        """The operands, cast to the dtype in which torch computes; for operators such as comparisons."""
         return tuple(self.tensor(value, common_dtype(*values)) for value in values)
 
 

@@ -21,7 +21,7 @@ Author = TypeVar("Author", bound=Callable[..., Any])
 
 
 class ConverterPriority(enum.IntEnum):
-    """Which converter of an operator is asked first; the shipped ones are STANDARD.
+    """The order in which converters of an operator are tried. Shipped converters are STANDARD.
 
     >>> ConverterPriority.HIGH > ConverterPriority.STANDARD
     True
@@ -45,7 +45,7 @@ class Converter:
     order: int = field(default_factory=itertools.count().__next__)
 
     def refuses(self, node: fx.Node) -> str | None:
-        """Why this converter does not take the node, before it is tried; None if it may."""
+        """Why this converter refuses the node before conversion; None if it may be tried."""
         if not self.supports_dynamic_shapes and _is_dynamic(node):
             return f"{self.name} handles static shapes only"
         if self.validator is None:
@@ -60,7 +60,7 @@ class Converter:
 
 
 class Registry:
-    """Converters by target; several a target, the first that accepts wins."""
+    """Converters by target. Of several converters of a target, the first that accepts the node is used."""
 
     def __init__(self) -> None:
         self._converters: dict[Any, tuple[Converter, ...]] = {}
@@ -79,7 +79,7 @@ class Registry:
             self._store(added.target, (*present, added))
 
     def unregister(self, removed: Converter | Any) -> None:
-        """Forget one converter, or every converter of a target."""
+        """Remove one converter, or all converters of a target."""
         target = removed.target if isinstance(removed, Converter) else key_of(removed)
         with self._lock:
             present = self._converters.get(target, ())
@@ -89,7 +89,7 @@ class Registry:
             self._store(target, others)
 
     def converters(self, target: Any) -> tuple[Converter, ...]:
-        """In the order they are asked: HIGH before STANDARD, a user's before ours, the newest first."""
+        """Converters in the order of trial: HIGH before STANDARD, yours before ours, newer before older."""
         return self._converters.get(target, ())
 
     def targets(self) -> list[Any]:
@@ -100,7 +100,7 @@ class Registry:
 
     @contextlib.contextmanager
     def override(self, *functions: Any, without: Any = ()) -> Iterator[Registry]:
-        """While open, these converters come first and the targets in `without` have none."""
+        """In the `with` block, these converters come first, and the targets in `without` have none."""
         before = dict(self._converters)
         try:
             for target in without if isinstance(without, list | tuple | set) else (without,):
@@ -140,10 +140,10 @@ def converter(
 ) -> Callable[[Author], Author]:
     """Register a function as the converter of an operator (or of several).
 
-    The function takes `(ctx, target, args, kwargs, name)`, or `ctx` and the arguments of the
-    operator's schema by name; an argument it does not name must hold its default, or the node is
-    refused. A parameter that only some of several operators have needs a default in Python. The function
-    returns the tensors the operator makes.
+    The function takes `(ctx, target, args, kwargs, name)`, or `ctx` and arguments of the operator's schema by
+    name. An argument that it does not name must have its default value; otherwise the node is refused. If you
+    register the function for several operators, give a Python default to parameters that only some of them
+    have. The function returns the tensors of the operator's result.
 
     >>> import torch, intarsia
     >>> from intarsia.network import functional as F
@@ -180,7 +180,7 @@ def converter(
 
 
 def key_of(key: Any) -> Any:
-    """The target a key names: an overload, an unambiguous packet, a custom operator, or a Python function."""
+    """The target of a key: an overload, an unambiguous packet, a custom operator, or a Python function."""
     if isinstance(key, torch.library.CustomOpDef):  # type: ignore[attr-defined]
         return _overload_of(key)
     if not isinstance(key, torch._ops.OpOverloadPacket):

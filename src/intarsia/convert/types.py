@@ -1,4 +1,4 @@
-"""`enforce_tensor_types`: bring a raw converter's arguments into the types it can take."""
+"""`enforce_tensor_types`: convert the arguments of a raw converter to the types that it takes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Types = tuple[type, ...]
 def enforce_tensor_types(
     types: Mapping[int | str, Types], promote: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let positions (int) and keywords (str) of a raw converter arrive in one of the given types.
+    """Convert arguments of a raw converter to one of the given types, by position (int) or keyword (str).
 
-    With `promote` a value of another tensor type is turned into the first type that can hold it;
-    without, it is refused. Arguments that are absent or None are left alone.
+    With `promote`, a value of another type is converted to the first type that can hold it. Without it, the
+    node is refused. Missing arguments and None are not changed.
 
     >>> @enforce_tensor_types({0: (Tensor,)})
     ... def double(ctx, target, args, kwargs, name):

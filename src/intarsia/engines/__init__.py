@@ -21,6 +21,7 @@ from intarsia.engines.base import Workload as Workload
 from intarsia.engines.cudnn import CuDNN as CuDNN
 from intarsia.engines.inductor.engine import Inductor as Inductor
 from intarsia.engines.mnn.engine import MNN as MNN
+from intarsia.engines.mnn.engine import MNNFp16 as MNNFp16
 from intarsia.engines.onnxruntime.engine import OnnxRuntime as OnnxRuntime
 from intarsia.engines.onnxruntime.short import OnnxRuntimeInt4Weights as OnnxRuntimeInt4Weights
 from intarsia.engines.onnxruntime.short import OnnxRuntimeInt8 as OnnxRuntimeInt8
@@ -46,6 +47,7 @@ _LAST: tuple[type[Engine], ...] = (
     OpenVINOInt8Weights,
     OnnxRuntimeInt4Weights,
     OpenVINOInt4Weights,
+    MNNFp16,
     MNN,
     Inductor,
     CuDNN,

@@ -1,4 +1,4 @@
-"""What an engine is: something that turns a piece of a model into a program."""
+"""The contract of engines. An engine turns a piece of a model into a program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Program = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class GuardedProgram:
-    """A program that knows which calls its engine would answer unlike PyTorch, and passes those on.
+    """A program that detects calls that its engine would answer differently from PyTorch.
 
     `otherwise` answers them; where nobody does, such a call is a GuardError.
     """
@@ -33,7 +33,7 @@ class GuardedProgram:
     _told = False
 
     def unguarded(self) -> Program:
-        """The program to be timed, and then thrown away: a call that a guard refuses has no answer."""
+        """The program without guards, for timing only."""
         self.otherwise, self._told = _no_answer, True
         return self  # type: ignore[return-value]  # subclasses are called
 
@@ -52,7 +52,7 @@ def _no_answer(*_: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a search for the fastest plan measures: engines look at it to propose options (`variants`)."""
+    """What a search for the fastest plan measures. Engines read it to propose options (`variants`)."""
 
     module: fx.GraphModule  # the whole model, lowered
     on_gpu: bool = False
@@ -61,19 +61,20 @@ class Workload:
 
 
 class Engine(abc.ABC):
-    """Runs pieces of a model. Options are fields of the subclass; `name` is how plans call it.
+    """Runs pieces of a model. Options are fields of the subclass; `name` is its name in plans.
 
-    An engine says everything about itself here; nothing outside `intarsia.engines` knows one by name. A
-    method that is not abstract has an answer that is right for most engines. A compile calls, in this order:
+    An engine declares all its properties here; nothing outside `intarsia.engines` names an engine. Methods
+    that are not abstract have a default that is right for most engines. A compile calls, in this order:
 
-    1. `unavailable`, once; `is_default` or `runs_on`, where the user named no engine.
+    1. `unavailable`, once; `is_default` or `runs_on`, if the user names no engine.
     2. `probe_all` (or `refusal`) with every operator of the model, as small networks.
-    3. `variants` and `for_objective`, where plans are measured.
-    4. `build` for every piece. The program runs on the examples, and is compared with PyTorch by
-       `intarsia.compare.disagreement`; in shorter arithmetic, `coarsest` says what it may round.
+    3. `variants` and `for_objective`, if plans are measured.
+    4. `build` for every piece. The program runs on the examples, and `intarsia.compare.disagreement` compares
+       its answers with PyTorch's. For shorter arithmetic, `coarsest` is the allowed rounding.
     5. `pack` when the module is saved, and `unpack` when it is loaded.
 
-    What a method raises concerns its piece alone: that goes to another engine, and the plan has the reason.
+    If a method raises an error, only its piece is affected. It goes to another engine, and the plan has the
+    reason.
     """
 
     name: ClassVar[str]
@@ -90,7 +91,7 @@ class Engine(abc.ABC):
 
     @classmethod
     def is_default(cls, device: str) -> bool:
-        """Whether it is asked for a model on this kind of device when the user names no engine."""
+        """Whether it is used for a model on this kind of device if the user names no engine."""
         return device == "cpu" and cls.arithmetic == "fp32"
 
     def runs_on(self, device: str) -> bool:
@@ -99,17 +100,17 @@ class Engine(abc.ABC):
 
     @property
     def coarsest(self) -> float:
-        """The rounding of arithmetic shorter than the model's own, where options ask for it; else 0."""
+        """The rounding of this engine's arithmetic if it is shorter than the model's own; otherwise 0."""
         return 0.0
 
     @property
     def family(self) -> str:
-        """The name of the engine that knows the same layers: its own, unless it is based on another."""
+        """The name of the engine that takes the same layers: its own, unless it is based on another."""
         return self.based_on or self.name
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is an engine for the model's own arithmetic, whatever its options."""
+        """Whether this engine computes in the model's own arithmetic, whatever its options."""
         return self.arithmetic == "fp32"
 
     def key(self) -> str:
@@ -126,7 +127,7 @@ class Engine(abc.ABC):
         return ", ".join(f"{name} {package_version(name)}" for name in modules)
 
     def for_objective(self, objective: str) -> Engine:
-        """This engine as a search for "latency" or "throughput" starts with it; the user's options stay."""
+        """This engine with the options that start a search for "latency" or "throughput"."""
         return self
 
     def variants(self, workload: Workload) -> list[tuple[str, Engine]]:
@@ -137,20 +138,20 @@ class Engine(abc.ABC):
         return []
 
     def may_pay(self, model: object) -> bool:
-        """Of an engine that is not asked by default: whether a search that nobody asked for tries it.
+        """For an engine that is not used by default: whether the default search tries it.
 
         It is asked before the model is captured, so that an engine that cannot win costs nothing.
         """
         return False
 
     def is_known_to_pay(self, workload: Workload) -> bool:
-        """Of an engine that is slow to build: whether it is worth the wait though the user set no budget."""
+        """For an engine that is slow to build: whether it is tried even without a budget."""
         return False
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file with the weights of a network, which an engine may read there instead of holding them."""
+    """A file with the weights of a network. An engine may read them there instead of holding a copy."""
 
     path: str
     places: Mapping[str, int]  # where a weight begins, by name; one that lies there otherwise is left out
@@ -165,7 +166,7 @@ class GrowingFile(WeightFile):
 
 @dataclass(frozen=True)
 class Packed:
-    """A network in an engine's own form: for one version of the engine, on one kind of machine."""
+    """A network in an engine's own form, valid for one version of the engine and one kind of machine."""
 
     blob: bytes
     about: Mapping[str, Any]  # what its program takes, gives and checks, in plain values
@@ -175,7 +176,7 @@ Arrays = dict[str, Any]  # numpy arrays by name
 
 
 class RuntimeFile(Protocol):
-    """A model in a file that an engine's own runtime has loaded."""
+    """A model file that an engine's own runtime has loaded."""
 
     inputs: list[str]
 
@@ -184,7 +185,7 @@ class RuntimeFile(Protocol):
         ...
 
     def run_inside(self, values: Mapping[str, Any]) -> Arrays:
-        """Every value that is computed on the way, by the names that the file has for them."""
+        """All intermediate values, by their names in the file."""
         ...
 
 
@@ -193,18 +194,18 @@ class NetworkEngine(Engine):
 
     @abc.abstractmethod
     def probe(self, net: Network) -> str | None:
-        """Why this engine refuses the layers of a small network; None if it takes them."""
+        """Why this engine refuses the layers of a small network; None if it accepts them."""
 
     def probe_all(self, nets: Sequence[Network]) -> list[str | None]:
-        """What `probe` says of each; an engine may find it out faster for many at once."""
+        """The result of `probe` for each network. An engine may compute many at once, which is faster."""
         return [self.probe(net) for net in nets]
 
     @abc.abstractmethod
     def build(self, net: Network) -> Program:
-        """The program that runs a network; EngineError if the engine fails."""
+        """Build the program that runs a network; EngineError if the engine fails."""
 
     def patterns(self) -> Collection[str]:
-        """The groups of shipped rewriting patterns that this engine may gain by (`Fusion.group`).
+        """The groups of shipped rewriting patterns that may make this engine faster (`Fusion.group`).
 
         "onnx": patterns that make layers of ONNX's own operators; `probe` is asked about each.
         "com.microsoft": patterns that make layers of that domain.
@@ -247,12 +248,12 @@ class GraphEngine(Engine):
     """An engine that reads FX graphs of ATen operators."""
 
     def refusal(self, node: fx.Node) -> str | None:
-        """Why this engine does not take a node; None if it does."""
+        """Why this engine refuses a node; None if it accepts it."""
         return None
 
     @abc.abstractmethod
     def build(self, module: fx.GraphModule) -> Program:
-        """The program that runs a graph; EngineError if the engine fails."""
+        """Build the program that runs a graph; EngineError if the engine fails."""
 
     runs_packages: ClassVar[bool] = False  # machine code of its own making, where it may build nothing
 

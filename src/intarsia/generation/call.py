@@ -1,4 +1,4 @@
-"""What a call of a model's forward asks for, in plain words; or why no program was compiled for it."""
+"""What a call of a model's forward asks for; InputError says why no program was compiled for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy, new_cache
 
 _TAKEN = ("past_key_values", "use_cache", "return_dict")
@@ -33,12 +34,12 @@ class Call:
 
 def arguments(
     signature: inspect.Signature, config: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any] | str:
+) -> dict[str, Any]:
     """What is given to a forward by name, without None and what is asked for by False."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        return str(error)  # the model's own forward raises it
+        raise InputError(str(error)) from error  # the model's own forward raises it
     given = dict(bound.arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -46,11 +47,11 @@ def arguments(
     given = {name: value for name, value in given.items() if value is not None}
     for name in _IF_FALSE:
         if given.pop(name, getattr(config, name, False)):
-            return f"{name} is asked for"
+            raise InputError(f"{name} is asked for")
     return given
 
 
-def understood(model: Any, anatomy: Anatomy, given: dict[str, Any]) -> Call | str:
+def understood(model: Any, anatomy: Anatomy, given: dict[str, Any]) -> Call:
     """The call of a model's forward that these arguments make."""
     config = model.config
     kept = given.pop("logits_to_keep", 0)
@@ -59,45 +60,47 @@ def understood(model: Any, anatomy: Anatomy, given: dict[str, Any]) -> Call | st
     if anatomy.source is not None:
         known |= {"encoder_outputs", "attention_mask"}
     if strange := [name for name in given if name not in known]:
-        return f"it is given {strange[0]}"
+        raise InputError(f"it is given {strange[0]}")
     ids, mask = given.get(names["input_ids"]), given.get(names["attention_mask"])
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype != torch.long or not ids.numel():
-        return f"it is given no {names['input_ids']} of two dimensions"
+        raise InputError(f"it is given no {names['input_ids']} of two dimensions")
     if not isinstance(kept, int):
-        return "logits of places of its own are asked for"
+        raise InputError("logits of places of its own are asked for")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
-        return f"its {names['attention_mask']} has not two dimensions"
+        raise InputError(f"its {names['attention_mask']} has not two dimensions")
     cache = given.get("past_key_values")
     if cache is None:
         if not given.get("use_cache", getattr(config, "use_cache", False)):
-            return "it uses no cache"
+            raise InputError("it uses no cache")
         cache = new_cache(model)
     elif not given.get("use_cache", True):
-        return "it is given a cache and use_cache=False"
+        raise InputError("it is given a cache and use_cache=False")
     returns_dict = bool(given.get("return_dict", getattr(config, "return_dict", True)))
     call = (ids, mask, given.get(names["position_ids"]), cache, returns_dict, kept)
     if anatomy.source is None:
         return Call(*call)
     encoded = _encoded(given.get("encoder_outputs"))
-    if isinstance(encoded, str):
-        return encoded
     source_mask = None if anatomy.source.fixed else given.get("attention_mask")
     states = encoded[0]
     if states.ndim != 3 or states.shape[0] != ids.shape[0] or states.dtype != anatomy.dtype:
-        return f"its encoder's states are {states.dtype} {tuple(states.shape)}"
+        raise InputError(f"its encoder's states are {states.dtype} {tuple(states.shape)}")
     if source_mask is not None and tuple(source_mask.shape) != tuple(states.shape[:2]):
-        return f"its attention_mask is {tuple(source_mask.shape)}, and the states {tuple(states.shape[:2])}"
+        raise InputError(
+            f"its attention_mask is {tuple(source_mask.shape)}, and the states {tuple(states.shape[:2])}"
+        )
     return Call(*call, encoded=encoded, source_mask=source_mask)
 
 
-def _encoded(outputs: Any) -> tuple[Any, ...] | str:
+def _encoded(outputs: Any) -> tuple[Any, ...]:
     """States, hidden states and attentions of an encoder, the latter None where they were not asked for."""
     if outputs is None:
-        return "it is given no encoder_outputs"
+        raise InputError("it is given no encoder_outputs")
     if isinstance(outputs, Mapping):
         parts = [outputs.get(name) for name in ("last_hidden_state", "hidden_states", "attentions")]
     elif isinstance(outputs, (tuple, list)):
         parts = [*outputs[:3], *([None] * (3 - len(outputs)))]
     else:
-        return f"its encoder_outputs are a {type(outputs).__name__}"
-    return tuple(parts) if isinstance(parts[0], torch.Tensor) else "its encoder_outputs have no states"
+        raise InputError(f"its encoder_outputs are a {type(outputs).__name__}")
+    if not isinstance(parts[0], torch.Tensor):
+        raise InputError("its encoder_outputs have no states")
+    return tuple(parts)

@@ -45,25 +45,27 @@ def compile_generation(
     examples: Sequence[torch.Tensor] = (),
     **options: Any,
 ) -> Generation:
-    """Let `model.generate(...)` run compiled programs. Sampling, beams and streaming stay transformers' own.
+    """Make `model.generate(...)` use compiled programs. Transformers still does sampling, beams and
+    streaming.
 
-    Two programs are compiled for a decoder: one for prompts of 2 to `max_length` tokens, one for a single
-    token.
-    An encoder gets a program of its own. Calls without a compiled program (longer, another number of rows,
-    attentions asked for, weights changed) use the model's own forward on the same cache, with a warning.
+    A decoder gets one program for prompts of 2 to `max_length` tokens, and one for single tokens. An encoder
+    gets a program, too. Calls without a compiled program use the model's own forward on the same cache, with
+    a warning. Examples are more tokens, another number of rows, attentions in the output, or changed weights.
 
     Args:
         model: a decoder of transformers, or an encoder with a decoder, in evaluation.
         max_length: tokens of prompt and answer together.
-        batch: rows of a call, sequences times beams; or several such numbers.
+        batch: rows of a call (sequences times beams), or several such numbers.
         padding: whether prompts may be padded. By default, if there is more than one row.
-        max_source: tokens that an encoder reads at most. By default, its own length or `max_length`.
-        continued: compile a third program, for several tokens after those in a cache: a second turn of a
-            conversation, assisted decoding, prompt lookup. That takes as long as the one for prompts.
-        examples: prompts of a decoder that are tried besides random ones when a tolerance is given.
-        options: those of `intarsia.compile`. With `tolerance=0.05`, programs may use weights of 8 or 4 bits
-            where that is faster and logits, keys and values stay within that share of their largest value.
-            `error` is the largest error of logits that was seen.
+        max_source: the largest number of tokens that an encoder reads. By default, its own length or
+            `max_length`.
+        continued: compile a third program, for several tokens after those in a cache. A second turn of a
+            conversation, assisted decoding and prompt lookup use it. It takes as long to compile as the
+            program for prompts.
+        examples: prompts of a decoder that are compared in addition to random ones if you give a tolerance.
+        options: those of `intarsia.compile`. With `tolerance=0.05`, weights may have 8 or 4 bits if that is
+            faster and logits, keys and values stay within this share of their largest value. `error` of the
+            result is the largest error of the logits.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -16,13 +16,15 @@ from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy, Source
 from intarsia.generation.call import arguments
 from intarsia.generation.masks import source_mask
-from intarsia.generation.replaced import ReplacedForward
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.placed import PlacedForward
 
 
-class EncoderForward(ReplacedForward):
+class EncoderForward(PlacedForward):
     """The `forward` of an encoder: a program without and one with padding, else the encoder's own."""
+
+    asks_weights = True
 
     def __init__(
         self,
@@ -37,31 +39,31 @@ class EncoderForward(ReplacedForward):
         self.source: Source = source
         self.plain: Compiled | PartlyCompiled = plain
         self.masked: Compiled | PartlyCompiled | None = masked
-        self.runs: dict[str, int] = {"encoder": 0, "own": 0}
+        self.runs["encoder"] = 0
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config: Any = self.module.config
         given = arguments(inspect.signature(self), config, args, kwargs)
-        if isinstance(given, str):
-            return given
         told, mask = given.pop(self.source.argument, None), given.pop("attention_mask", None)
         returns_dict = given.pop("return_dict", getattr(config, "return_dict", True))
         if strange := [name for name in given if name != "use_cache"]:
-            return f"it is given {strange[0]}"
+            raise InputError(f"it is given {strange[0]}")
         if not isinstance(told, torch.Tensor) or told.device != self.anatomy.device:
-            return f"it is given no {self.source.argument} on {self.anatomy.device}"
+            raise InputError(f"it is given no {self.source.argument} on {self.anatomy.device}")
         masks: list[torch.Tensor] = []
         if mask is not None and not self.source.fixed:
             if tuple(mask.shape) != tuple(told.shape):
-                return f"its attention_mask is {tuple(mask.shape)}, and what it reads {tuple(told.shape)}"
+                raise InputError(
+                    f"its attention_mask is {tuple(mask.shape)}, and what it reads {tuple(told.shape)}"
+                )
             seen = mask != 0
             if not bool(seen.any(-1).all()):
-                return "a row of it is padding throughout"
+                raise InputError("a row of it is padding throughout")
             if not bool(seen.all()):
                 masks = [source_mask(seen, room=None, dtype=self.anatomy.mask_dtype)]
         program = self.masked if masks else self.plain
         if program is None:
-            return "it has padding, and compiled for is none (padding=True)"
+            raise InputError("it has padding, and compiled for is none (padding=True)")
         made = self.source.result(last_hidden_state=_states(program, [told.contiguous(), *masks]))
         self.runs["encoder"] += 1
         return made if returns_dict else made.to_tuple()

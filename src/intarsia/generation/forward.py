@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
 
+from intarsia.errors import InputError
 from intarsia.generation.anatomy import Anatomy, counts_tokens
 from intarsia.generation.call import Call, arguments, understood
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask, token_mask
-from intarsia.generation.replaced import ReplacedForward
 from intarsia.generation.storage import StoredLayer, append_to, stack_of, stored
 from intarsia.runtime.compiled import Compiled
 from intarsia.runtime.partly import PartlyCompiled
+from intarsia.runtime.placed import PlacedForward
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class _Memory:
         return [store for layer in layers for store in (layer.key_store, layer.value_store)]
 
 
-class GeneratingForward(ReplacedForward):
+class GeneratingForward(PlacedForward):
     """The `forward` of a decoder: compiled programs for prompts and single tokens, else the model's own.
 
     Both work on the same cache, which is a `DynamicCache` of transformers (after an encoder, a pair of them)
     with layers in memory of a fixed length; so a call that no program was compiled for may come at any time.
     """
+
+    asks_weights = True
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class GeneratingForward(ReplacedForward):
             if program is not None
         ]
         self._counted_tokens: dict[bool, bool] = {}  # without and with a mask
-        self.runs: dict[str, int] = {"prompt": 0, "token": 0, "own": 0}
+        self.runs |= {"prompt": 0, "token": 0}
         if any(made.continued is not None for made in programs.values()):
             self.runs["continued"] = 0
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
@@ -110,57 +113,55 @@ class GeneratingForward(ReplacedForward):
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments(inspect.signature(self), self.module.config, args, kwargs)
-        call = given if isinstance(given, str) else understood(self.module, self.anatomy, given)
-        return call if isinstance(call, str) else self._answer(call)
-
-    def _answer(self, call: Call) -> Any:
-        """What the model returns, from a program; or why none was compiled for the call."""
+        call = understood(self.module, self.anatomy, given)
         rows, new = call.ids.shape
         programs = self.by_rows.get(rows)
         if programs is None:
-            return f"it has {rows} rows, and compiled for are {', '.join(map(str, self.by_rows))}"
+            raise InputError(f"it has {rows} rows, and compiled for are {', '.join(map(str, self.by_rows))}")
         if call.ids.device != self.anatomy.device:
-            return f"input_ids are on {call.ids.device}, and the model on {self.anatomy.device}"
+            raise InputError(f"input_ids are on {call.ids.device}, and the model on {self.anatomy.device}")
         past = int(call.cache.get_seq_length())
         if past + new > self.max_length:
-            return f"it reaches token {past + new}, and max_length is {self.max_length}"
+            raise InputError(f"it reaches token {past + new}, and max_length is {self.max_length}")
         wants_logits = self.anatomy.keeps and call.kept != 1
         is_continued = new > 1 and self.anatomy.source is None and (past > 0 or wants_logits)
         if is_continued and programs.continued is None:
             where = f"after {past} in the cache" if past else "and logits of the whole prompt are asked for"
-            return f"it has {new} new tokens {where} (continued=True compiles for that)"
+            raise InputError(f"it has {new} new tokens {where} (continued=True compiles for that)")
         seen = call.mask
         if seen is not None:
             if seen.shape != (rows, past + new):
-                return f"its attention_mask is {tuple(seen.shape)}, and the tokens {(rows, past + new)}"
+                raise InputError(
+                    f"its attention_mask is {tuple(seen.shape)}, and the tokens {(rows, past + new)}"
+                )
             seen = seen != 0
             if bool(seen.all()):
                 seen = None
             elif not bool(seen[:, -1].all()):
-                return "its last token is padding"
+                raise InputError("its last token is padding")
         positions = call.positions
         if positions is None:
             if not self._counts_tokens(masked=seen is not None):
-                return "it is given no position_ids, and the model finds others than 0, 1, 2 and so on"
+                raise InputError(
+                    "it is given no position_ids, and the model finds others than 0, 1, 2 and so on"
+                )
             positions = torch.arange(past, past + new, device=call.ids.device).expand(rows, new)
         elif positions.shape not in ((rows, new), (1, new)) or positions.dtype != torch.long:
-            return f"its position_ids are {positions.dtype} {tuple(positions.shape)}"
+            raise InputError(f"its position_ids are {positions.dtype} {tuple(positions.shape)}")
         memory = self._memory(call, rows)
-        if isinstance(memory, str):
-            return memory
         is_prompt = new > 1 and not is_continued
         if self.anatomy.source is not None:
             is_prompt = not memory.states[0].length
         if is_prompt and past:
-            return f"its cache has {past} tokens, and none of the encoder's states"
+            raise InputError(f"its cache has {past} tokens, and none of the encoder's states")
         if new > 1 and not (is_prompt or is_continued):
-            return f"it has {new} new tokens after an encoder's states in the cache"
+            raise InputError(f"it has {new} new tokens after an encoder's states in the cache")
         program = (programs.continued if is_continued else None) or programs.token
         if is_prompt:
             plain = seen is None and programs.prompt is not None
             chosen = programs.prompt if plain else programs.masked_prompt
             if chosen is None:
-                return "it has padding, and compiled for is none (padding=True)"
+                raise InputError("it has padding, and compiled for is none (padding=True)")
             program = chosen
         ids, positions = call.ids, positions.expand(rows, new)
         if is_prompt and new == 1:  # programs take two tokens or more: a second one that the first cannot see
@@ -176,10 +177,7 @@ class GeneratingForward(ReplacedForward):
                 masks = [part.contiguous() for part in parts]
             feed += masks
         if self.anatomy.source is not None:
-            read = self._source(call, memory, is_prompt)
-            if isinstance(read, str):
-                return read
-            feed += read
+            feed += self._source(call, memory, is_prompt)
         if not is_prompt:
             feed += memory.tensors(self.anatomy.stacked)
         results = program(*feed)
@@ -193,16 +191,16 @@ class GeneratingForward(ReplacedForward):
             self._counted_tokens[masked] = counts
         return self._counted_tokens[masked]
 
-    def layers_of(self, cache: Any, rows: int) -> list[StoredLayer] | str:
-        """The layers of a decoder's cache, in memory for so many rows; or why they cannot be."""
+    def layers_of(self, cache: Any, rows: int) -> list[StoredLayer]:
+        """The layers of a decoder's cache, in memory for so many rows."""
         return stored(cache, self.room, self._like[rows][0])
 
-    def _memory(self, call: Call, rows: int) -> _Memory | str:
+    def _memory(self, call: Call, rows: int) -> _Memory:
         source, (like, like_states) = self.anatomy.source, self._like[rows]
         wanted = [(call.cache, self.room, like)]
         if source is not None:
             if type(call.cache) is not EncoderDecoderCache:
-                return (
+                raise InputError(
                     f"the cache is a {type(call.cache).__name__}, and compiled for is an EncoderDecoderCache"
                 )
             wanted = [
@@ -212,10 +210,10 @@ class GeneratingForward(ReplacedForward):
         found: list[list[StoredLayer]] = []
         for cache, room, alike in wanted:
             layers = stored(cache, room, alike)
-            if isinstance(layers, str):
-                return layers
             if any(layer.room != room for layer in layers):
-                return f"its cache was made for {layers[0].room} tokens, and compiled for are {room}"
+                raise InputError(
+                    f"its cache was made for {layers[0].room} tokens, and compiled for are {room}"
+                )
             found.append(layers)
         if self.anatomy.alike:
             stack_of(found[0])
@@ -234,13 +232,15 @@ class GeneratingForward(ReplacedForward):
             for _, window in self.anatomy.windows
         ]
 
-    def _source(self, call: Call, memory: _Memory, is_prompt: bool) -> list[torch.Tensor] | str:
+    def _source(self, call: Call, memory: _Memory, is_prompt: bool) -> list[torch.Tensor]:
         """What a program takes of an encoder: for a prompt the states, and which of them are no padding."""
         source, states = self.anatomy.source, call.encoded[0]
         assert source is not None
         count = int(states.shape[1] if is_prompt else memory.states[0].length)
         if count > source.states or (source.fixed and count != source.states):
-            return f"the encoder has {count} states, and compiled for are {source.states} (max_source)"
+            raise InputError(
+                f"the encoder has {count} states, and compiled for are {source.states} (max_source)"
+            )
         feed = [states.contiguous()] if is_prompt else []
         if source.fixed:
             return feed
@@ -248,9 +248,9 @@ class GeneratingForward(ReplacedForward):
         if call.source_mask is not None:
             seen = call.source_mask != 0
             if seen.shape[1] != count:
-                return f"its attention_mask has {seen.shape[1]} states, and the cache {count}"
+                raise InputError(f"its attention_mask has {seen.shape[1]} states, and the cache {count}")
             if not bool(seen.any(-1).all()):
-                return "a row of the encoder's states is padding throughout"
+                raise InputError("a row of the encoder's states is padding throughout")
         room = None if is_prompt else source.states
         return [*feed, source_mask(seen, room=room, dtype=self.anatomy.mask_dtype)]
 

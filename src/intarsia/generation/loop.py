@@ -257,7 +257,6 @@ class LoopedGenerate:
         forward, (rows, length) = self.forward, ids.shape
         past = length - 1
         layers = forward.layers_of(cache, rows)
-        assert not isinstance(layers, str), layers  # the prompt has just been written there
         step = self._step(rows, choice)
         state = step.state
         if steps > 0:

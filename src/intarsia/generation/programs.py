@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim
 
 from intarsia.compare import relative_error
-from intarsia.compiler.job import compile_with
+from intarsia.compiler.entry import compile_with
 from intarsia.generation.anatomy import Anatomy
 from intarsia.generation.encoder import EncoderForward
 from intarsia.generation.masks import attention_mask, source_mask

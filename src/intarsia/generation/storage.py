@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from intarsia.engines.guards.inputs import forget, stacked, tell_zeros, write
+from intarsia.errors import InputError
 
 
 class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no types
@@ -212,36 +213,35 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
         self._replaced = True
 
 
-def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]]) -> list[StoredLayer] | str:
-    """The layers of a cache, made to stand in memory for `room` tokens; why that cannot be, if it cannot.
+def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]]) -> list[StoredLayer]:
+    """The layers of a cache, made to stand in memory for `room` tokens; InputError where that cannot be.
 
     `like` has keys and values of each layer for one call, from which shapes and dtypes are taken.
     """
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        return f"the cache is a {type(cache).__name__}, and compiled for is a DynamicCache"
+        raise InputError(f"the cache is a {type(cache).__name__}, and compiled for is a DynamicCache")
     layers = cache.layers
     # A cache is made with as many layers as the configuration names first, which may be the encoder's.
     if (layers and len(layers) < len(like)) or any(layer.is_initialized for layer in layers[len(like) :]):
-        return f"the cache has {len(layers)} layers, and the model {len(like)}"
+        raise InputError(f"the cache has {len(layers)} layers, and the model {len(like)}")
     made: list[StoredLayer] = []
     for place, (keys, values) in enumerate(like):
         layer = layers[place] if layers else None
         if not isinstance(layer, StoredLayer):
-            told = _stored_layer(layer, keys, values, room)
-            if isinstance(told, str):
-                return told
-            layer = told
+            layer = _stored_layer(layer, keys, values, room)
         layer.settle()
         if layer.key_store.shape[0] != keys.shape[0]:
             if layer.length:
-                return f"the cache has {layer.key_store.shape[0]} rows, and the call {keys.shape[0]}"
+                raise InputError(
+                    f"the cache has {layer.key_store.shape[0]} rows, and the call {keys.shape[0]}"
+                )
             layer = StoredLayer(
                 _longer(keys[:, :, :0], room), _longer(values[:, :, :0], room), layer.is_sliding
             )
         made.append(layer)
     lengths = {layer.length for layer in made}
     if len(lengths) != 1:
-        return f"the layers of the cache hold different numbers of tokens, {sorted(lengths)}"
+        raise InputError(f"the layers of the cache hold different numbers of tokens, {sorted(lengths)}")
     cache.layers = [*made, *layers[len(like) :]]
     return made
 
@@ -275,15 +275,15 @@ def append_to(layers: list[StoredLayer], slices: torch.Tensor) -> None:
         layer.show(end)
 
 
-def _stored_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, room: int) -> StoredLayer | str:
+def _stored_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, room: int) -> StoredLayer:
     kinds = (type(None), DynamicLayer, DynamicSlidingWindowLayer)
     if type(layer) not in kinds:
-        return f"the cache has a {type(layer).__name__}"
+        raise InputError(f"the cache has a {type(layer).__name__}")
     slides = bool(getattr(layer, "is_sliding", False))
     made = StoredLayer(_longer(keys[:, :, :0], room), _longer(values[:, :, :0], room), slides)
     if layer is not None and layer.get_seq_length() > 0:
         if layer.get_seq_length() != layer.keys.shape[-2]:
-            return "the cache has dropped tokens that left a sliding window"
+            raise InputError("the cache has dropped tokens that left a sliding window")
         made.keys, made.values = layer.keys, layer.values
         made.settle()
     return made

@@ -18,10 +18,10 @@ from intarsia.graph.sizes import constant_value
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One segment cut out: call `module` with the values of `inputs`, get those of `outputs` as a tuple.
+    """A segment as a module: call `module` with the values of `inputs`; it returns those of `outputs` as a
+    tuple.
 
-    `inputs` and `outputs` are nodes of the graph it was cut from, which `owner` holds; `graph` is the
-    piece's own.
+    `inputs` and `outputs` are nodes of the graph of `owner`. `graph` is the graph of the piece.
     """
 
     segment: Segment
@@ -32,17 +32,16 @@ class Piece:
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The piece as a module; made when first asked for, since it is the dear part of cutting."""
+        """The piece as a module, built at the first access because that takes most of the time."""
         return fx.GraphModule(self.owner, self.graph)
 
 
 def extract(gm: fx.GraphModule, plan: Plan, at_hand: Sequence[Iterable[fx.Node]] = ()) -> list[Piece]:
     """Cut every segment of `plan` out of `gm`, in the order they run.
 
-    Weights are shared with `gm`, not copied. Where the graph returns a size or a constant, one more piece
-    of no nodes, on PyTorch, gives it; so every value the graph returns is one of its inputs, a plain
-    constant, or an output of a piece. `at_hand` gives tensors that reach a segment anyway, from which it may
-    read a size.
+    Weights are shared with `gm`, not copied. If the graph returns a size or a constant, one more piece on
+    PyTorch, without nodes, returns it. So every value that the graph returns is one of its inputs, a plain
+    constant, or an output of a piece. `at_hand` are tensors of each segment from which it may read a size.
     """
     edges = borders(gm.graph, plan.segments, at_hand)
     pieces = [_piece(gm, segment, border) for segment, border in zip(plan.segments, edges[:-1], strict=True)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from intarsia.drawing import Drawing, framed, model_explorer, page, svg
+from intarsia.drawing import Drawing, Pictured, page
 from intarsia.errors import PartitionError
 from intarsia.graph.border import Border, borders
 from intarsia.graph.nodes import is_compute, is_control_flow, is_free, producer, whereabouts
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """Segments in the order they run. `str(plan)` tells what runs where, and why.
+class Plan(Pictured):
+    """The segments of a model, in the order they run. `str(plan)` says what runs where, and why.
 
     Example:
         >>> gm = torch.fx.symbolic_trace(lambda x: torch.tanh(torch.relu(x)))
@@ -85,7 +85,7 @@ class Plan:
         raise PartitionError(f"{whereabouts(node)} is in no segment of the plan")
 
     def verify(self, graph: fx.Graph | fx.GraphModule) -> Plan:
-        """Return the plan if it is valid for `graph`; raise `PartitionError` saying what is wrong if not."""
+        """Return the plan if it is valid for `graph`; PartitionError if not."""
         graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
         position = {node: number for number, node in enumerate(graph.nodes)}
         homes = self._homes(position)
@@ -191,17 +191,6 @@ class Plan:
         True
         """
         return page(self.drawing(profile))
-
-    def to_svg(self) -> str:
-        """The segments in the order they run as SVG, for documents."""
-        return svg(self.drawing())
-
-    def to_model_explorer(self) -> str:
-        """The graph as JSON for Google's Model Explorer: `model-explorer FILE` opens it."""
-        return model_explorer(self.drawing())
-
-    def _repr_html_(self) -> str:
-        return framed(self.to_html())
 
     def __str__(self) -> str:
         return plan_text(self.segments, self.strategy, self._body_segments)

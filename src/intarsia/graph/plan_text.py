@@ -15,6 +15,7 @@ from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.segment import PYTORCH, Segment
 from intarsia.graph.shapes import segment_shapes, value_shape
+from intarsia.quantized import bits_of
 from intarsia.tracing import Profile, segment_name
 
 if TYPE_CHECKING:
@@ -37,10 +38,25 @@ def plan_text(segments: Segments, strategy: str, bodies: Bodies) -> str:
             f"  {number:>3}  {segment.engine:<{width}}  {count:<10} {ops_text(segment.nodes)}{alone}"
         )
     lines += [f"  {row}" for row in _body_rows(bodies)]
+    lines += _packed_rows(segments)
     for engine, rows in fallbacks(segments).items():
         lines.append(f"not on {engine}:")
         lines.extend(f"  {row}" for row in rows)
     return "\n".join(lines)
+
+
+def _packed_rows(segments: Segments) -> list[str]:
+    """How many weights each engine reads in how many bits."""
+    counts: dict[str, Counter[int]] = {}
+    for segment in segments:
+        bits = [number for node in segment.nodes if (number := bits_of(node)) is not None]
+        if bits:
+            counts.setdefault(segment.engine, Counter()).update(bits)
+    return [
+        f"weights in few bits on {engine}: "
+        + ", ".join(f"{count} in {number} bits" for number, count in sorted(each.items()))
+        for engine, each in counts.items()
+    ]
 
 
 def plan_table(segments: Segments, strategy: str, bodies: Bodies) -> Table:

@@ -17,9 +17,9 @@ PYTORCH = "pytorch"  # the engine that takes every node, always the last
 class Segment:
     """Nodes that run together on one engine.
 
-    `reasons` says, for a node that did not go to an engine of higher priority, why. `recomputed` are nodes
-    that another segment holds and this one computes for itself instead of receiving their values: views of
-    inputs and weights, and values that depend on no input.
+    `reasons` holds, for each node, why engines of higher priority refused it. `recomputed` are nodes of other
+    segments that this segment computes again instead of receiving their values: views of inputs and weights,
+    and values that depend on no input.
     """
 
     engine: str

@@ -1,6 +1,6 @@
-"""Which operators are rewritten as smaller ones before conversion, and by whose rule.
+"""Which operators are decomposed before conversion, and by which rule.
 
-A program is decomposed only if it must be, so composite operators (`linear`, `layer_norm`, attention) reach
+An operator is decomposed only if necessary, so composite operators (`linear`, `layer_norm`, attention) reach
 the network as one layer. torch's table is kept between compiles: reading it took 0.13 s, two thirds of
 compiling a tiny model (torch 2.13).
 """
@@ -38,7 +38,7 @@ _kept_whole: ContextVar[Callable[[Any], bool] | None] = ContextVar("_kept_whole"
 
 @contextmanager
 def keeping_whole(keep: Callable[[Any], bool]) -> Iterator[None]:
-    """Inside, operators for which `keep` holds are not decomposed, whoever asked for it."""
+    """In the `with` block, operators for which `keep` holds are not decomposed."""
     token = _kept_whole.set(keep)
     try:
         yield
@@ -47,7 +47,7 @@ def keeping_whole(keep: Callable[[Any], bool]) -> Iterator[None]:
 
 
 class OperatorSet(MutableSet[torch._ops.OpOverload]):
-    """Operators, checked as they are added: each is an overload, and in one of two sets at most.
+    """A set of operators. Each is an overload, and in at most one of the two sets.
 
     A packet (`torch.ops.aten.gelu`) stands for all its overloads.
     """
@@ -59,7 +59,7 @@ class OperatorSet(MutableSet[torch._ops.OpOverload]):
         self._operators: dict[torch._ops.OpOverload, None] = {}  # keeps the order of insertion
 
     def add(self, value: Any) -> None:
-        """Add an operator; LoweringError if it is none, or is in the other set."""
+        """Add an operator. LoweringError if it is not an operator, or is in the other set."""
         overloads = overloads_of(value)
         for overload in overloads:
             if self.rival is not None and overload in self.rival:
@@ -102,7 +102,7 @@ def _check_known(overload: torch._ops.OpOverload) -> None:
 torch_enabled_decompositions: OperatorSet = OperatorSet("torch_enabled_decompositions", _check_known)
 torch_enabled_decompositions.__doc__ = "Operators that are decomposed even though they have a converter."
 torch_disabled_decompositions: OperatorSet = OperatorSet("torch_disabled_decompositions")
-torch_disabled_decompositions.__doc__ = "Operators that torch's decompositions leave whole."
+torch_disabled_decompositions.__doc__ = "Operators that torch does not decompose."
 torch_enabled_decompositions.rival = torch_disabled_decompositions
 torch_disabled_decompositions.rival = torch_enabled_decompositions
 
@@ -112,8 +112,8 @@ def register_decomposition(
 ) -> Callable[[Decomposition], Decomposition]:
     """Register a function of torch operators as the decomposition of an operator.
 
-    It wins over torch's own and over a converter of the operator. The function may return NotImplemented to
-    leave a call as it is.
+    It takes precedence over torch's decomposition and over a converter of the operator. If the function
+    returns NotImplemented, the call is not decomposed.
 
     >>> import torch
     >>> from intarsia.lower.decompositions import register_decomposition, unregister_decomposition
@@ -141,7 +141,7 @@ def register_decomposition(
 
 
 def unregister_decomposition(operator: Any) -> None:
-    """Forget the registered decomposition of an operator."""
+    """Remove the registered decomposition of an operator."""
     known = [overload for overload in overloads_of(operator) if overload in _registered]
     if not known:
         raise LoweringError(f"no decomposition of {operator} is registered, so none can be taken away")
@@ -152,7 +152,7 @@ def unregister_decomposition(operator: Any) -> None:
 def decomposition_table(
     has_converter: Callable[[Any], bool] = lambda target: False,
 ) -> dict[Any, Decomposition]:
-    """What is decomposed and how: torch's defaults, converters over them, the user's word over both."""
+    """The rules in use: torch's defaults, then converters, then the rules of users, which win."""
     keep = _kept_whole.get()
     table = _torch_defaults()
     for operator in (*_CHECKING, *torch_disabled_decompositions):

@@ -61,7 +61,8 @@ def lower(program: ExportedProgram, has_converter: Callable[[Any], bool]) -> Low
     for module in (lowered.module, *_bodies(lowered.module)):
         _free_views(module.graph)
         run_passes(module)
-    return replace(lowered, program=captured, views=views, layouts=layouts)
+    notes = (*lowered.notes, *lowered.module.meta.get("unpacked", ()))
+    return replace(lowered, program=captured, views=views, layouts=layouts, notes=notes)
 
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:

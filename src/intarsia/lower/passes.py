@@ -11,6 +11,7 @@ from torch import fx
 from intarsia.errors import LoweringError
 from intarsia.lower.folding import fold_constants
 from intarsia.lower.masks import simplify_masks
+from intarsia.lower.packing import pack_weights
 from intarsia.lower.purity import is_pure, is_pure_operator
 from intarsia.lower.strides import pin_strides
 
@@ -143,6 +144,7 @@ _CASTS = frozenset(
     }
 )
 
+lowering_pass(pack_weights)  # before constants are folded, which would make numbers of the integers
 lowering_pass(fold_constants)
 lowering_pass(simplify_masks)
 
@@ -185,7 +187,9 @@ def remove_dead_code(module: fx.GraphModule) -> None:
         lambda node: node.op in ("placeholder", "output") or not _removable(node)
     )
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    for name in [name for name in module.__dict__ if name.startswith(("_folded_",)) and name not in used]:
+    for name in [
+        name for name in module.__dict__ if name.startswith(("_folded_", "_packed_")) and name not in used
+    ]:
         del module.__dict__[name]
 
 

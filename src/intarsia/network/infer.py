@@ -128,3 +128,9 @@ def _skip_norm(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any
     dtype, shape = inputs[0].dtype, inputs[0].shape
     moment = (ir.DataType.FLOAT, (*shape[:-1], 1))
     return [(dtype, shape), moment, moment, (dtype, shape)][:outputs]
+
+
+@infers("MatMulNBits", domain=MICROSOFT)
+def _matmul_nbits(inputs: Sequence[TypedValue | None], attributes: Mapping[str, Any], outputs: int) -> Types:
+    assert inputs[0] is not None
+    return [(inputs[0].dtype, (*inputs[0].shape[:-1], attributes["N"]))]

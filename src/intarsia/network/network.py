@@ -25,7 +25,7 @@ _NETWORK = "intarsia.network"  # where a graph keeps the network it belongs to
 
 
 class Tensor(TypedValue):
-    """A value of a network: what a layer makes or a network is given.
+    """A value of a network: an input, a constant, or a result of a layer.
 
     `Tensor(name=..., dtype=..., shape=...)` adds an input to the network under guard.
 
@@ -59,7 +59,7 @@ class Tensor(TypedValue):
         return Network.of(graph)
 
     def get_parent(self) -> Layer | None:
-        """The layer that makes this tensor; None for inputs and constants."""
+        """The layer that computes this tensor; None for inputs and constants."""
         producer = self.value.producer()
         return None if producer is None else Layer(producer)
 
@@ -78,7 +78,7 @@ class Tensor(TypedValue):
         default_net(self).mark_output(self, name)
 
     def replace_all_uses_with(self, new: Tensor) -> None:
-        """Let every reader of this tensor, and the network's outputs, read `new` instead."""
+        """Replace this tensor by `new` in all its users and in the outputs of the network."""
         self.network.replace_all_uses(self, new)
 
     # The operators are filled in by `functional`, which knows the operations.
@@ -127,7 +127,7 @@ class Layer:
 
     @property
     def kind(self) -> str:
-        """The operator: `Add`, or `com.microsoft::BiasGelu` outside ONNX's own domain."""
+        """The operator: `Add`, or `com.microsoft::BiasGelu` for another domain."""
         return kind_of(self.node)
 
     @property
@@ -147,7 +147,7 @@ class Layer:
         return default if attr is None else from_attr(attr)
 
     def get_inputs(self, *indices: int) -> list[Tensor | None]:
-        """The inputs at these positions, or all; an input left out is None."""
+        """The inputs at these positions, or all of them. A missing optional input is None."""
         values = self.node.inputs if not indices else [self.node.inputs[i] for i in indices]
         return [None if value is None else Tensor.of(value) for value in values]
 
@@ -157,11 +157,11 @@ class Layer:
         return [Tensor.of(value) for value in values]
 
     def replace_input(self, index: int, new: Tensor) -> None:
-        """Let this layer alone read `new` at this position."""
+        """Replace the input at this position by `new`, for this layer only."""
         self.network.replace_use(self, index, new)
 
     def mark_as_removed(self) -> None:
-        """Take this layer out of its network; nothing may read it any more."""
+        """Remove this layer from its network. Nothing may read its results any more."""
         if self.node.graph is not None:
             self.network.remove(self)
 
@@ -185,7 +185,7 @@ class Network(EditableGraph):
 
     @staticmethod
     def of(graph: ir.Graph) -> Network:
-        """The network a raw graph belongs to, made on first sight for a graph made elsewhere."""
+        """The network of a raw graph. It is created if the graph has none."""
         network = graph.meta.get(_NETWORK)
         if isinstance(network, Network) and network.graph is graph:
             return network
@@ -213,7 +213,7 @@ class Network(EditableGraph):
         return [Tensor.of(value) for value in self.graph.outputs]
 
     def get_layers(self) -> Iterator[Layer]:
-        """The layers in order; safe against edits made while iterating."""
+        """The layers in order. You may edit the network while you iterate."""
         return (Layer(node) for node in self.graph)
 
     def get_layer_by_name(self, name: str) -> Layer | None:
@@ -231,7 +231,7 @@ class Network(EditableGraph):
         return Tensor.of(self.new_input(name, wanted, tuple(shape)))
 
     def add_constant(self, array: ir.TensorProtocol, name: str | None = None) -> Tensor:
-        """A constant; small equal ones are shared."""
+        """Add a constant. Small equal constants are shared."""
         return Tensor.of(self.new_constant(array, name))
 
     def add_layer(
@@ -245,14 +245,14 @@ class Network(EditableGraph):
         version: int | None = None,
         name: str | None = None,
     ) -> Layer:
-        """Append (or, under `before`, insert) a layer whose outputs have these types and shapes."""
+        """Append a layer whose outputs have these types and shapes; inside `before`, insert it."""
         values = [None if tensor is None else tensor.value for tensor in inputs]
         node = self.new_node(op_type, values, attributes, outputs, domain=domain, version=version, name=name)
         return Layer(node)
 
     @contextlib.contextmanager
     def before(self, layer: Layer) -> Iterator[None]:
-        """While open, new layers are put right before `layer` and not at the end."""
+        """In the `with` block, new layers are inserted before `layer`."""
         outer, self.anchor = self.anchor, layer.node
         try:
             yield
@@ -260,15 +260,15 @@ class Network(EditableGraph):
             self.anchor = outer
 
     def mark_output(self, tensor: Tensor, name: str | None = None) -> None:
-        """Make a tensor an output, under this name; an input or output that has another keeps that."""
+        """Make a tensor an output with this name. An input, or an output with a name, keeps its name."""
         mark_output(self, tensor.value, name)
 
     def remove(self, layer: Layer) -> None:
-        """Take a layer out; an error if anything still reads it."""
+        """Remove a layer; an error if something still reads it."""
         remove_node(self, layer.node)
 
     def replace_all_uses(self, old: Tensor, new: Tensor) -> None:
-        """Redirect every use of `old`, network outputs included; refused if that would close a cycle.
+        """Replace `old` by `new` everywhere, in network outputs too; an error if this makes a cycle.
 
         A network's outputs keep their names: `new` takes the name over, or an Identity does
         where `new` is an input, a constant or an output already.
@@ -276,7 +276,7 @@ class Network(EditableGraph):
         replace_value(self, old.value, new.value)
 
     def replace_use(self, layer: Layer, index: int, new: Tensor) -> None:
-        """Redirect one use; refused if that would close a cycle."""
+        """Replace one use; an error if this makes a cycle."""
         replace_input(self, layer.node, index, new.value)
 
     def to_dot(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -295,7 +295,7 @@ class Network(EditableGraph):
         return ir.to_proto(model)
 
     def verify(self) -> None:
-        """Raise NetworkError unless the network is well formed."""
+        """Raise NetworkError if the network is invalid."""
         verify(self.graph)
 
 
@@ -308,7 +308,7 @@ under_guard: _ThreadState = _ThreadState()  # the network that functionals of th
 
 @contextlib.contextmanager
 def net_guard(net: Network) -> Iterator[Network]:
-    """While open, functionals of this thread add their layers to `net`."""
+    """In the `with` block, functionals of this thread add their layers to `net`."""
     outer, under_guard.net = under_guard.net, net
     try:
         yield net
@@ -317,7 +317,7 @@ def net_guard(net: Network) -> Iterator[Network]:
 
 
 def default_net(*tensors: Any) -> Network:
-    """The network under guard; without a guard, the one the given tensors belong to."""
+    """The network of `net_guard`; without it, the network of the given tensors."""
     if under_guard.net is not None:
         return under_guard.net
     for tensor in tensors:

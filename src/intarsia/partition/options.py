@@ -1,9 +1,9 @@
-"""What a user may ask of the partitioner."""
+"""The options of the partitioner."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, TypeAlias, TypedDict
 
@@ -25,18 +25,18 @@ Atomic: TypeAlias = "Sequence[OpName] | Callable[[fx.GraphModule], Iterable[Sequ
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """What a user may ask of the partitioner.
+    """The options of the partitioner.
 
     Args:
-        min_block_size: the fewest ops an engine's segment must have; None weighs the work instead
-            (see `partition.blocks`).
-        torch_executed_ops: ops that stay in PyTorch.
-        torch_executed_modules: modules whose ops stay in PyTorch.
-        require_full_compilation: raise if any node is left to PyTorch.
-        atomic: patterns that are never cut apart.
-        memory_budget: bytes of weights that one segment of an engine may hold.
-        backend_priority: engines in the order to prefer.
-        backend_support_map: the ops each engine is given, by name; "all" for every one.
+        min_block_size: the smallest number of operators in a segment of an engine. By default, the work of a
+            segment is estimated instead.
+        torch_executed_ops: operators that stay in PyTorch.
+        torch_executed_modules: modules whose operators stay in PyTorch.
+        require_full_compilation: raise an error if a node would run in PyTorch.
+        atomic: chains of operators, or groups that a function finds, that are never cut apart.
+        memory_budget: the largest number of bytes of weights in one segment, for each engine.
+        backend_priority: engines, the preferred one first.
+        backend_support_map: for each engine, the operators that it may take; `"all"` for all of them.
 
     Example:
         >>> PartitionOptions(min_block_size=3, torch_executed_ops=("aten::add",)).min_block_size
@@ -79,6 +79,12 @@ class PartitionOptions:
         for engine, budget in self.memory_budget.items():
             if type(budget) is not int or budget < 1:
                 raise PartitionError(f"memory_budget of {engine} is {budget!r} bytes; it must be at least 1")
+
+    def among(self, engines: Sequence[str]) -> PartitionOptions:
+        """The same where only some of the engines are there."""
+        if self.backend_priority is None:
+            return self
+        return replace(self, backend_priority=[name for name in self.backend_priority if name in engines])
 
 
 def _names(option: str, source: Any) -> tuple[Any, ...]:

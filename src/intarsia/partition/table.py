@@ -60,7 +60,7 @@ class SupportTable:
         return {name: refused[name] for name in before if name in refused}
 
     def with_refusals(self, more: Mapping[fx.Node, Mapping[str, str]]) -> SupportTable:
-        """A new table with further refusals; a reason already given stays, since it came first."""
+        """A new table with further refusals. Existing reasons are kept."""
         merged = dict(self.refusals)
         for node, reasons in more.items():
             merged[node] = {**reasons, **merged.get(node, {})}

@@ -23,16 +23,17 @@ class Stages(StageSequence):
     """What `split` gives: the stages of one model, called as the model is called."""
 
     def gpipe(self, chunks: int = 1, **options: Any) -> nn.Module:
-        """These stages in one process, a worker each, `chunks` micro-batches in flight.
+        """Run the stages in one process, with a worker for each stage and `chunks` micro-batches.
 
-        The answer is a module called as the model is; `options` go to `GPipe` (`devices`, `checkpoint`, ...).
+        The result is a module; call it like the model. `options` are those of `GPipe` (`devices`,
+        `checkpoint`, ...).
         """
         return Pipelined(self, chunks, options)
 
     def distributed(
         self, schedule: str = "1F1B", n_microbatches: int = 8, **options: Any
     ) -> DistributedPipeline:
-        """This process's part of the stages, run by `torch.distributed.pipelining` under `torchrun`."""
+        """Run this process's stages with `torch.distributed.pipelining`, under `torchrun`."""
         # Not every build of torch has torch.distributed; cutting a model works without.
         from intarsia.pipeline.distributed.pipeline import DistributedPipeline
 
@@ -61,10 +62,10 @@ class Stages(StageSequence):
     def compile(  # type: ignore[override]
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> Stages:
-        """The same stages, each given to the engines by `intarsia.compile`, for inference.
+        """Compile each stage with `intarsia.compile`, for inference.
 
-        `args` and `kwargs` are an example call; it is pushed through the stages to give each its own.
-        `options` go to `intarsia.compile` (`engines`, ...).
+        `args` and `kwargs` are an example call. It runs through the stages to find the example of each stage.
+        `options` are those of `intarsia.compile` (`engines`, ...).
         """
         if self.training:
             raise PartitionError("the stages were cut in training mode; split the model after model.eval()")

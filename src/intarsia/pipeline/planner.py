@@ -1,4 +1,4 @@
-"""Choosing stages, replicas, micro-batches, schedule and recomputation for devices, by simulation."""
+"""The planner: stages, replicas, micro-batches, schedule and recomputation, by simulation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LAYERS = 1024  # the most layers a line is merged into
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The chosen way, others it was chosen from, and the stages cut for it."""
+    """The chosen layout, the other candidates, and the stages for the layout."""
 
     choice: Candidate
     candidates: tuple[
@@ -54,10 +54,10 @@ class PipelinePlan:
         return self.choice.layout
 
     def distributed(self, **options: Any) -> DistributedPipeline:
-        """This rank's part of the plan; `options` are those of `Stages.distributed` (`loss_fn`, ...).
+        """This rank's part of the plan. `options` are those of `Stages.distributed` (`loss_fn`, ...).
 
-        Under torchrun with as many processes as the plan has devices: those of a replica are numbered one
-        after the other. Each step takes one replica's share of the batch.
+        Run it under torchrun with as many processes as the plan has devices. The processes of a replica have
+        consecutive numbers. Each step takes one replica's share of the batch.
         """
         layout = self.layout
         world = dist.get_world_size() if dist.is_initialized() else 0
@@ -76,7 +76,7 @@ class PipelinePlan:
         )
 
     def gpipe(self, **options: Any) -> nn.Module:
-        """The plan in one process, a worker a stage; only GPipe's schedule runs there."""
+        """The plan in one process, with a worker for each stage. Only the GPipe schedule runs there."""
         if self.choice.schedule != "GPipe":
             raise PartitionError(f"schedule={self.choice.schedule!r} needs several processes; GPipe does not")
         checkpoint = "always" if self.choice.checkpoint else "never"
@@ -112,15 +112,14 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """The fastest predicted way to train `model` on batches like `args` over `devices` devices.
 
-    Costs are measured here at each micro-batch size; `memory` is the bytes of a device (weights, gradients,
-    two optimizer moments, and what waits for backward); `bandwidth` (bytes a second) and `latency` (seconds)
-    are the links'. Among cuts within `slack` of the best balance those with the fewest bytes across are
-    taken.
+    Costs are measured on this machine, at each micro-batch size. `memory` is the bytes of a device, for
+    weights, gradients, two moments of the optimizer, and what waits for backward. `bandwidth` (bytes a
+    second) and `latency` (seconds) describe the links. Among cuts within `slack` of the best balance, those
+    with the fewest bytes across are taken.
 
-    With `cluster`, a description or its JSON file, in place of `devices`, the number of stages and replicas
-    is found too, for steps of `batch` samples (as many as the example has) in all. Costs are then measured at
-    two sizes, and between and beyond them they are a line. Under torchrun `agree` lets rank 0 measure and
-    plan for all.
+    `cluster`, a description or its JSON file, replaces `devices`. The numbers of stages and replicas are then
+    chosen too, for steps of `batch` samples in all (by default, those of the example). Costs are measured at
+    two sizes and interpolated linearly. Under torchrun, `agree` makes rank 0 measure and plan for all ranks.
 
     >>> model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
     >>> plan = plan_pipeline(model, (torch.randn(8, 16),), devices=2, schedules=["1F1B"], microbatches=[2])
@@ -160,10 +159,10 @@ def plan_pipeline(
 def measure(
     plan: PipelinePlan, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, repeats: int = 3
 ) -> PipelinePlan:
-    """The plan with a real step beside its prediction: a worker a stage, the least of `repeats`.
+    """The plan with a measured step next to its prediction: the fastest of `repeats`.
 
-    The workers of one process run all forward passes and then all backward passes, so only a GPipe plan can
-    be measured so; others are measured under torchrun.
+    In one process, the workers run all forward passes and then all backward passes, so only a GPipe plan can
+    be measured. Measure other plans under torchrun.
     """
     if plan.choice.schedule != "GPipe":
         raise PartitionError(

@@ -58,36 +58,36 @@ def split(
     costs: Literal["measured", "analytic"] | DeviceSpeed = "measured",
     progress: Callable[[int, int], None] | None = None,
 ) -> Stages:
-    """Cut a model into balanced stages, by its graph, or by its modules if it cannot be exported.
+    """Cut a model into balanced stages, by its graph, or along its modules if it cannot be exported.
 
-    Among the cuts within `slack` of the best balance, those with the fewest bytes across are taken, and tied
-    weights stay together if they can. A model on the meta device is cut there, without memory: each kind of
-    node is measured alone, and `Stages.load` reads the weights.
+    Among the cuts within `slack` of the best balance, those with the fewest bytes across are taken. Tied
+    weights stay in one stage if possible. A model on the meta device is cut without memory for its weights:
+    each kind of node is measured alone, and `Stages.load` reads the weights.
 
     Args:
         model: the model, in training or in evaluation.
         args: an example of its arguments by position.
         kwargs: an example of its arguments by name.
-        stages: how many stages; 4 by default.
+        stages: the number of stages; 4 by default.
         by: `"time"` balances measured seconds forward and backward. `"memory"` balances weights and what
             backward keeps.
-        cuts: places by hand: node numbers, names of nodes or of modules that a stage begins with
+        cuts: your own cuts: numbers of nodes, names of nodes, or names of modules that a stage begins with
             (`"encoder.layer.6"`), or a `Plan` of this model whose segments become the stages.
         speeds: relative speeds of unequal devices.
         memory: bytes of unequal devices.
         in_flight: micro-batches whose activations count for `by="memory"`.
         slack: how much worse than the best balance a cut may be.
-        dynamic_batch: keep the batch length open where the model lets it.
+        dynamic_batch: let the batch length vary if the model allows it.
         dynamic_shapes: other sizes that may vary, as for `torch.export.export`.
-        batch_dims: the batch axis of each tensor, by position or by name; None for a tensor that every
-            micro-batch gets whole. By default, found by the graph, or by running a larger batch.
-        agree: every rank of torch.distributed takes the cuts of rank 0. Measured times differ between ranks.
+        batch_dims: the batch axis of each tensor, by position or by name; None gives the whole tensor to
+            every micro-batch. By default, the graph or a run of a larger batch decides.
+        agree: every rank of torch.distributed uses the cuts of rank 0, since measured times differ.
         checkpoint: modules, or patterns such as `"encoder.layer.*"`, that are computed again in the backward
             pass.
         way: `"modules"` cuts between the calls of modules, also where the graph can be captured: stages then
             call the model's own modules, as tensor parallel plans need.
         costs: `"measured"`, `"analytic"` (from operations and bytes), or a `DeviceSpeed`.
-        progress: called with the number of nodes measured, and of all.
+        progress: called with the number of measured nodes and the number of all nodes.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""`intarsia.check`: whether something computes what a model does, and if not, where it first differs."""
+"""`intarsia.check`: whether a candidate computes what a model does, and if not, where it first differs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from intarsia.report.first_difference import FirstDifference, first_difference
 
 @dataclass(frozen=True)
 class Comparison:
-    """One call of both: how the candidate's answer differs, or None, and by how much at most."""
+    """One call of model and candidate: how the answers differ, or None, and the largest error."""
 
     inputs: str
     fault: str | None
@@ -40,7 +40,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check` found. Print it, or take `equal`, `comparisons`, `difference` and `as_dict()`."""
+    """The result of `check`. Use `print`, `equal`, `comparisons`, `difference` or `as_dict()`."""
 
     model: str
     candidate: str
@@ -50,7 +50,7 @@ class CheckReport:
 
     @property
     def equal(self) -> bool:
-        """Whether every answer agreed to rounding, or within the tolerance that was given."""
+        """Whether every answer agrees to rounding, or within the given tolerance."""
         return all(comparison.fault is None for comparison in self.comparisons)
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,17 +82,17 @@ def check(
     edges: bool = True,
     reproduction: str | os.PathLike[str] | None = None,
 ) -> CheckReport:
-    """Compare something with the model that it claims to compute.
+    """Compare a candidate with the model that it claims to compute.
 
-    The candidate is a callable (a module of `torch.compile`, say), or the path of an ONNX file, an OpenVINO
-    model, a `.pt2` file or a file of `intarsia.save`. Without one, the model is compiled and that is
-    checked. Both run on the example, on `draws` inputs drawn like it, at the ends of sizes that vary, and,
-    with `edges`, at edge values such as zeros, an infinity and NaN. Answers may differ by what rounding does
-    to the model itself, or by `tolerance` as a share of the largest value.
+    The candidate is a callable, such as a module of `torch.compile`, or the path of an ONNX file, an OpenVINO
+    model, a `.pt2` file or a file of `intarsia.save`. Without a candidate, the model is compiled, and the
+    compiled module is checked. Model and candidate run on the example, on `draws` inputs drawn like it and at
+    the ends of sizes that vary. With `edges`, they also run at edge values such as zeros, an infinity and
+    NaN. Answers may differ by rounding, or by `tolerance` as a share of the largest value.
 
-    If an answer differs, the report names the first node whose value differs, with its source line, as far as
-    the candidate lets that be seen. The node and its inputs are written to the file `reproduction`, a
-    program of `torch.export`.
+    If an answer differs, the report names the first node whose value differs, with its source line. This
+    needs a candidate whose inner values can be read. The node and its inputs are written to the file
+    `reproduction`, as a program of `torch.export`.
 
     Example:
         >>> import torch, intarsia

@@ -43,7 +43,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether every segment by itself agrees with PyTorch to rounding."""
+        """Whether every segment alone agrees with PyTorch to rounding."""
         return all(segment.fault is None for segment in self.segments)
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class DiffReport:
 
 
 def diff(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> DiffReport:
-    """The error of each segment of a compiled module on a call, alone and added up from the start.
+    """The error of each segment of a compiled module on a call, alone and accumulated from the start.
 
     >>> import intarsia
     >>> model, x = torch.nn.Linear(8, 8), torch.ones(2, 8)

@@ -1,4 +1,4 @@
-"""`explain`: the dry run of compilation, up to the plan; and what it gives, as text, JSON and HTML."""
+"""`explain`: compilation up to the plan, as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from intarsia.capture.input import check_call, resolve_call
 from intarsia.capture.protect import initialized, keeps_random_state
 from intarsia.compiler.parts import explain_parts, names_within
 from intarsia.convert import registry
-from intarsia.drawing import Drawing, framed, model_explorer, page, svg
-from intarsia.drawing.svg import bytes_text
+from intarsia.drawing import Drawing, Pictured, bytes_text, page
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import CaptureError, LoweringError
 from intarsia.graph.border import borders
@@ -50,12 +49,12 @@ def explain(
     dynamic_shapes: Any = None,
     **options: Unpack[CompileKeywords],
 ) -> Explanation:
-    """Say what `compile` would run where, and why; no engine is built and nothing is run.
+    """Say what `compile` would run where, and why. Nothing is built and nothing is run.
 
-    The arguments are those of `compile`. Nothing is measured: where `compile` would measure, the plan shown
-    is the one that engines in their order give, and a note says so. The advice names the ops that, if an
-    engine took them, would save segments. Bodies of control flow are explained too, each by itself; so are
-    the submodules that are compiled of a model that cannot be captured as a whole.
+    The arguments are those of `compile`. If `compile` would measure plans, the plan shown here is that of the
+    engines in their default order, and a note says so. The advice names the operators whose support would
+    save the most segments. Bodies of control flow are explained separately. So are the submodules of a model
+    that is compiled in parts.
 
     Example:
         >>> import torch, intarsia
@@ -146,7 +145,7 @@ def explain_graph(
     *,
     notes: tuple[str, ...] = (),
 ) -> Explanation:
-    """The same for a graph and a support table that are at hand."""
+    """The same for a graph and a support table."""
     options = options or PartitionOptions()
     plan = strategy(gm, table, options).verify(gm)
     shapes = segment_shapes(borders(gm.graph, plan.segments))
@@ -175,7 +174,7 @@ def _nodes(plan: Plan) -> tuple[NodeReport, ...]:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node: what it is, where it comes from, who runs it, and why not another."""
+    """One node: its operator, its source, its engine, and why other engines refused it."""
 
     name: str
     op: str
@@ -188,7 +187,7 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """One segment: who runs it, how many nodes, and what crosses its border."""
+    """One segment: its engine, its number of nodes, and the shapes at its border."""
 
     number: int
     engine: str
@@ -198,8 +197,8 @@ class SegmentReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Explanation:
-    """What would run where, and why. Print it, or take `to_json()` or `to_html()`.
+class Explanation(Pictured):
+    """What would run where, and why. Use `print`, `to_json()` or `to_html()`.
 
     Example:
         >>> import torch, intarsia
@@ -216,7 +215,7 @@ class Explanation:
     bodies: Mapping[str, Explanation] = field(default_factory=dict)  # of control flow, by node and name
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Everything, as JSON with the keys in a fixed order."""
+        """The whole explanation as JSON, with keys in a fixed order."""
         return json.dumps(self._content(), indent=indent)
 
     def _content(self) -> dict[str, Any]:
@@ -231,24 +230,13 @@ class Explanation:
         }
 
     def drawing(self) -> Drawing:
-        """What pictures show, as plain data; bodies of control flow are drawings of their own."""
+        """The data of the pictures. Bodies of control flow are separate drawings."""
         inner = {name: body.drawing() for name, body in self.bodies.items()}
         return replace(self.plan.drawing(), notes=self.notes, bodies=inner)
 
     def to_html(self) -> str:
-        """One HTML page that needs nothing else: the graph, its layers, every fallback, what would help."""
+        """One self-contained HTML page: the graph, its layers, every fallback, and advice."""
         return page(self.drawing())
-
-    def to_svg(self) -> str:
-        """The segments in the order they would run as SVG, for documents."""
-        return svg(self.drawing())
-
-    def to_model_explorer(self) -> str:
-        """The graphs as JSON for Google's Model Explorer: `model-explorer FILE` opens it."""
-        return model_explorer(self.drawing())
-
-    def _repr_html_(self) -> str:
-        return framed(self.to_html())
 
     def __str__(self) -> str:
         lines = [str(self.plan), "borders:"]

@@ -1,4 +1,4 @@
-"""Whether a pattern keeps what networks answer, on samples made from its own terms."""
+"""Tests of patterns on random networks: a pattern must not change the answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DTYPES = (
 
 
 def random_network(roots: Sequence[Root], rng: np.random.Generator, rank: int) -> Network:
-    """A network in which the terms stand, most variables of `rank` dimensions, or an error."""
+    """A random network that contains the terms. Most variables have `rank` dimensions."""
     net = Network("sample")
     with net_guard(net):
         maker = _Maker(rng, rank)
@@ -153,7 +153,7 @@ _TOLERANCE = {ir.DataType.FLOAT16: 1e-2, ir.DataType.BFLOAT16: 4e-2, ir.DataType
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check saw: networks tried, those that changed, why others did not, the largest error."""
+    """The result of a check: networks tried, networks changed, why others were not, the largest error."""
 
     tried: int
     fired: int
@@ -172,11 +172,11 @@ def check_pattern(
 ) -> Checked:
     """Run `trials` random networks before and after a pattern; RewriteError at the first difference.
 
-    Networks made up are of floats and, where the operators take them, integers, with sizes that are numbers
-    or symbols. `kinds` are the kinds of values their inputs hold, in turns.
-    Of networks it refuses, at most 40 times as many are tried; it is an error if it refuses them all.
-    `sample(rng)` makes a network the pattern may match; a rule's is made from its own terms by default.
-    `build` turns a network into a program (an engine's `build`); by default ONNX's reference evaluator.
+    The networks have floats and, if the operators take them, integers. Sizes are numbers or symbols. `kinds`
+    are the kinds of input values, in turns. If the pattern refuses a network, another one is tried, up to 40
+    times as many as `trials`. It is an error if the pattern refuses all of them. `sample(rng)` makes a
+    network that the pattern may match; by default, it is made from the terms of a rule. `build` turns a
+    network into a program (an engine's `build`); the default is ONNX's reference evaluator.
 
     >>> from intarsia.network import functional as F
     >>> from intarsia.rewrite import check_pattern, rule
@@ -257,7 +257,7 @@ def _reasons(manager: RewritePatternManager, net: Network, pattern: PatternRewri
 def random_inputs(
     net: Network, rng: np.random.Generator, kind: str = "plain", *, indices: bool = True
 ) -> list[torch.Tensor]:
-    """Values for a network's inputs; a symbol is one size everywhere. `indices`: integers are small."""
+    """Random values for a network's inputs. `indices` makes integers small."""
     sizes: dict[Any, int] = {}
     tensors = []
     for tensor in net.get_inputs():
@@ -312,7 +312,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def reference(net: Network) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A program that runs a network by ONNX's own definition of its operators; slow and plain."""
+    """A program that runs a network by ONNX's reference definition of its operators. It is slow."""
     from onnx.reference import ReferenceEvaluator
 
     evaluator = ReferenceEvaluator(net.to_onnx())

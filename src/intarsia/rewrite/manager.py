@@ -1,4 +1,4 @@
-"""Managers: patterns under labels, applied to a network together."""
+"""Managers of patterns: sets of patterns with labels that are applied to a network together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Match(NamedTuple):
 
 
 class MatchReport(NamedTuple):
-    """What one pattern says of one layer: `reason` is empty where it would fire."""
+    """The result of one pattern for one layer. `reason` is empty if it would fire."""
 
     label: str
     reason: str
@@ -59,13 +59,13 @@ class RewritePatternManager:
 
     @classmethod
     def instance(cls) -> RewritePatternManager:
-        """The manager that `intarsia.compile` reads: what is added here is applied to every network."""
+        """The manager of `intarsia.compile`. Its patterns are applied to every network."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
 
     def add(self, label: str, pattern: PatternRewriter, benefit: float = 0) -> None:
-        """Hold a pattern under a label; among patterns that match one layer, the highest benefit acts."""
+        """Add a pattern with a label. Of the patterns that match, the highest benefit is applied."""
         if label in self._entries:
             raise RewriteError(f"a pattern is already held under the label {label!r}")
         if not isinstance(pattern, PatternRewriter):
@@ -82,7 +82,7 @@ class RewritePatternManager:
         return list(self._entries.values())
 
     def remove(self, label: str) -> None:
-        """Take a pattern out; an error if none is held under the label."""
+        """Remove a pattern; an error if the label is unknown."""
         self.get(label)
         del self._entries[label]
 
@@ -101,14 +101,14 @@ class RewritePatternManager:
     ) -> RewriteLog:
         """Apply the patterns until none matches.
 
-        `limit` stops after so many rewrites, to find a bad one by halving. Not `strict`: a rewrite that
-        breaks the network is taken back and noted in the log instead of ending the run with an error.
+        `limit` stops after this number of rewrites, to find a wrong one by halving. With `strict=False`, a
+        rewrite that breaks the network is undone and noted in the log, instead of an error.
         """
         self._pass(args)
         return Driver(net, self._sorted(), limit=limit, budget=budget, strict=strict).run()
 
     def matches(self, net: Network, args: Any = None) -> list[Match]:
-        """Where patterns would fire, each asked about the network as it is; nothing is changed."""
+        """The places where patterns would fire in the current network. Nothing is changed."""
         return list(self.each_match(net, args))
 
     def each_match(self, net: Network, args: Any = None) -> Iterator[Match]:
@@ -127,7 +127,7 @@ class RewritePatternManager:
                     yield Match(entry.label, layer)
 
     def explain(self, layer: Layer, args: Any = None) -> list[MatchReport]:
-        """What each pattern says of this layer: that it matches, or the reason of its nearest miss."""
+        """The result of each pattern for this layer: that it matches, or why the nearest match fails."""
         self._pass(args)
         layer.network.order.complete()
         with net_guard(layer.network):
@@ -159,7 +159,7 @@ class RewritePatternManager:
 
 
 class AnalysisPatternManager:
-    """Analysis patterns: each is given, at once, the layers it picked."""
+    """Analysis patterns. Each receives all layers that it selected."""
 
     _instance: AnalysisPatternManager | None = None
 
@@ -168,7 +168,7 @@ class AnalysisPatternManager:
 
     @classmethod
     def instance(cls) -> AnalysisPatternManager:
-        """The manager that `intarsia.compile` reads: what is added here sees every network first."""
+        """The manager of `intarsia.compile`. Its patterns see every network before it is rewritten."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
@@ -184,12 +184,12 @@ class AnalysisPatternManager:
         return self._patterns[label][1]
 
     def remove(self, label: str) -> None:
-        """Take a pattern out; an error if none is held under the label."""
+        """Remove a pattern; an error if the label is unknown."""
         self.get(label)
         del self._patterns[label]
 
     def analyze(self, net: Network, args: Any = None) -> None:
-        """Ask every pattern about every layer once, then hand it the layers it picked."""
+        """Call `match` of every pattern on every layer, then `analyze` on the selected layers."""
         for _, pattern in sorted(self._patterns.values(), key=lambda held: -held[0]):
             pattern.args = args
             try:

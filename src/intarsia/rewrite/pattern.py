@@ -1,4 +1,4 @@
-"""What a pattern is: `PatternRewriter` changes a network, `PatternAnalyzer` learns from it."""
+"""Patterns: `PatternRewriter` changes a network, `PatternAnalyzer` reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from intarsia.network import Layer
 
 @dataclass(frozen=True)
 class Refusal:
-    """A pattern's "no", with its reason; false wherever a truth value is asked for."""
+    """The refusal of a pattern, with its reason. Its truth value is false."""
 
     reason: str
 
@@ -25,7 +25,7 @@ class Refusal:
 
 
 def refuse(reason: str) -> Refusal:
-    """Say why a pattern does not apply here.
+    """Return the reason why a pattern does not apply here.
 
     >>> bool(refuse("bias has 2 dimensions"))
     False
@@ -36,14 +36,14 @@ def refuse(reason: str) -> Refusal:
 class PatternRewriter:
     """A rewriting pattern written as a class.
 
-    With `separate_match_rewrite`, `match(layer)` says whether, and `rewrite(layer)` acts; without it,
-    `match_and_rewrite(layer)` does both and says whether it acted. `root_layer` holds the kinds of layer
-    it may be asked about (`{"Add", "com.microsoft::BiasGelu"}`), or None for all. New layers are put
-    before the layer asked about. `keep_types=False` is for the rare pattern that means to change the
-    shape or dtype of what it replaces; what follows is then inferred anew.
+    With `separate_match_rewrite`, `match(layer)` decides and `rewrite(layer)` changes the network. Without
+    it, `match_and_rewrite(layer)` does both and returns whether it changed something. `root_layer` are the
+    kinds of layer to try (`{"Add", "com.microsoft::BiasGelu"}`), or None for all. New layers are inserted
+    before the layer. `keep_types=False` is for a pattern that changes the shape or dtype of what it replaces;
+    the types after it are then inferred again.
 
-    `reach` is how many layers deep it looks, the root included: where it said no, it is asked again once
-    something changed within that many. None promises nothing, and is asked again after any change.
+    `reach` is the number of layers that the pattern reads, including the root. After a refusal, the pattern
+    is tried again only if something changed within this distance. None tries it again after any change.
     """
 
     reach: int | None = None
@@ -78,24 +78,24 @@ class PatternRewriter:
         raise NotImplementedError(f"pattern {self.name!r} has no match_and_rewrite()")
 
     def find(self, layer: Layer) -> Any:
-        """What `perform` needs to act on this layer; false if it cannot."""
+        """The match that `perform` needs for this layer; a false value if there is none."""
         return self.match(layer) if self.separate_match_rewrite else True
 
     def perform(self, layer: Layer, found: Any) -> bool | Refusal:
-        """Act; false if it turns out that it cannot."""
+        """Rewrite the layer; false if this is not possible."""
         if not self.separate_match_rewrite:
             return self.match_and_rewrite(layer)
         self.rewrite(layer)
         return True
 
     def why_not(self, layer: Layer) -> str:
-        """Why `find` said no."""
+        """Why `find` returned no match."""
         match = self.find(layer)
         return match.reason if isinstance(match, Refusal) else "match() said no"
 
 
 class PatternAnalyzer:
-    """An analysis pattern: `match(layer)` picks layers, `analyze(layers)` is then given all of them."""
+    """An analysis pattern. `match(layer)` selects layers; `analyze(layers)` receives all of them."""
 
     def __init__(self, name: str, root_layer: Iterable[str] | None = None) -> None:
         self.name = name

@@ -20,7 +20,7 @@ _AS_IT_IS = Refusal("what it gives stands there already")
 
 
 class Rule(PatternRewriter):
-    """A pattern made by `@rule`; calling it calls the function under the decorator."""
+    """A pattern made by `@rule`. A call of it calls the decorated function."""
 
     refuses_from_afar = True  # the function may look at anything
 
@@ -49,7 +49,7 @@ class Rule(PatternRewriter):
         return next(self._matcher.at(layer.node), None)
 
     def perform(self, layer: Layer, found: Bindings) -> bool | Refusal:
-        """Let the function act on the first match it does not refuse."""
+        """Call the function for each match until it does not refuse."""
         net = layer.network
         result = self.function(net, **self._bindings(found))
         if not isinstance(result, Refusal):
@@ -93,9 +93,9 @@ def rule(
 ) -> Callable[[Function], Rule]:
     """Make a pattern of a function.
 
-    `pattern` is the program to be found: its first argument builds operators, the others are variables.
-    The function under the decorator is given the network and what it asks for by name, and gives back
-    what is to stand in the place of the pattern's output, or `refuse(reason)`.
+    `pattern` is the expression to match. Its first argument builds operators; the other arguments are
+    variables. The decorated function receives the network, and the matched values that it names. It returns
+    the replacement of the pattern's output, or `refuse(reason)`.
 
     >>> from intarsia.network import functional as F
     >>> from intarsia.rewrite import refuse, rule

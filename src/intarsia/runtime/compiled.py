@@ -111,10 +111,11 @@ class _Fit:
 
 
 class Compiled(nn.Module):
-    """A model whose pieces run on engines; call it like the model it was made from.
+    """A model whose pieces run on engines. Call it like the model.
 
-    It computes what the model computes in evaluation, with the weights it had when it was compiled, and gives
-    no gradients. `plan` tells what runs where, `notes` what else a user should know.
+    It computes what the model computes in evaluation, with the weights that the model had when it was
+    compiled. It has no gradients. `plan` says what runs where, and `notes` has further information for the
+    user.
 
     >>> import intarsia
     >>> fast = intarsia.compile(nn.ReLU(), (torch.ones(2),), engines="pytorch")
@@ -187,7 +188,7 @@ class Compiled(nn.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know besides the plan, engines that failed at a call included."""
+        """Further information for the user, including engines that failed at a call."""
         programs = [step.program for step in self._fit.inlay.steps]
         failed = [(p.engine, p.failure) for p in programs if isinstance(p, WithFallback) and p.failure]
         return (*self._fit.notes, *(f"{engine} failed at a call: {why}" for engine, why in failed))
@@ -202,22 +203,21 @@ class Compiled(nn.Module):
         self._fit.notes = (*self._fit.notes, *notes)
 
     def weights_digest(self) -> str:
-        """SHA-256 of the model's weights that were compiled, as they are now.
+        """SHA-256 of the current values of the weights that were compiled.
 
-        A call notices changes in place, which torch counts, and compares samples of the weights. A write of
-        few elements through `p.data` or numpy may be missed: where it may happen, compare digests.
+        A call detects changes in place, which torch counts, and compares samples of the weights. It may miss
+        a write of few elements through `p.data` or numpy. To detect such a write, compare digests.
         """
         return self._fit.weights.digest()
 
     # Other weights.
 
     def refit(self, weights: Weights) -> None:
-        """Compute with other weights of the same names, shapes and dtypes from now on.
+        """Use other weights of the same names, shapes and dtypes from now on.
 
-        Nothing is captured or partitioned anew: constants are folded again from the new weights, and engines
-        built again. With a model, the whole is verified against it, and the model's weights are watched from
-        now on; those of a state dict are copied. RefitError where they do not fit; the module is then as it
-        was.
+        Constants are folded again and engines are built again, by the same plan. If you pass a model, the
+        whole is compared with it, and its weights are watched. The weights of a state dict are copied. If the
+        weights do not fit, this raises RefitError, and the module is unchanged.
 
         >>> import intarsia
         >>> model = nn.Linear(2, 1, bias=False)

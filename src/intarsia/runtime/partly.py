@@ -38,7 +38,11 @@ class PartsPlan:
 
 
 class PartForward:
-    """The `forward` of a compiled submodule; calls it was not compiled for go to the module's own."""
+    """The `forward` of a compiled submodule; calls it was not compiled for go to the module's own.
+
+    Simpler than `PlacedForward`: the module is a copy that nobody else calls, hooks or trains, and weights
+    that are stale are an error here, as they are for a model that was compiled whole.
+    """
 
     def __init__(self, path: str, compiled: Compiled, otherwise: Callable[..., Any]) -> None:
         self.path: str = path

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -28,16 +30,18 @@ class PlacedForward(Replacement):
     """The `forward` of a module: a compiled program where one fits the call, else the module's own.
 
     Only `forward` is replaced, so the module keeps its class, attributes, children and hooks. Its own forward
-    runs in training, under autocast, where an input carries gradients, for calls of other kinds, while a
-    module inside is hooked, in another mode or set otherwise, and from when on one is replaced or a weight
-    written to (`Freshness`).
+    runs in training, under autocast, where gradients are wanted, for calls of other kinds, while a module
+    inside is hooked, in another mode or set otherwise, and from when on one is replaced or a weight written
+    to (`Freshness`). A warning says why, once for each reason. Generation has an `answer` of its own.
     """
+
+    asks_weights = False  # whether gradients are wanted wherever they are enabled, or only of inputs
 
     def __init__(
         self,
         path: str,
         module: nn.Module,
-        programs: Sequence[Compiled],
+        programs: Sequence[Compiled | PartlyCompiled] = (),
         examples: Sequence[Call | None] = (),
     ) -> None:
         self.path: str = path
@@ -50,33 +54,59 @@ class PlacedForward(Replacement):
         self.programs: list[Compiled | PartlyCompiled] = list(programs)
         # Of each program, a call that it was tried on.
         self.examples: dict[int, Call | None] = dict(zip(map(id, programs), examples, strict=False))
+        self.runs: dict[str, int] = {"own": 0}  # calls by who answered them
         self.enabled: bool = True
-        self.refused: str | None = None  # why a call first went to the module's own forward
+        self.refused: str | None = None  # why a call went to the module's own forward, the last reason
+        self._reasons: set[str] = set()  # all of them, without numbers
         self._freshness = Freshness(weights_of(module), module, in_place=True)
+        self._here = threading.local()  # whether a program runs, which may be the module itself
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.enabled or self.module.training or _autocast() or torch.compiler.is_compiling():
-            return self.own(*args, **kwargs)
-        if _carries_gradients(args, kwargs):
-            return self.own(*args, **kwargs)
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns, from a program; InputError says why none is for this call."""
         reason, programs = "", self.programs
         for program in programs:
             try:
-                self.check_fresh()
                 answer = program(*args, **kwargs)
             except InputError as error:
                 reason = str(error)
                 continue
-            except StaleWeightsError as error:
-                self.enabled, reason = False, str(error)
-                break
             if program is not programs[0]:  # the next call is likely to be of the same kind
                 self.programs = [program, *(other for other in programs if other is not program)]
             return answer
-        if self.refused is None or not self.enabled:
-            self.refused = reason
-            warnings.warn(f"{self.path} runs in PyTorch for this call: {reason}", stacklevel=2)
+        raise InputError(reason)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self._here, "answers", False) or torch.compiler.is_compiling():
+            return self.own(*args, **kwargs)
+        if self.enabled and not self.module.training and not self._is_left_to_module(args, kwargs):
+            try:
+                self.check_fresh()
+                self._here.answers = True
+                return self.answer(args, kwargs)
+            except StaleWeightsError as error:
+                self.enabled = False
+                self._warn(str(error))
+            except InputError as error:  # nothing was written yet
+                self._warn(str(error))
+            finally:
+                self._here.answers = False
+        self.runs["own"] += 1
         return self.own(*args, **kwargs)
+
+    def _is_left_to_module(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return True
+        if not torch.is_grad_enabled():
+            return False
+        leaves = pytree.tree_leaves((args, kwargs))
+        return self.asks_weights or any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+
+    def _warn(self, reason: str) -> None:
+        kind = re.sub(r"\d+", "", reason)  # one warning for all sizes, and not one for each token
+        if kind not in self._reasons:
+            self._reasons.add(kind)
+            self.refused = reason
+            warnings.warn(f"{self.path} runs in PyTorch for this call: {reason}", stacklevel=3)
 
     def enable(self, on: bool = True) -> None:
         """Let the programs answer, or the module's own forward, for now."""
@@ -114,13 +144,3 @@ class PlacedForward(Replacement):
 def own_forward(module: nn.Module, before: Any) -> Any:
     """The forward that a module had `before`, its class's where it had none of its own."""
     return MethodType(type(module).forward, module) if before is None else before
-
-
-def _autocast() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-
-
-def _carries_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs)))

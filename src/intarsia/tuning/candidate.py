@@ -13,7 +13,7 @@ from torch import nn
 from intarsia.build.faithful import Example, judged_example, whole_fault
 from intarsia.build.judge import Call, Judge
 from intarsia.capture.device import device_kind
-from intarsia.compiler.job import compile_whole
+from intarsia.compiler.entry import compile_whole
 from intarsia.engines import Engine, resolve_engines
 from intarsia.errors import InputError, IntarsiaError, InternalError
 from intarsia.graph.segment import PYTORCH

@@ -1,4 +1,4 @@
-"""The calls of modules, recorded as they happen, and what of them varies."""
+"""Recorded calls of modules, and the sizes that vary between them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Sizes = tuple[Any, ...]  # the shape of each tensor of a call, and each whole nu
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call: its arguments, tensors copied before the module saw them."""
+    """One call: its arguments. Tensors are copied before the module runs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
     def sizes(self) -> Sizes:
-        """The shape of each tensor, and each whole number."""
+        """The shape of each tensor, and each integer."""
         return sizes_of(self.args, self.kwargs)
 
 
 @dataclass
 class CallsOfKind:
-    """Calls alike in structure, dtypes, ranks and everything else that is neither a size nor a number.
+    """Calls that have the same structure, dtypes and ranks, and differ only in sizes and integers.
 
     `dynamic_shapes` is what `intarsia.compile` needs to let vary what varied.
     """
@@ -59,7 +59,7 @@ class CallsOfKind:
 
     @property
     def example(self) -> RecordedCall:
-        """The call to compile with: the most usual of those that have no size of 1 where sizes vary."""
+        """The call to compile with: the most frequent one without a size of 1 where sizes vary."""
         varying = [
             place
             for place, values in enumerate(zip(*map(_flat, self.seen), strict=True))
@@ -74,7 +74,7 @@ class CallsOfKind:
 
     @property
     def dynamic_shapes(self) -> dict[str, Any] | None:
-        """What varied, by parameter: each size from the least to twice the largest that was seen."""
+        """The sizes that vary, by parameter: each from the smallest to twice the largest recorded value."""
         example = self.example
         leaves, structure = pytree.tree_flatten((example.args, example.kwargs))
         columns = iter(list(zip(*self.seen, strict=True)))
@@ -95,7 +95,8 @@ class CallsOfKind:
 
 
 class Recorded(Sequence[RecordedCall]):
-    """The calls of one module. `kinds` groups those that one program may answer, the most costly first.
+    """The calls of one module. `kinds` groups calls that one program can answer, the most expensive kind
+    first.
 
     As a sequence it has the calls whose tensors were kept: a few of each kind.
     """
@@ -109,7 +110,7 @@ class Recorded(Sequence[RecordedCall]):
 
     @property
     def kinds(self) -> list[CallsOfKind]:
-        """Calls alike in all but sizes and whole numbers, the most costly first."""
+        """Groups of calls that differ only in sizes and integers, the most expensive first."""
         return sorted(self._kinds.values(), key=lambda kind: -kind.seconds)
 
     @property
@@ -124,7 +125,7 @@ class Recorded(Sequence[RecordedCall]):
 
     @property
     def dynamic_shapes(self) -> dict[str, Any] | None:
-        """What to let vary when the module is compiled."""
+        """The `dynamic_shapes` to compile with."""
         return self._first.dynamic_shapes
 
     @property
@@ -134,7 +135,7 @@ class Recorded(Sequence[RecordedCall]):
         return self.kinds[0]
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallsOfKind:
-        """Keep a call, if none of its sizes was kept yet."""
+        """Store a call, unless one with the same sizes is stored."""
         self.total += 1
         self.tokens = max(self.tokens, _tokens(kwargs))
         kind = self._kinds.setdefault(kind_of(args, kwargs), CallsOfKind(self._signature))
@@ -147,7 +148,7 @@ class Recorded(Sequence[RecordedCall]):
         return kind
 
     def failed(self, kind: CallsOfKind, sizes: Sizes) -> None:
-        """Forget a call of these sizes: the module raised."""
+        """Remove a call of these sizes, because the module raised an error."""
         self.total -= 1
         kind.seen[sizes] -= 1
         if kind.seen[sizes]:
@@ -174,7 +175,7 @@ class Recorded(Sequence[RecordedCall]):
 
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
-    """What calls must have in common to be answered by one program.
+    """What calls must have in common so that one program can answer them.
 
     >>> kind_of((torch.ones(2), 3), {}) == kind_of((torch.ones(5), 4), {})
     True

@@ -1,4 +1,4 @@
-"""`tune`: find the modules worth compiling in somebody else's program, compile them, put them in place."""
+"""`tune`: find the modules of a program that take the time, compile them, and replace their `forward`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from intarsia.tuning.recorded import Recorded, new_recorded, watch
 
 @dataclass(eq=False)
 class Tuned:
-    """Modules of a program somebody else wrote, running compiled in their places.
+    """The modules of a program that run compiled.
 
     `placed` has them by path, `left` says of others why they stay as they are, `before` and `after` are times
     of the whole call. `restore()` puts everything back, and so does the end of a `with` block.
@@ -34,17 +34,17 @@ class Tuned:
 
     @property
     def speedup(self) -> float:
-        """How many times faster the whole call is; 1 where it was not measured."""
+        """How many times faster the whole call is; 1 if it was not measured."""
         return self.before.median / self.after.median if self.before and self.after else 1.0
 
     def restore(self) -> None:
-        """Give every module its own forward back; compiled programs are let go."""
+        """Put the original forward of every module back, and release the compiled programs."""
         for placed in self.placed.values():
             placed.take_out()
         self.placed = {}
 
     def enable(self, on: bool = True) -> None:
-        """Let the modules run compiled, or as they are, for now."""
+        """Use the compiled programs, or, with `on=False`, the original forward."""
         for placed in self.placed.values():
             placed.enable(on)
 
@@ -82,16 +82,15 @@ def tune(
 ) -> Tuned:
     """Speed up a program that you did not write: `intarsia.tune(pipe, lambda: pipe(prompt))`.
 
-    The modules that take the time are compiled for the calls that were seen, verified on them, and put in
-    place.
-    Sizes that varied become ranges. A module that cannot be compiled stays as it is, and the modules inside
-    it are considered. Only `forward` of a module is replaced; `restore()` undoes it.
+    The modules that take most of the time are compiled for the recorded calls, compared on them, and their
+    `forward` is replaced. Sizes that differ between calls may vary. If a module cannot be compiled, the
+    modules inside it are tried. `restore()` undoes everything.
 
     Args:
         target: an object that holds modules: a pipeline, a service, a model.
-        call: runs your own code; it is called about ten times.
-        least_share: modules that take less than this share of the call are left alone.
-        only_if_faster: keep a program only if it is faster, alone and in the whole call.
+        call: runs your code. It is called about ten times.
+        least_share: modules that take less than this share of the call are not compiled.
+        only_if_faster: keep a program only if it is faster, both alone and in the whole call.
         rounds: how often the whole call is timed before and after.
         options: those of `intarsia.compile`.
 

@@ -1,4 +1,4 @@
-"""Quantisation as pt2e writes it: integers beside their scale and zero point."""
+"""Quantisation as pt2e writes it, and products with weights in few bits as lowering leaves them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from intarsia.convert.aten.indexing import from_the_front
+from intarsia.convert.aten.kernels import wide
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor
 from intarsia.network import functional as F
+from intarsia.quantized import EMBEDDING, LINEAR
 
 try:  # the operators exist once this module of torch is loaded; a torch without it has none to convert
     import torch.ao.quantization.fx._decomposed  # type: ignore[import-not-found,unused-ignore]
@@ -201,3 +204,85 @@ def fake_quantize_per_channel(
 def _float_only(x: Tensor) -> None:
     if x.dtype != ir.DataType.FLOAT:
         raise ConversionError(f"fake quantisation of {x.dtype.name} is not handled")
+
+
+# Products with weights in few bits, which lowering found (`lower/packing.py`).
+
+_BLOCKS = (256, 128, 64, 32, 16)  # columns that may share a scale in `MatMulNBits`
+
+
+@converter(LINEAR)
+def quantized_linear(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
+    x, weight, scale, zero, bias, bits = args
+    _constants_only(weight, scale, zero)
+    x = wide(ctx.tensor(x))
+    if x.dtype != ir.DataType.FLOAT:
+        raise ConversionError(f"activations of {x.dtype.name} are not handled")
+    columns: Any = x.shape[-1]
+    block = _block(columns, scale.shape[1])
+    count = -(-columns // block)
+    repeats = count if scale.shape[1] == 1 else count // scale.shape[1]
+    scales = scale.float().repeat_interleave(repeats, 1)
+    zeros = None if zero is None else _in_bytes(zero.repeat_interleave(repeats, 1), bits)
+    size = block * bits // 8
+    blocks = torch.nn.functional.pad(weight, (0, count * size - weight.shape[1])).unflatten(1, (count, size))
+    rows = x if x.ndim > 1 else F.reshape(x, [1, columns])
+    result = F.matmul_nbits(
+        rows,
+        F.constant(blocks),
+        F.constant(scales),
+        None if zeros is None else F.constant(zeros),
+        None if bias is None else wide(ctx.tensor(bias)),
+        rows=weight.shape[0],
+        columns=columns,
+        bits=bits,
+        block=block,
+    )
+    return F.cast(result if x.ndim > 1 else F.reshape(result, [weight.shape[0]]), ctx.dtype)
+
+
+@converter(EMBEDDING)
+def quantized_embedding(ctx: Context, target: Any, args: Any, kwargs: Any, name: str) -> Tensor:
+    """Rows are looked up in few bits, and only those become numbers."""
+    indices, weight, scale, zero, bits, _ = args
+    _constants_only(weight, scale, zero)
+    places = from_the_front(ctx.tensor(indices), weight.shape[0])
+    integers, scales = (F.gather(F.constant(table), places) for table in (weight, scale))
+    middle = F.constant(float(2 ** (bits - 1)), ir.DataType.FLOAT)
+    if zero is not None:
+        middle = F.unsqueeze(F.cast(F.gather(F.constant(zero), places), ir.DataType.FLOAT), [-1])
+    if bits == 4:
+        low = F.op("BitwiseAnd", integers, F.constant(15, torch.uint8))
+        high = F.op("BitShift", integers, F.constant(4, torch.uint8), direction="RIGHT")
+        integers = F.concat([F.unsqueeze(half, [-1]) for half in (low, high)], -1)
+    groups, columns = scale.shape[1], weight.shape[1] * 8 // bits
+    lead = [0] * places.ndim
+    grouped = F.reshape(integers, [*lead, groups, columns // groups], keep_zeros=True)
+    numbers = F.sub(F.cast(grouped, ir.DataType.FLOAT), middle)
+    numbers = F.mul(numbers, F.unsqueeze(F.cast(scales, ir.DataType.FLOAT), [-1]))
+    return F.cast(F.reshape(numbers, [*lead, columns], keep_zeros=True), ctx.dtype)
+
+
+def _constants_only(*tables: Any) -> None:
+    if not all(table is None or isinstance(table, torch.Tensor) for table in tables):
+        raise ConversionError("a weight in few bits that is no constant is not handled")
+
+
+def _block(columns: Any, groups: int) -> int:
+    """The columns of a block: a group, a part of one, or where a row is one group any size."""
+    if not isinstance(columns, int):
+        raise ConversionError(f"{columns} columns are not handled")
+    if groups == 1:
+        return next((block for block in _BLOCKS[::-1] if block >= columns), _BLOCKS[0])
+    for block in _BLOCKS:
+        if columns // groups % block == 0:
+            return block
+    raise ConversionError(f"groups of {columns // groups} weights are not handled")
+
+
+def _in_bytes(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers of 4 bits two to a byte, in rows of whole bytes."""
+    if bits == 8:
+        return numbers
+    even = torch.nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
+    return even[:, ::2] | even[:, 1::2] << 4

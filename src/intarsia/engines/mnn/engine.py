@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from intarsia.engines.base import GrowingFile, NetworkEngine, Packed, Program, WeightFile
-from intarsia.engines.mnn.program import MnnProgram
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.mnn.program import CHECKS, MnnProgram
 from intarsia.engines.ports import Ports
-from intarsia.engines.processor import thread_count
+from intarsia.engines.processor import is_arm, thread_count
 from intarsia.errors import EngineError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 # `WINOGRAD_MEMORY_LEVEL` of MNN's hints. From level 1 on MNN multiplies fewer numbers for a window of 3 x 3
 # and more, and loses digits: off by 1e-3 of the largest result for 3 x 3 at level 3, 8e-4 for 7 x 7 at
 # level 1; at level 0 by 2e-6 (MNN 3.6.1).
-_WINOGRAD_HINT, _NO_WINOGRAD = 3, 0
+_WINOGRAD_HINT = 3
 _MANY = 8  # convolutions; a vision transformer has one
 
 
@@ -37,7 +38,8 @@ _MANY = 8  # convolutions; a vision transformer has one
 class MNN(NetworkEngine):
     """Options: `threads` (torch's count by default).
 
-    MNN takes tensors of float32 alone. A call with NaN, infinities or numbers beyond 2**50 is PyTorch's.
+    MNN computes in float32 and in integers of 32 bits. A call with floats that are NaN, infinite or beyond
+    2**50, or with integers beyond 32 bits, is PyTorch's.
 
     >>> from intarsia.engines import MNN
     >>> MNN(threads=1).name
@@ -47,6 +49,8 @@ class MNN(NetworkEngine):
     threads: int | None = None
     name: ClassVar[str] = "mnn"
     libraries: ClassVar[tuple[str, ...]] = ("MNN",)
+    winograd: ClassVar[int] = 0  # the level of the hint
+    precision: ClassVar[str] = "high"
 
     @classmethod
     def is_default(cls, device: str) -> bool:
@@ -75,15 +79,17 @@ class MNN(NetworkEngine):
         reason = self.probe(net)
         if reason is not None:
             raise EngineError(reason)
-        from intarsia.engines.mnn.layers import converted
+        from intarsia.engines.mnn.converter import converted
 
-        return self._program(converted(net), Ports.of(net))
+        model, checks = converted(net)
+        return self._program(model, Ports.of(net), checks)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
         """MNN's own file, weights and all: it lays them out anew, so they cannot stay where they are."""
-        from intarsia.engines.mnn.layers import converted
+        from intarsia.engines.mnn.converter import converted
 
-        return Packed(converted(net), {"ports": Ports.of(net).as_json()})
+        model, checks = converted(net)
+        return Packed(model, {"ports": Ports.of(net).as_json(), "checks": checks.as_json()})
 
     def unpack(
         self,
@@ -92,15 +98,16 @@ class MNN(NetworkEngine):
         file: WeightFile,
         weights: Mapping[str, torch.Tensor],
     ) -> Program:
-        return self._program(bytes(blob), Ports.from_json(about["ports"]))
+        return self._program(bytes(blob), Ports.from_json(about["ports"]), Checks.from_json(about["checks"]))
 
-    def _program(self, model: bytes, ports: Ports) -> Program:
+    def _program(self, model: bytes, ports: Ports, checks: Checks) -> Program:
         nn = _library()
-        settings = {"backend": "CPU", "precision": "high", "numThread": thread_count(self.threads)}
+        settings = {"backend": "CPU", "precision": self.precision, "numThread": thread_count(self.threads)}
         names = [[port.name for port in side] for side in (ports.inputs, ports.outputs)]
+        names[1] += [CHECKS] * bool(checks.computed)
         with tempfile.TemporaryDirectory() as folder, _silent_stdout():  # MNN reads modules from files alone
             runtime = nn.create_runtime_manager((settings,))
-            runtime.set_hint(_WINOGRAD_HINT, _NO_WINOGRAD)
+            runtime.set_hint(_WINOGRAD_HINT, self.winograd)
             path = os.path.join(folder, "model.mnn")
             with open(path, "wb") as stream:
                 stream.write(model)
@@ -110,7 +117,26 @@ class MNN(NetworkEngine):
                 raise EngineError(f"MNN cannot load its model: {error}") from error
         if module is None:
             raise EngineError("MNN cannot load its model")
-        return MnnProgram(ports, module, runtime)
+        return MnnProgram(ports, module, runtime, checks)
+
+
+@dataclass(frozen=True)
+class MNNFp16(MNN):
+    """Winograd's convolutions, whose results are off as those of float16 are; on ARM, float16 besides.
+
+    >>> MNNFp16().family, MNNFp16().coarsest
+    ('mnn', 0.0009765625)
+    """
+
+    name: ClassVar[str] = "mnn-fp16"
+    arithmetic: ClassVar[str] = "fp16"
+    based_on: ClassVar[str | None] = "mnn"
+    winograd: ClassVar[int] = 3
+    precision: ClassVar[str] = "low" if is_arm() else "high"
+
+    @property
+    def coarsest(self) -> float:
+        return 2.0**-10
 
 
 @functools.cache

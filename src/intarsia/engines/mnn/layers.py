@@ -1,32 +1,27 @@
-"""Networks for MNN: which layers it takes, and its own converter."""
+"""Which layers MNN takes."""
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 import onnx_ir as ir
-from onnx import helper, numpy_helper
 
+from intarsia.engines.mnn.limits import planned
 from intarsia.errors import EngineError
-from intarsia.network import Layer, Network
-from intarsia.network.serialize import to_proto
+from intarsia.network import Layer, Network, Tensor
 
 # Which layers MNN runs as PyTorch does, and the forms that its converter reads.
 #
 # The lists hold what was compared with ONNX Runtime, layer by layer (MNN 3.6.1, x86_64). What is left out is
 # either refused by the converter, or wrong: a slice by negative steps ends the process, `ReduceL2` ignores
-# its axes, `Softplus` is off by 2 % for large numbers, pools ignore dilations, and one-dimensional
-# convolutions have results of another rank.
+# its axes, `Softplus` is off by 2 % for large numbers, pools ignore dilations, `Round` rounds halves up,
+# `GatherElements` takes negative indices for 0, one-dimensional convolutions have results of another rank.
 
 
 _MOST_DIMS = 6
+_WHOLE = frozenset({ir.DataType.INT32, ir.DataType.INT64})
+_TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.BOOL, *_WHOLE})
+_LARGEST = 2**31 - 1
 
 Condition = Callable[[Layer], str | None]
 
@@ -34,31 +29,46 @@ Condition = Callable[[Layer], str | None]
 def refusal(net: Network) -> str | None:
     """Why MNN does not run a network as PyTorch does, in a sentence; None if it does."""
     for tensor in (*net.get_inputs(), *net.get_outputs()):
-        if tensor.dtype != ir.DataType.FLOAT:
-            return f"{tensor.name} is of {tensor.dtype.name}; MNN is given and asked for FLOAT"
+        if tensor.dtype not in _TYPES:
+            return f"{tensor.name} is of {tensor.dtype.name}, which MNN does not compute with"
     for layer in net.get_layers():
         reason = _layer_refusal(layer)
         if reason is not None:
             return f"{layer.kind}: {reason}"
+    try:
+        planned(net)
+    except EngineError as error:
+        return str(error)
     return None
 
 
 def _layer_refusal(layer: Layer) -> str | None:
     if layer.kind not in CONDITIONS:
         return "not among the layers that were compared with PyTorch"
-    for tensor in layer.get_inputs():
-        if tensor is None or tensor.constant is not None:
-            continue
-        if tensor.dtype != ir.DataType.FLOAT:
-            return f"it reads {tensor.name}, of {tensor.dtype.name}, at run time"
     for tensor in (*layer.get_inputs(), *layer.get_outputs()):
         if tensor is None:
             continue
         if tensor.ndim > _MOST_DIMS:
             return f"{tensor.name} has {tensor.ndim} dimensions; MNN has {_MOST_DIMS}"
-        if 0 in tensor.shape and tensor.constant is None:
-            return f"{tensor.name} is empty"
+        if tensor.constant is None:
+            if 0 in tensor.shape:
+                return f"{tensor.name} is empty"
+            if tensor.dtype != ir.DataType.FLOAT and not _takes(layer.kind, tensor.dtype):
+                return f"{tensor.name} is of {tensor.dtype.name}"
+        elif tensor.dtype in _WHOLE and layer.kind != "Slice" and _is_wide(tensor):
+            return f"{tensor.name} holds integers beyond 32 bits"
     return CONDITIONS[layer.kind](layer)
+
+
+def _takes(kind: str, dtype: ir.DataType) -> bool:
+    return kind in (_BOOLEANS if dtype == ir.DataType.BOOL else _INTEGERS if dtype in _WHOLE else ())
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    array = tensor.constant
+    return (
+        array is not None and array.size > 0 and bool(abs(array).max() > _LARGEST or array.min() < -_LARGEST)
+    )
 
 
 def _always(layer: Layer) -> str | None:
@@ -114,7 +124,57 @@ def _slice(layer: Layer) -> str | None:
     steps = inputs[4].constant if len(inputs) > 4 and inputs[4] is not None else None
     if steps is not None and (steps < 1).any():
         return f"steps={steps.tolist()} are not handled"
-    return _constant(1, 2, 3, 4)(layer)
+    return _constant(4)(layer)
+
+
+def _divided(layer: Layer) -> str | None:
+    """A division of integers by zero ends the process."""
+    x, divisor = layer.get_inputs(0, 1)
+    assert x is not None and divisor is not None
+    if x.dtype == ir.DataType.FLOAT:
+        return None if layer.kind == "Div" else "of floats it is not handled"
+    if divisor.constant is None or not divisor.constant.all():
+        return f"{divisor.name} may be 0"
+    return None
+
+
+def _cast(layer: Layer) -> str | None:
+    output = layer.get_outputs(0)[0]
+    return None if output.dtype in _TYPES else f"to {output.dtype.name} is not handled"
+
+
+def _compared(layer: Layer) -> str | None:
+    result = layer.get_outputs(0)[0]
+    if spreads_both(layer) and not all(isinstance(size, int) for size in result.shape):
+        return "two operands that are spread over varying sizes are not handled"
+    return None
+
+
+def spreads_both(layer: Layer) -> bool:
+    """Whether floats of both operands are compared with several of the other: MNN then mixes them up."""
+    result = layer.get_outputs(0)[0]
+    operands = [tensor for tensor in layer.get_inputs() if tensor is not None]
+    floats = all(tensor.dtype == ir.DataType.FLOAT for tensor in operands)
+    return floats and all(tuple(tensor.shape) != tuple(result.shape) for tensor in operands)
+
+
+def _gather(layer: Layer) -> str | None:
+    data, indices = layer.get_inputs(0, 1)
+    assert data is not None and indices is not None
+    size = data.shape[layer.attribute("axis", 0)]
+    if indices.constant is None and not (isinstance(size, int) and size <= 2**24):
+        return f"indices into {size} elements are not handled"
+    return None
+
+
+def _shaped(layer: Layer) -> str | None:
+    return "allowzero=1 is not handled" if layer.attribute("allowzero", 0) else None
+
+
+def _summed(layer: Layer) -> str | None:
+    if layer.attribute("exclusive", 0) or layer.attribute("reverse", 0):
+        return "exclusive and reverse are not handled"
+    return _constant(1)(layer)
 
 
 def _one_output(layer: Layer) -> str | None:
@@ -151,17 +211,11 @@ def _attention(layer: Layer) -> str | None:
     assert q is not None and k is not None
     if q.ndim != 4 or q.shape[1] != k.shape[1] or len(layer.get_outputs()) > 1 or len(inputs) > 4:
         return "only plain attention over heads of one number is handled"
-    if layer.attribute("is_causal", 0) or layer.attribute("softcap", 0.0):
-        return "is_causal and softcap are not handled"
-    if len(inputs) > 3 and inputs[3] is not None and inputs[3].dtype != ir.DataType.FLOAT:
-        return f"a mask of {inputs[3].dtype.name} is not handled"
+    if layer.attribute("softcap", 0.0):
+        return f"softcap={layer.attribute('softcap')} is not handled"
+    if layer.attribute("is_causal", 0) and not all(isinstance(x.shape[2], int) for x in (q, k)):
+        return "is_causal=1 over varying lengths is not handled"
     return None if isinstance(q.shape[3], int) else "heads of varying width are not handled"
-
-
-def _scale(layer: Layer) -> float:
-    q = layer.get_inputs()[0]
-    assert q is not None
-    return float(layer.attribute("scale", None) or 1.0 / math.sqrt(int(q.shape[3] or 1)))
 
 
 def _kinds(condition: Condition, names: str) -> dict[str, Condition]:
@@ -171,126 +225,35 @@ def _kinds(condition: Condition, names: str) -> dict[str, Condition]:
 CONDITIONS: dict[str, Condition] = {
     **_kinds(_always, "Abs Neg Relu Floor Ceil Sqrt Exp Log Sigmoid Tanh Erf Sin Cos Tan Atan Asin Acos"),
     **_kinds(_always, "Sinh Cosh Asinh Acosh Atanh Reciprocal Softsign HardSigmoid HardSwish LeakyRelu"),
-    **_kinds(_always, "Add Sub Mul Div Max Min Sum Softmax LogSoftmax Gemm Gelu Identity Flatten"),
-    **_kinds(_always, "Transpose Concat GlobalAveragePool GlobalMaxPool DepthToSpace SpaceToDepth"),
-    **_kinds(_constant(1), "Reshape Unsqueeze Squeeze Expand Tile Gather Pow PRelu Split"),
-    **_kinds(_constant(1), "ReduceMean ReduceSum ReduceMax ReduceMin"),
+    **_kinds(_always, "Add Sub Mul Max Min Sum Softmax LogSoftmax Gemm Gelu Identity Flatten Sign"),
+    **_kinds(_always, "Transpose Concat GlobalAveragePool GlobalMaxPool DepthToSpace SpaceToDepth Expand"),
+    **_kinds(_always, "Equal And Or Xor Not Where Shape Range ConstantOfShape"),
+    **_kinds(_compared, "Less Greater LessOrEqual GreaterOrEqual"),
+    **_kinds(_constant(1), "Unsqueeze Squeeze Tile Pow PRelu Split"),
+    **_kinds(_constant(1), "ReduceMean ReduceSum ReduceMax ReduceMin Trilu"),
     **_kinds(_constant(1, 2, 3), "Pad"),
     **_kinds(_convolution, "Conv ConvTranspose"),
+    **_kinds(_divided, "Div Mod"),
     **_kinds(_pool, "MaxPool AveragePool"),
     **_kinds(_statistics, "BatchNormalization InstanceNormalization"),
     **_kinds(_one_output, "LayerNormalization"),
     "Attention": _attention,
+    "Cast": _cast,
     "Clip": _clip,
+    "CumSum": _summed,
+    "Gather": _gather,
     "MatMul": _matmul,
+    "Reshape": _shaped,
     "Resize": _resize,
     "Slice": _slice,
 }
-
-
-def written_out(net: Network, proto: Any) -> None:
-    """Replace the layers that MNN's converter does not read, or shortens, by smaller ones.
-
-    It computes GELU by tanh, off by 2e-4 of the largest result, also where it finds the error function of a
-    quotient; it leaves a product alone.
-    """
-    scales = {
-        layer.get_outputs()[0].name: _scale(layer) for layer in net.get_layers() if layer.kind == "Attention"
-    }
-    nodes: list[Any] = []
-    for node in proto.graph.node:
-        writer = _Writer(proto.graph, node.output[0])
-        if node.op_type == "Gelu":
-            attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-            _gelu(writer, node, attributes.get("approximate", b"none") == b"tanh")
-        elif node.op_type == "Attention":
-            _attend(writer, node, scales[node.output[0]])
-        else:
-            writer.nodes.append(node)
-        nodes += writer.nodes
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-
-
-class _Writer:
-    """Nodes in place of one, named after its result."""
-
-    def __init__(self, graph: Any, result: str) -> None:
-        self._graph, self._result = graph, result
-        self.nodes: list[Any] = []
-
-    def add(self, op_type: str, *inputs: str | float, last: bool = False, **attributes: Any) -> str:
-        name = self._result if last else f"{self._result}.{len(self.nodes)}"
-        operands = [self._constant(x) if isinstance(x, float) else x for x in inputs]
-        self.nodes.append(helper.make_node(op_type, operands, [name], **attributes))
-        return name
-
-    def _constant(self, number: float) -> str:
-        name = f"{self._result}.{len(self.nodes)}.{number!r}"
-        self._graph.initializer.append(numpy_helper.from_array(np.asarray(number, np.float32), name))
-        return name
-
-
-def _gelu(writer: _Writer, node: Any, by_tanh: bool) -> None:
-    add, x = writer.add, node.input[0]
-    if by_tanh:
-        cube = add("Mul", add("Mul", x, x), x)
-        inner = add("Mul", add("Add", x, add("Mul", cube, 0.044715)), float(np.sqrt(2 / np.pi)))
-        gate = add("Tanh", inner)
-    else:
-        gate = add("Erf", add("Mul", x, float(np.sqrt(0.5))))
-    add("Mul", add("Mul", x, 0.5), add("Add", gate, 1.0), last=True)
-
-
-def _attend(writer: _Writer, node: Any, scale: float) -> None:
-    add = writer.add
-    q, k, v, *mask = node.input
-    scores = add("MatMul", add("Mul", q, scale), add("Transpose", k, perm=[0, 1, 3, 2]))
-    if mask and mask[0]:
-        scores = add("Add", scores, mask[0])
-    add("MatMul", add("Softmax", scores, axis=-1), v, last=True)
-
-
-# A network in MNN's own form, made by MNN's converter in a process of its own.
-
-
-# `MNN.tools`, the documented wrapper of the converter, installs a package when it is imported and reports
-# each conversion to a server (MNN 3.6). The library below it, `_tools`, does neither. It prints, and it
-# ends the process where a check of its own fails, so it runs in a process of its own.
-_CODE = "import sys, _tools; sys.exit(0 if _tools.mnnconvert(sys.argv) else 3)"
-_MOST_BYTES = 2**31 - 1  # of a protobuf
-
-
-def converted(net: Network, timeout_s: float = 600.0) -> bytes:
-    """The network as MNN's file holds it; EngineError with what the converter printed where it fails."""
-    proto, _weights = to_proto(net, weights_outside=False)
-    written_out(net, proto)
-    if proto.ByteSize() > _MOST_BYTES:
-        raise EngineError(f"the network has {proto.ByteSize()} bytes; MNN's converter reads {_MOST_BYTES}")
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder, "model.onnx"), Path(folder, "model.mnn")
-        source.write_bytes(proto.SerializeToString())
-        files = ["--modelFile", str(source), "--MNNModel", str(target)]
-        output = _run(["mnnconvert", "-f", "ONNX", "--bizCode", "intarsia", *files], timeout_s)
-        if not target.exists() or not target.stat().st_size:
-            raise EngineError(f"MNN's converter refuses {net.name}: {_reason(output)}")
-        return target.read_bytes()
-
-
-def _run(arguments: Sequence[str], timeout_s: float) -> str:
-    """What the converter prints."""
-    command = [sys.executable, "-P", "-c", _CODE, *arguments[1:]]
-    try:
-        run = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"it took longer than {timeout_s:.0f} s"
-    text = run.stdout.decode(errors="replace")
-    return text if run.returncode >= 0 else f"{text}\nit ended with signal {-run.returncode}"
-
-
-def _reason(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    telling = [line for line in lines if "rror" in line or "ot support" in line or "signal" in line]
-    return (telling or lines or ["it wrote no file"])[-1]
+_MOVES = (
+    "Identity Transpose Concat Reshape Unsqueeze Squeeze Expand Tile Gather Slice Split Flatten Where Cast"
+)
+_BOOLEANS = frozenset(
+    f"{_MOVES} And Or Xor Not Equal Less Greater LessOrEqual GreaterOrEqual Attention".split()
+)
+_INTEGERS = frozenset(
+    f"{_MOVES} Add Sub Mul Div Mod Max Min Neg Abs Sign Equal Less Greater LessOrEqual GreaterOrEqual CumSum"
+    " ReduceSum ReduceMax ReduceMin Shape Range ConstantOfShape Clip".split()
+)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from intarsia.engines.base import GuardedProgram
+from intarsia.engines.guards.inputs import input_check, is_known_to_hold, sentence_about
+from intarsia.engines.guards.kinds import Checks
 from intarsia.engines.ports import Ports
 
+CHECKS = "intarsia_checks"  # the output with a number for each guard
 # MNN's kernels compare and clamp by vector instructions that pass over NaN, and some square what they are
 # given. Numbers up to this one are answered as PyTorch answers them; others are rare, and are PyTorch's.
 LARGEST = 2.0**50
+_WHOLE = 2**31 - 1
 
 
 class MnnProgram(GuardedProgram):
@@ -24,10 +29,13 @@ class MnnProgram(GuardedProgram):
     was forked has none of MNN's threads and would wait for them without end: there PyTorch answers.
     """
 
-    def __init__(self, ports: Ports, module: Any, runtime: object) -> None:
+    def __init__(self, ports: Ports, module: Any, runtime: object, checks: Checks) -> None:
         import MNN.expr
 
         self._ports = ports
+        self._names = [port.name for port in ports.inputs]
+        self._computed, self._limits = checks.computed, checks.limits
+        self._given = {name: [(g, input_check(g)) for g in guards] for name, guards in checks.inputs.items()}
         self._module = module
         self._runtime = runtime  # the module does not keep it alive
         self._expr = MNN.expr
@@ -40,18 +48,47 @@ class MnnProgram(GuardedProgram):
             return self._left(tensors, "MNN's threads are not in a forked process")
         values = []
         for port, tensor in zip(self._ports.inputs, tensors, strict=True):
-            reason = _refusal(port.name, tensor)
+            tensor = (
+                tensor.detach()
+                if isinstance(tensor, torch.Tensor)
+                else torch.tensor(tensor, dtype=port.dtype)
+            )
+            reason = _refusal(port.name, tensor) or self._broken_input(port.name, tensor, tensors)
             if reason is not None:
                 return self._left(tensors, reason)
-            array = tensor.detach().contiguous().numpy()
-            values.append(self._expr.const(array, list(array.shape), self._expr.NCHW, self._expr.float))
+            values.append(self._value(tensor))
         results = self._own_module().onForward(values)
-        outputs = [self._tensor(result) for result in results]
-        for port, output in zip(self._ports.outputs, outputs, strict=True):
+        if self._computed:
+            held = self._array(results.pop()) <= self._limits
+            if not held.all():
+                broken = [guard for guard, fine in zip(self._computed, held, strict=True) if not fine]
+                return self._left(tensors, sentence_about(broken, self._names, tensors))
+        outputs = []
+        for port, result in zip(self._ports.outputs, results, strict=True):
+            outputs.append(output := torch.from_numpy(self._array(result)).to(port.dtype))
             reason = _refusal(port.name, output)
             if reason is not None:
                 return self._left(tensors, reason)
         return tuple(outputs)
+
+    @property
+    def guards(self) -> list[str]:
+        """What must hold for the engine to answer, in words."""
+        return [str(g) for checks in self._given.values() for g, _ in checks] + [
+            str(g) for g in self._computed
+        ]
+
+    def _broken_input(self, name: str, tensor: torch.Tensor, tensors: Sequence[Any]) -> str | None:
+        for guard, holds in self._given.get(name, ()):
+            if not is_known_to_hold(guard, tensor) and not holds(tensor.numpy()):
+                return sentence_about([guard], self._names, tensors)
+        return None
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        is_float = tensor.dtype.is_floating_point
+        array = (tensor if is_float else tensor.to(torch.int32)).contiguous().numpy()
+        dtype = self._expr.float if is_float else self._expr.int
+        return self._expr.const(array, list(array.shape), self._expr.NCHW, dtype)
 
     def _own_module(self) -> Any:
         own = self._clones.__dict__
@@ -60,20 +97,22 @@ class MnnProgram(GuardedProgram):
                 own["module"] = self._module.clone(True)
         return own["module"]
 
-    def _tensor(self, value: Any) -> torch.Tensor:
+    def _array(self, value: Any) -> Any:
         if value.data_format != self._expr.NCHW:
             value = self._expr.convert(value, self._expr.NCHW)
-        array = np.array(value.read(), copy=True)
-        return torch.from_numpy(array.reshape(value.shape))
+        return np.array(value.read(), copy=True).reshape(value.shape)
 
 
 def _refusal(name: str, tensor: torch.Tensor) -> str | None:
     """Why MNN may treat these values unlike PyTorch; None if it does not."""
     if not tensor.numel():
         return f"{name} is empty"
-    if not tensor.dtype.is_floating_point:
+    if tensor.dtype in (torch.bool, torch.int32):
         return None
     low, high = torch.aminmax(tensor)
+    if not tensor.dtype.is_floating_point:
+        fits = low >= -_WHOLE and high <= _WHOLE
+        return None if fits else f"{name} holds {int(low)} to {int(high)}, beyond 32 bits"
     if low >= -LARGEST and high <= LARGEST:  # neither holds of NaN
         return None
     return f"{name} holds NaN, an infinity or a number beyond {LARGEST:.0e}"

@@ -128,8 +128,10 @@ class OnnxRuntime(NetworkEngine):
 
     def build(self, net: Network) -> Program:
         from intarsia.engines.onnxruntime.model import has_float64, is_static
+        from intarsia.engines.onnxruntime.nbits import with_halved_bytes
 
         try:
+            net = with_halved_bytes(net) if self.device == "cpu" else net
             model = self._guarded(net)
             shared = {name: model.weights[name][0] for name in self._shared(net, model.weights)}
             shared |= {name: value for name, (value, _) in model.on_gpu.items()}
@@ -157,9 +159,10 @@ class OnnxRuntime(NetworkEngine):
         What ONNX Runtime writes itself, optimised, is no sooner loaded (see `docs/measurements.md`).
         """
         from intarsia.engines.onnxruntime.model import has_float64
+        from intarsia.engines.onnxruntime.nbits import has_products_of_bytes
 
-        if self.device != "cpu":
-            return None
+        if self.device != "cpu" or has_products_of_bytes(net):
+            return None  # halves of bytes are made again from the weights of the archive
         model = self._guarded(net)
         metadata = {
             "ports": Ports.of(net).as_json(),

@@ -156,5 +156,7 @@ class OpenVINO(NetworkEngine):
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
             "INFERENCE_NUM_THREADS": str(thread_count(self.threads)),
+            # Of weights in few bits the kernels would round activations to 8 bits, group by group.
+            **({"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"} if self.is_exact else {}),
             **self.options,
         }

@@ -18,6 +18,7 @@ from intarsia.engines.openvino.corrections import correct, fold, fold_tables, ha
 from intarsia.engines.openvino.halves import shorten
 from intarsia.engines.openvino.idioms import show_norms, show_rotations
 from intarsia.engines.openvino.limits import OpenVINOLimits, RoundedProductLimits, refuses
+from intarsia.engines.openvino.packed import PackedWeight, as_inputs, put_in
 from intarsia.engines.processor import is_arm
 from intarsia.engines.quantized import is_quantized
 from intarsia.errors import EngineError
@@ -35,7 +36,7 @@ def guarded(
     `rounded` says that products will round activations to integers, `float16` that OpenVINO will compute all
     in it.
     """
-    model, weights = read(net)
+    model, weights, packed = read(net)
     if rounded:
         fold_tables(model)
     elif is_quantized(net) or has_short_weights(model):
@@ -54,17 +55,21 @@ def guarded(
         add_up_in_parts(model)
     if is_arm():
         mend(model)  # guards too are layers
-    return model, weights, checks
+    return model, (weights, put_in(model, packed)), checks
 
 
-def read(net: Network) -> tuple[Any, object]:
-    """The model, its weights put in as constants over torch's own memory; the reader would copy them."""
+def read(net: Network) -> tuple[Any, object, list[PackedWeight]]:
+    """The model, its weights put in as constants over torch's own memory; the reader would copy them.
+
+    Weights in few bits are still inputs, and are returned.
+    """
     import openvino
 
     reason = refuses(net)
     if reason is not None:
         raise EngineError(reason)
     proto, weights = to_proto(net)
+    packed = as_inputs(net, proto, weights)
     weights_as_inputs(proto, weights)
     model = core().read_model(proto.SerializeToString(), b"")
     parameters = {name: p for p in model.get_parameters() for name in p.output(0).get_names()}
@@ -81,7 +86,7 @@ def read(net: Network) -> tuple[Any, object]:
         model.remove_parameter(parameter)
     correct(model)
     model.validate_nodes_and_infer_types()
-    return model, remaining
+    return model, remaining, packed
 
 
 def _shared(openvino: Any, data: np.ndarray[Any, Any], dtype: ir.DataType) -> Any:
@@ -113,14 +118,15 @@ def refusals(nets: Sequence[Network], precision: str, guards: bool) -> list[str 
 def _read(net: Network, guards: bool) -> _Asked | str:
     """The model of a network, or why there is none."""
     try:
-        model, weights = read(net)
+        model, weights, packed = read(net)
+        memory = put_in(model, packed)
         if guards:
             plan_guards(net, OpenVINOLimits(net), floats=False)
     except Exception as error:
         return f"OpenVINO refuses it: {last_line(error)}"
     if any(op.get_type_name() == "FrameworkNode" for op in model.get_ops()):
         return "OpenVINO's ONNX reader does not know it"
-    return model, weights
+    return model, (weights, memory)
 
 
 def _taken_together(models: Sequence[Any], precision: str) -> set[int]:

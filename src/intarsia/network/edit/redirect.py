@@ -140,7 +140,7 @@ def is_dead(node: ir.Node) -> bool:
 
 
 def remove_node(graph: EditableGraph, node: ir.Node) -> None:
-    """Take a layer out; an error if anything still reads it."""
+    """Remove a layer; an error if something still reads it."""
     if node.graph is not graph.graph:
         raise NetworkError(f"layer {node.name} is not in network {graph.graph.name}")
     for value in node.outputs:

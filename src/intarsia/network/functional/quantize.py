@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from intarsia.network.functional.core import op
 from intarsia.network.network import Tensor
+from intarsia.network.shapes import MICROSOFT
 from intarsia.network.signature import record_signature
 
-__all__ = ["dequantize_linear", "quantize_linear"]
+__all__ = ["dequantize_linear", "matmul_nbits", "quantize_linear"]
+
+_IN_FLOAT32 = 1  # the accuracy level at which activations are not rounded
 
 
 @record_signature
@@ -21,3 +24,34 @@ def dequantize_linear(
 ) -> Tensor:
     """`(x - zero_point) * scale`."""
     return op("DequantizeLinear", x, scale, zero_point, axis=axis)
+
+
+@record_signature
+def matmul_nbits(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    rows: int,
+    columns: int,
+    bits: int,
+    block: int,
+) -> Tensor:
+    """`x @ w.T + bias`, the weight as bytes (rows, blocks of columns, bytes of a block)."""
+    return op(
+        "MatMulNBits",
+        x,
+        weight,
+        scale,
+        zero_point,
+        None,
+        bias,
+        domain=MICROSOFT,
+        K=columns,
+        N=rows,
+        bits=bits,
+        block_size=block,
+        accuracy_level=_IN_FLOAT32,
+    )

@@ -1,4 +1,4 @@
-"""How many layers each stage should take."""
+"""Balancing: the number of layers of each stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Device = torch.device | int | str
 
 
 def balance_cost(cost: Sequence[float], partitions: int) -> list[int]:
-    """The balance for layers of known cost: the most expensive stage is as cheap as it can be.
+    """The balance for layers of known cost. It minimizes the cost of the most expensive stage.
 
     >>> balance_cost([1, 2, 3, 4, 5, 6], 2)
     [4, 2]
@@ -36,7 +36,7 @@ def balance_by_time(
     cache: bool = True,
     progress: bool = True,
 ) -> list[int]:
-    """The balance by the measured time of every layer.
+    """The balance by the measured time of each layer.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> sum(balance_by_time(2, model, torch.rand(8, 4), timeout=0.01, device="cpu", cache=False))
@@ -68,7 +68,7 @@ def balance_by_size(
     device: Device | None = None,
     progress: bool = True,
 ) -> list[int]:
-    """The balance by the memory every layer takes in training.
+    """The balance by the memory of each layer in training.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400))
     >>> balance_by_size(2, model, torch.rand(8, 4), device="cpu")

@@ -121,7 +121,7 @@ class Layers(nn.Sequential):
 
 
 class GPipe(nn.Module):
-    """Wraps an `nn.Sequential` to train or infer on several devices as a pipeline of micro-batches.
+    """Wraps an `nn.Sequential` as a pipeline of micro-batches over several devices.
 
     >>> model = GPipe(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
     ...               balance=[1, 2], devices=["cpu", "cpu"], chunks=4)
@@ -217,7 +217,7 @@ class GPipe(nn.Module):
             yield from partition.children()
 
     def layers(self, module: nn.Sequential) -> dict[str, nn.Module]:
-        """The layers of a module like the one that was wrapped, by name; see `keyed_random`."""
+        """The layers of a module like the wrapped one, by name; see `keyed_random`."""
         return {
             name: getattr(module, name) for stage in self.partitions for name, _ in stage.named_children()
         }
@@ -240,7 +240,7 @@ class GPipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """The state dict with the names of the module that was wrapped, to load into one.
+        """The state dict with the names of the wrapped module.
 
         >>> layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         >>> list(GPipe(layers, [1, 1], devices=["cpu", "cpu"]).plain_state_dict())

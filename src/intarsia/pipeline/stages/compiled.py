@@ -44,7 +44,7 @@ def compile_stages(
     stages: StageSequence, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> list[nn.Module]:
     """Compile every stage with the values that reach it from an example call."""
-    from intarsia.compiler.job import compile_with
+    from intarsia.compiler.entry import compile_with
     from intarsia.options import CompileOptions
 
     checked = CompileOptions.checked(options, "compile")

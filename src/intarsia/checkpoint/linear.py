@@ -1,0 +1,319 @@
+"""Linear layers whose weights stay in the bits, and under the names, that a checkpoint stores.
+
+The dense weight exists inside `forward` only: integers are unpacked by shifts and masks, the zero points are
+subtracted, the scales multiplied.
+
+    layout            integers                           zero points                     scales
+    pack-quantized    weight_packed int32 (N, K / each)  weight_zero_point int32         weight_scale
+                                                         (N / each, groups)              (N, groups)
+    int-, float-,     weight int8 or float8 (N, K)       weight_zero_point int8          weight_scale
+    naive-quantized                                      (N, groups)                     (N, groups)
+    AWQ               qweight int32 (K, N / 8)           qzeros int32 (groups, N / 8)    scales (groups, N)
+    GPTQ              qweight int32 (K / each, N)        qzeros int32 (groups, N / each) scales (groups, N)
+
+N are outputs, K inputs, `each` is how many integers an int32 holds: the first in the lowest bits, but AWQ's
+columns in the order 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from intarsia.errors import InputError
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How inputs are rounded to 8 bits before a product, as compressed-tensors computes it."""
+
+    is_float: bool
+    dynamic: bool  # by a scale of each call; else by one that the checkpoint stores
+    by_token: bool
+    symmetric: bool
+
+    def dynamic_scale(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scale, and the zero point of asymmetric rounding, that fit these values."""
+        # compressed-tensors 0.20 takes one scale of all tokens for an input of two dimensions; all others
+        # take one a token, whatever its shape.
+        dims = [-1] if self.by_token else list(range(x.dim()))
+        low = x.amin(dims, keepdim=True).clamp(max=0)
+        high = x.amax(dims, keepdim=True).clamp(min=0)
+        least, most = self._ends()
+        span = torch.maximum(-low, high) * 2 if self.symmetric else high - low
+        scale = span / (most - least)
+        scale = torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
+        return scale, None if self.symmetric else (least - low / scale).clamp(least, most).round()
+
+    def rounded(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The values that inputs stand for after they were rounded."""
+        units = x / scale if zero is None else x / scale + zero.to(x.dtype)
+        units = units.clamp(*self._ends())
+        units = units.to(torch.float8_e4m3fn).to(x.dtype) if self.is_float else units.round()
+        return (units if zero is None else units - zero.to(x.dtype)) * scale
+
+    def _ends(self) -> tuple[float, float]:
+        most = torch.finfo(torch.float8_e4m3fn).max
+        return (-most, most) if self.is_float else (-128.0, 127.0)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer that computes with the weight that its buffers stand for."""
+
+    def __init__(self, linear: nn.Linear, bits: int, group: int, names: Collection[str]) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bits, self.group = bits, group
+        self.dtype = linear.weight.dtype
+        self.bias = linear.bias
+        if "bias" in names and linear.bias is None:  # GPTQ's oldest checkpoints have one everywhere
+            self._declare("bias", (self.out_features,))
+        self._takes(names)
+
+    def _takes(self, names: Collection[str]) -> None:
+        """Declare the buffers, of which a checkpoint has these names."""
+        raise NotImplementedError
+
+    def dequantized(self) -> Tensor:
+        """The dense weight, (outputs, inputs)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.dequantized(), self.bias)
+
+    def settle(self, name: str) -> None:
+        """Look at the values of tensors that have just been read."""
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.in_features} inputs, {self.out_features} outputs"
+        return f"{sizes}, {self.bits} bits in groups of {self.group}"
+
+    @property
+    def each(self) -> int:
+        """How many integers an int32 holds."""
+        return 32 // self.bits
+
+    @property
+    def groups(self) -> int:
+        return -(-self.in_features // self.group)
+
+    def _declare(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        self.register_buffer(name, torch.empty(shape, dtype=dtype or self.dtype))
+
+    def _words(self, integers: int) -> int:
+        return -(-integers // self.each)
+
+    def _divide(self) -> None:
+        if self.in_features % self.group:
+            raise InputError(f"groups of {self.group} do not divide its {self.in_features} inputs")
+
+
+class PackedLinear(QuantizedLinear):
+    """The layout `pack-quantized` of compressed-tensors."""
+
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor
+    weight_g_idx: Tensor
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        bits: int,
+        group: int,
+        names: Collection[str],
+        symmetric: bool,
+        one_scale: bool,
+    ) -> None:
+        self.symmetric, self.one_scale = symmetric, one_scale
+        super().__init__(linear, bits, group, names)
+
+    def _takes(self, names: Collection[str]) -> None:
+        self._divide()
+        self._declare("weight_packed", (self.out_features, self._words(self.in_features)), torch.int32)
+        self._declare("weight_scale", (1,) if self.one_scale else (self.out_features, self.groups))
+        if not self.symmetric:
+            shape = (1,) if self.one_scale else (self._words(self.out_features), self.groups)
+            self._declare("weight_zero_point", shape, torch.int8 if self.one_scale else torch.int32)
+        if "weight_shape" in names:
+            self._declare("weight_shape", (2,), torch.int64)
+        if "weight_g_idx" in names:
+            self._declare("weight_g_idx", (self.in_features,), torch.int32)
+
+    def settle(self, name: str) -> None:
+        if hasattr(self, "weight_g_idx"):
+            _check_groups(f"{name}.weight_g_idx", self.weight_g_idx, self.groups)
+
+    def dequantized(self) -> Tensor:
+        numbers = unpacked(self.weight_packed, self.bits, 1)[:, : self.in_features]
+        scale = self.weight_scale.reshape(-1, self.groups)
+        zero: Tensor | float = 2 ** (self.bits - 1)
+        if not self.symmetric and self.one_scale:
+            zero = self.weight_zero_point.reshape(1, 1) + zero
+        elif not self.symmetric:
+            zero = unpacked(self.weight_zero_point, self.bits, 0)[: self.out_features]
+        return dequantized(numbers, zero, scale, getattr(self, "weight_g_idx", None))
+
+
+class PlainLinear(QuantizedLinear):
+    """The layouts `int-quantized`, `float-quantized` and `naive-quantized` of compressed-tensors."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor
+    input_scale: Tensor
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        group: int,
+        names: Collection[str],
+        symmetric: bool,
+        one_scale: bool,
+        is_float: bool,
+        rounding: Rounding | None,
+    ) -> None:
+        self.symmetric, self.one_scale, self.is_float = symmetric, one_scale, is_float
+        super().__init__(linear, 8, group, names)
+        self.rounding = rounding
+        if rounding is not None and not rounding.dynamic:
+            self._declare("input_scale", (1,))
+            if not rounding.symmetric:
+                self._declare("input_zero_point", (1,), torch.int8)
+
+    def _takes(self, names: Collection[str]) -> None:
+        self._divide()
+        dtype = torch.float8_e4m3fn if self.is_float else torch.int8
+        shape = (1,) if self.one_scale else (self.out_features, self.groups)
+        self._declare("weight", (self.out_features, self.in_features), dtype)
+        self._declare("weight_scale", shape)
+        if not self.symmetric:
+            self._declare("weight_zero_point", shape, torch.int8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rounding is not None and self.rounding.dynamic:
+            x = self.rounding.rounded(x, *self.rounding.dynamic_scale(x))
+        elif self.rounding is not None:
+            x = self.rounding.rounded(x, self.input_scale, getattr(self, "input_zero_point", None))
+        return super().forward(x)
+
+    def dequantized(self) -> Tensor:
+        zero = None if self.symmetric else self.weight_zero_point.reshape(-1, self.groups)
+        return dequantized(self.weight, zero, self.weight_scale.reshape(-1, self.groups))
+
+
+class AwqLinear(QuantizedLinear):
+    """The layout `gemm` of AWQ."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+
+    def __init__(
+        self, linear: nn.Linear, bits: int, group: int, names: Collection[str], symmetric: bool
+    ) -> None:
+        self.symmetric = symmetric
+        super().__init__(linear, bits, group, names)
+
+    def _takes(self, names: Collection[str]) -> None:
+        self._divide()
+        if self.out_features % self.each:
+            raise InputError(f"its {self.out_features} outputs are no multiple of {self.each}")
+        words = self._words(self.out_features)
+        self._declare("qweight", (self.in_features, words), torch.int32)
+        self._declare("scales", (self.groups, self.out_features))
+        if not self.symmetric or "qzeros" in names:
+            self._declare("qzeros", (self.groups, words), torch.int32)
+
+    def dequantized(self) -> Tensor:
+        numbers = unpacked(self.qweight, self.bits, 1, interleaved=True)
+        zero: Tensor | float = 2 ** (self.bits - 1)
+        if hasattr(self, "qzeros"):
+            zero = unpacked(self.qzeros, self.bits, 1, interleaved=True).t()
+        return dequantized(numbers.t(), zero, self.scales.t())
+
+
+class GptqLinear(QuantizedLinear):
+    """The layout of GPTQ, of which the first version stores zero points less one."""
+
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor
+
+    def __init__(
+        self, linear: nn.Linear, bits: int, group: int, names: Collection[str], act_order: bool, less: int
+    ) -> None:
+        self.indexed = act_order
+        self.less = less
+        super().__init__(linear, bits, group, names)
+
+    def _takes(self, names: Collection[str]) -> None:
+        for size, kind in (self.in_features, "inputs"), (self.out_features, "outputs"):
+            if size % self.each:
+                raise InputError(f"its {size} {kind} are no multiple of {self.each}")
+        self._declare("qweight", (self._words(self.in_features), self.out_features), torch.int32)
+        self._declare("qzeros", (self.groups, self._words(self.out_features)), torch.int32)
+        self._declare("scales", (self.groups, self.out_features))
+        if self.indexed or "g_idx" in names:
+            self._declare("g_idx", (self.in_features,), torch.int32)
+        else:
+            self._divide()
+
+    def settle(self, name: str) -> None:
+        if not hasattr(self, "g_idx"):
+            return
+        _check_groups(f"{name}.g_idx", self.g_idx, self.groups)
+        usual = torch.arange(self.in_features, device=self.g_idx.device) // self.group
+        # Groups of neighbours need no index, unless the last group is shorter.
+        self.indexed = bool(self.in_features % self.group) or not torch.equal(self.g_idx, usual.int())
+
+    def dequantized(self) -> Tensor:
+        numbers = unpacked(self.qweight, self.bits, 0)
+        zero = unpacked(self.qzeros, self.bits, 1)
+        if self.less:
+            zero = (zero + self.less) & (2**self.bits - 1)
+        return dequantized(numbers.t(), zero.t(), self.scales.t(), self.g_idx if self.indexed else None)
+
+
+def unpacked(packed: Tensor, bits: int, dim: int, interleaved: bool = False) -> Tensor:
+    """The integers of some bits that lie side by side in int32, along a dimension of a matrix.
+
+    >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4, 1)
+    tensor([[0, 1, 2, 3, 4, 5, 6, 7]], dtype=torch.int32)
+    """
+    places = torch.arange(32 // bits, dtype=torch.int32, device=packed.device)
+    if interleaved:  # column 1 is in the fifth place: 0, 4, 1, 5, 2, 6, 3, 7
+        places = places.reshape(2, -1).t().flatten()
+    shifts = (places * bits).reshape(-1, *[1] * (1 - dim))
+    integers: Tensor = (packed.unsqueeze(dim + 1) >> shifts) & (2**bits - 1)
+    return integers.flatten(dim, dim + 1)
+
+
+def dequantized(
+    numbers: Tensor, zero: Tensor | float | None, scale: Tensor, index: Tensor | None = None
+) -> Tensor:
+    """`(numbers - zero) * scale`, with a zero point and a scale for each row and group of columns.
+
+    Groups are of neighbours, or `index` says to which each column belongs.
+    """
+    if index is not None:
+        zero = zero[:, index].to(scale.dtype) if isinstance(zero, Tensor) else zero
+        weight = numbers.to(scale.dtype)
+        return (weight if zero is None else weight - zero) * scale[:, index]
+    weight = numbers.reshape(numbers.shape[0], scale.shape[1], -1).to(scale.dtype)
+    if zero is not None:
+        weight = weight - (zero.unsqueeze(2).to(scale.dtype) if isinstance(zero, Tensor) else zero)
+    return (weight * scale.unsqueeze(2)).flatten(1)
+
+
+def _check_groups(name: str, index: Tensor, groups: int) -> None:
+    low, high = (int(bound) for bound in index.aminmax())
+    if low < 0 or high >= groups:
+        raise InputError(
+            f"{name} names group {high if high >= groups else low}, and there are {groups} groups"
+        )

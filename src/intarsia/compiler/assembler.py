@@ -1,0 +1,98 @@
+"""From a lowered graph to a module: the builder of its pieces, and what was built as something to call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from intarsia.build.builder import Builder, BuildSettings
+from intarsia.build.faithful import LoweredModel
+from intarsia.build.trial import Cases, rewriter
+from intarsia.engines import Engine, Program
+from intarsia.graph.nodes import uses_gpu
+from intarsia.lower.range_ends import between
+from intarsia.options import CompileOptions
+from intarsia.partition import Piece, Plan, Strategy
+from intarsia.partition.support import refused_table
+from intarsia.runtime.compiled import Compiled, Source
+from intarsia.runtime.cuda_graphs import use_cuda_graphs
+from intarsia.runtime.inlay import Assembly
+
+_SIZES_RECORDED = 8  # CUDA graphs of sizes between the ends of a range
+
+
+@dataclass(frozen=True, eq=False)
+class Assembler:
+    """Makes modules of one model, whatever plan they run by."""
+
+    model: nn.Module | None  # as something to call; None for new weights that come without a model
+    signature: inspect.Signature | None
+    options: CompileOptions
+    strategy: Strategy
+
+    def builder(self, graph: LoweredModel, engines: Sequence[Engine], notes: Sequence[str] = ()) -> Builder:
+        """A builder of the graph's pieces, which tries every program on the examples."""
+        module, options = graph.lowered.module, self.options
+        device = "cuda" if uses_gpu(module.graph) else "cpu"
+        settings = BuildSettings(
+            options.limits,
+            self.strategy,
+            None if options.rewrite is False else rewriter(options.rewrite, engines, device),
+            options.build_limit_s,
+            options.accuracy.tolerance,
+        )
+        examples = [example.inputs for example in graph.examples] if options.accuracy.verify else ()
+        cases = Cases(module, [example.case for example in graph.examples])
+        return Builder(module, engines, settings, examples, cases, list(notes))
+
+    def inlaid(
+        self,
+        graph: LoweredModel,
+        plan: Plan,
+        pieces: Sequence[Piece],
+        programs: Sequence[Program],
+        builder: Builder,
+    ) -> Compiled:
+        """The programs as one module, and on a GPU as one CUDA graph where it can be recorded."""
+        assembly = Assembly(plan, pieces, programs, builder.body_plans)
+        compiled = self._compiled(graph, assembly, builder.notes)
+        setting, module = self.options.cuda_graphs, graph.lowered.module
+        if uses_gpu(module.graph) and graph.examples and setting is not False:
+            # A GPU loads a kernel when it is first used. cuBLAS has others for other sizes, so the first
+            # calls of some sizes would take 20 ms, and 13 ms once a few others have run (GPT-2, H200).
+            inputs = [example.inputs for example in graph.examples]
+            use_cuda_graphs(
+                compiled,
+                module.graph,
+                capturable=all(e.capturable for e in builder.engines if e.name in plan.engines),
+                results="static" if setting == "static" else "fresh",
+                examples=[*inputs, *between(graph.lowered, inputs[0], _SIZES_RECORDED)],
+            )
+        return compiled
+
+    def eager(
+        self,
+        graph: LoweredModel,
+        engines: Sequence[Engine],
+        reason: str,
+        eager: Literal["chosen", "required"],
+    ) -> Compiled:
+        """The model as it is, run in PyTorch for this reason."""
+        builder = self.builder(replace(graph, examples=[]), engines)
+        table = refused_table(graph.lowered.module, [engine.name for engine in engines], reason)
+        assembly = Assembly(*builder.build(builder.plan(table)))
+        return self._compiled(graph, assembly, builder.notes, eager)
+
+    def _compiled(
+        self,
+        graph: LoweredModel,
+        assembly: Assembly,
+        notes: Sequence[str],
+        eager: Literal["chosen", "required"] | None = None,
+    ) -> Compiled:
+        source = Source(self.model, self.signature, eager=eager)
+        return Compiled(graph.lowered, assembly, source, [*graph.notes, *graph.lowered.notes, *notes])

@@ -1,0 +1,209 @@
+"""One compile, from the outside: the job, and what the user gets where it cannot be done.
+
+A model that cannot be captured as a whole is compiled in parts, each by a job of its own. An error that is
+not the user's leaves the model as it is, with a warning.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from intarsia.capture.device import device_of
+from intarsia.capture.example import Call, copied_call
+from intarsia.capture.export import capture
+from intarsia.capture.input import check_call, resolve_call
+from intarsia.capture.protect import kept_random_state, shared_copy
+from intarsia.compiler.job import CompileJob, Request, prepare
+from intarsia.compiler.parts import check_names_of_parts, compile_parts, names_within
+from intarsia.compiler.training import training_difference
+from intarsia.errors import (
+    CaptureError,
+    DifferenceWarning,
+    EngineError,
+    InputError,
+    IntarsiaError,
+    InternalError,
+    LoweringError,
+    PartitionError,
+    RefitError,
+    RewriteError,
+    UnrepeatableError,
+    warn,
+)
+from intarsia.logs import torch_logs_kept
+from intarsia.options import CompileOptions
+from intarsia.runtime.compiled import Compiled
+from intarsia.runtime.partly import PartlyCompiled
+
+# torch.export traces with process-wide state: one model at a time. Compiled modules run while others compile.
+COMPILING = threading.RLock()
+
+
+def compile_with(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Compiled | PartlyCompiled:
+    """`intarsia.compile` with checked options. What fails unexpectedly leaves the model as it is."""
+    try:
+        compiled = _compile(options, model, args, kwargs or {}, dynamic_shapes)
+    except InternalError as error:
+        if options.is_strict:
+            raise (error.__cause__ or error) from None
+        warn(f"the model runs as it is, in PyTorch: {error}")
+        return model_as_it_is(model, str(error))
+    with kept_random_state():
+        example = resolve_call(model, args, kwargs or {}, dynamic_shapes)
+        training = training_difference(model, (example[0], example[1]))
+    if training is not None:
+        warn(training, DifferenceWarning)
+    for difference in compiled.differences:
+        warn(f"compiled, the model can answer differently: {difference}", DifferenceWarning)
+    return compiled
+
+
+def compile_whole(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Compiled:
+    """The same for a caller that runs the model itself where this raises an IntarsiaError, and says so."""
+    compiled = _compile(replace(options, fallback="error"), model, args, kwargs or {}, dynamic_shapes)
+    assert isinstance(compiled, Compiled)
+    return compiled
+
+
+def _compile(
+    options: CompileOptions,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+) -> Compiled | PartlyCompiled:
+    """Every compile goes through here; an exception that is none of this package's is an InternalError."""
+    began = time.perf_counter()
+    check_call(args, kwargs)
+    try:
+        with COMPILING, torch_logs_kept(), kept_random_state(), device_of(model, args, kwargs):
+            job = prepare(options, model, args, kwargs, dynamic_shapes, began)
+            try:
+                return job.run()
+            except (CaptureError, LoweringError) as error:
+                if _must_be_whole(job, error):
+                    raise
+                return in_parts(job, str(error).splitlines()[0])
+    except Exception as error:
+        if is_for_user(error):
+            raise
+        raise internal_error(error) from error
+
+
+def _must_be_whole(job: CompileJob, error: IntarsiaError) -> bool:
+    """Whether a model that cannot be captured is refused: all of it was asked for, or only sizes fail."""
+    if job.options.is_strict:
+        return True
+    if not isinstance(job.model, nn.Module):
+        return True
+    if job.request.dynamic_shapes is None or isinstance(error, LoweringError | UnrepeatableError):
+        return False  # a graph that torch cannot take apart says nothing against the sizes
+    try:
+        capture(job.model, *copied_call(job.request.call))  # export leaves marks on what it was given
+    except CaptureError:
+        return False
+    return True
+
+
+def in_parts(job: CompileJob, reason: str) -> PartlyCompiled:
+    """The submodules that can be captured, compiled by jobs of their own; the rest runs as it is."""
+    assert isinstance(job.model, nn.Module)
+    graphs: list[fx.GraphModule] = []
+    compile_one = partial(_compile_part, job, graphs) if job.options.fallback == "parts" else None
+    partly = compile_parts(job.model, job.request.call, reason, compile_one, job.request.notes)
+    names = [engine.name for engine in job.engines]
+    check_names_of_parts(job.model, job.request.call, graphs, job.options.limits, names)
+    return partly
+
+
+def _compile_part(
+    whole: CompileJob,
+    graphs: list[fx.GraphModule],
+    path: str,
+    module: nn.Module,
+    call: Call,
+    dynamic_shapes: Any,
+) -> Compiled:
+    """One submodule; modules that the user named mean in it what they mean in the model."""
+    assert isinstance(whole.model, nn.Module)
+    limits, accuracy = whole.options.limits, whole.options.accuracy
+    inner = names_within(whole.model, path, limits.torch_executed_modules)
+    options = replace(
+        whole.options,
+        limits=replace(limits, torch_executed_modules=inner),
+        accuracy=replace(accuracy, examples=()),
+    )
+    request = Request(call, dynamic_shapes)
+    part = replace(whole, model=module, request=request, options=options, part_graphs=graphs)
+    try:
+        return part.run()
+    except Exception as error:
+        if is_for_user(error):
+            raise
+        unexpected = internal_error(error)
+        warn(f"{path} runs as it is, in PyTorch: {unexpected}")
+        raise unexpected from error
+
+
+# What is wrong with a call, with an option, or with the model; of other errors the user is not the author.
+_FOR_USER = (CaptureError, InputError, LoweringError, PartitionError, RefitError, RewriteError)
+_STAGES = (
+    *("prepare", "capture", "lower", "cache_entry", "check", "support", "build", "choose", "verify", "store"),
+    *("finish", "in_parts"),
+)
+_PACKAGE = Path(__file__).parents[1]
+_STAGE_FILES = (str(_PACKAGE / "compiler" / "job.py"), __file__)
+
+
+def is_for_user(error: Exception) -> bool:
+    """Whether an error of a compile tells the user what to change; any other is ours."""
+    is_missing = isinstance(error, EngineError) and _stage_of(error) == "prepare"  # an engine that was named
+    return is_missing or isinstance(error, _FOR_USER)
+
+
+def _stage_of(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return next(
+        (f.name for f in reversed(frames) if f.filename in _STAGE_FILES and f.name in _STAGES), "prepare"
+    )
+
+
+def internal_error(error: Exception) -> InternalError:
+    """What failed, in which stage of a compile, and at which line of this package."""
+    if isinstance(error, InternalError):
+        return error
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(_PACKAGE)]
+    where = f" at {Path(ours[-1].filename).relative_to(_PACKAGE.parent)}:{ours[-1].lineno}" if ours else ""
+    reason = next(iter(str(error).splitlines()), "")
+    return InternalError(
+        f"unexpected error in stage {_stage_of(error)!r}{where}: {type(error).__name__}: {reason}"
+    )
+
+
+def model_as_it_is(model: nn.Module | ExportedProgram, reason: str) -> PartlyCompiled:
+    """The model itself, run in PyTorch as in evaluation, with the plan and the notes of a compiled module."""
+    module = model.module() if isinstance(model, ExportedProgram) else model
+    return PartlyCompiled(shared_copy(module), {}, [f"all of it runs as it is, in PyTorch: {reason}"], reason)

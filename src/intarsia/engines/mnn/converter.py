@@ -1,0 +1,194 @@
+"""A network in MNN's own form, made by MNN's converter in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
+
+from intarsia.engines.guards.kinds import Checks
+from intarsia.engines.mnn.layers import spreads_both
+from intarsia.engines.mnn.limits import add_checks, planned
+from intarsia.errors import EngineError
+from intarsia.network import Layer, Network
+from intarsia.network.serialize import to_proto
+
+_COMPARISONS = frozenset({"Less", "Greater", "LessOrEqual", "GreaterOrEqual"})
+
+
+def written_out(net: Network, proto: Any) -> None:
+    """Replace the layers that MNN's converter does not read, or shortens, by smaller ones.
+
+    It computes GELU by tanh, off by 2e-4 of the largest result, also where it finds the error function of a
+    quotient; it leaves a product alone.
+    """
+    layers = {layer.get_outputs()[0].name: layer for layer in net.get_layers()}
+    nodes: list[Any] = []
+    for node in proto.graph.node:
+        writer = _Writer(proto.graph, node.output[0])
+        if node.op_type == "Gelu":
+            attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+            _gelu(writer, node, attributes.get("approximate", b"none") == b"tanh")
+        elif node.op_type == "Attention":
+            _attend(writer, node, layers[node.output[0]])
+        elif node.op_type == "Cast" and _target(node) == TensorProto.BOOL:
+            _truth(writer, layers[node.output[0]])
+        elif node.op_type in _COMPARISONS:
+            _compare(writer, node, layers[node.output[0]])
+        elif node.op_type == "Gather":
+            _gather(writer, node, layers[node.output[0]])
+        else:
+            writer.nodes.append(node)
+        nodes += writer.nodes
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+
+
+def _target(node: Any) -> int:
+    return next(int(attribute.i) for attribute in node.attribute if attribute.name == "to")
+
+
+_Operand = str | float | int | np.ndarray[Any, Any]  # the name of a tensor, or the values of a constant
+
+
+class _Writer:
+    """Nodes in place of one, named after its result."""
+
+    def __init__(self, graph: Any, result: str) -> None:
+        self._graph, self._result = graph, result
+        self.nodes: list[Any] = []
+        self._constants = 0
+
+    def add(self, op_type: str, *inputs: _Operand, last: bool = False, **attributes: Any) -> str:
+        name = self._result if last else f"{self._result}.{len(self.nodes)}"
+        operands = [x if isinstance(x, str) else self._constant(x) for x in inputs]
+        self.nodes.append(helper.make_node(op_type, operands, [name], **attributes))
+        return name
+
+    def _constant(self, values: float | int | np.ndarray[Any, Any]) -> str:
+        self._constants += 1
+        name = f"{self._result}.constant{self._constants}"
+        array = np.asarray(values)
+        array = array.astype(np.int64 if array.dtype.kind == "i" else np.float32)
+        self._graph.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+
+def _gelu(writer: _Writer, node: Any, by_tanh: bool) -> None:
+    add, x = writer.add, node.input[0]
+    if by_tanh:
+        cube = add("Mul", add("Mul", x, x), x)
+        inner = add("Mul", add("Add", x, add("Mul", cube, 0.044715)), float(np.sqrt(2 / np.pi)))
+        gate = add("Tanh", inner)
+    else:
+        gate = add("Erf", add("Mul", x, float(np.sqrt(0.5))))
+    add("Mul", add("Mul", x, 0.5), add("Add", gate, 1.0), last=True)
+
+
+def _truth(writer: _Writer, layer: Layer) -> None:
+    """MNN keeps the numbers that it casts to truth values."""
+    x = layer.get_inputs(0)[0]
+    assert x is not None
+    is_float = x.dtype == ir.DataType.FLOAT
+    writer.add("Not", writer.add("Equal", x.name, 0.0 if is_float else 0), last=True)
+
+
+def _compare(writer: _Writer, node: Any, layer: Layer) -> None:
+    """By vectors MNN's Less compares the bits of floats: of two negative ones wrongly."""
+    one, other = node.input
+    if spreads_both(layer):
+        sizes = [int(size or 0) for size in layer.get_outputs(0)[0].shape]
+        one = writer.add("Expand", one, np.array(sizes))
+    if node.op_type == "Less":
+        writer.add("Greater", other, one, last=True)
+    else:
+        writer.add(node.op_type, one, other, last=True)
+
+
+def _gather(writer: _Writer, node: Any, layer: Layer) -> None:
+    """MNN reads memory wherever an index points, and a guard of a computed one is looked at afterwards."""
+    data, indices = layer.get_inputs(0, 1)
+    assert data is not None and indices is not None
+    axis = layer.attribute("axis", 0)
+    name = indices.name
+    if indices.constant is None:
+        size = int(data.shape[axis] or 0)
+        name = writer.add("Min", writer.add("Max", name, -size), size - 1)
+    writer.add("Gather", node.input[0], name, axis=axis, last=True)
+
+
+def _attend(writer: _Writer, node: Any, layer: Layer) -> None:
+    add = writer.add
+    q, k, v, *mask = node.input
+    scores = add("MatMul", add("Mul", q, _scale(layer)), add("Transpose", k, perm=[0, 1, 3, 2]))
+    if layer.attribute("is_causal", 0):
+        queries, keys = (int(x.shape[2] or 0) for x in layer.get_inputs(0, 1) if x is not None)
+        scores = add("Add", scores, np.triu(np.full((queries, keys), -np.inf, np.float32), 1))
+    if mask and mask[0]:
+        allowed = layer.get_inputs(3)[0]
+        assert allowed is not None
+        if allowed.dtype == ir.DataType.BOOL:
+            scores = add("Where", mask[0], scores, -math.inf)
+        else:
+            scores = add("Add", scores, mask[0])
+    add("MatMul", add("Softmax", scores, axis=-1), v, last=True)
+
+
+# `MNN.tools`, the documented wrapper of the converter, installs a package when it is imported and reports
+# each conversion to a server (MNN 3.6). The library below it, `_tools`, does neither. It prints, and it
+# ends the process where a check of its own fails, so it runs in a process of its own.
+_CODE = "import sys, _tools; sys.exit(0 if _tools.mnnconvert(sys.argv) else 3)"
+_MOST_BYTES = 2**31 - 1  # of a protobuf
+
+
+def converted(net: Network, timeout_s: float = 600.0) -> tuple[bytes, Checks]:
+    """The network as MNN's file holds it, and what must be checked at a call.
+
+    EngineError with what the converter printed where it fails.
+    """
+    proto, _weights = to_proto(net, weights_outside=False)
+    written_out(net, proto)
+    checks = add_checks(net, proto, planned(net))
+    if proto.ByteSize() > _MOST_BYTES:
+        raise EngineError(f"the network has {proto.ByteSize()} bytes; MNN's converter reads {_MOST_BYTES}")
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "model.onnx"), Path(folder, "model.mnn")
+        source.write_bytes(proto.SerializeToString())
+        files = ["--modelFile", str(source), "--MNNModel", str(target)]
+        output = _run(["mnnconvert", "-f", "ONNX", "--bizCode", "intarsia", *files], timeout_s)
+        if not target.exists() or not target.stat().st_size:
+            raise EngineError(f"MNN's converter refuses {net.name}: {_reason(output)}")
+        return target.read_bytes(), checks
+
+
+def _run(arguments: Sequence[str], timeout_s: float) -> str:
+    """What the converter prints."""
+    command = [sys.executable, "-P", "-c", _CODE, *arguments[1:]]
+    try:
+        run = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {timeout_s:.0f} s"
+    text = run.stdout.decode(errors="replace")
+    return text if run.returncode >= 0 else f"{text}\nit ended with signal {-run.returncode}"
+
+
+def _reason(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    telling = [line for line in lines if "rror" in line or "ot support" in line or "signal" in line]
+    return (telling or lines or ["it wrote no file"])[-1]
+
+
+def _scale(layer: Layer) -> float:
+    q = layer.get_inputs()[0]
+    assert q is not None
+    return float(layer.attribute("scale", None) or 1.0 / math.sqrt(int(q.shape[3] or 1)))

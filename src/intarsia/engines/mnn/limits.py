@@ -1,0 +1,163 @@
+"""What MNN's kernels answer unlike PyTorch, and the layers that watch for it while a network runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
+
+from intarsia.engines.guards.intervals import Interval
+from intarsia.engines.guards.kinds import AnyGuard, Checks, Guards, Product, ValueGuard
+from intarsia.engines.guards.planner import FINITE, LOOKED_AT, plan_guards
+from intarsia.engines.mnn.program import CHECKS
+from intarsia.errors import EngineError
+from intarsia.network import Layer, Network, Tensor
+from intarsia.network.ops import COUNTS, MOVES_DATA, NORMALIZES
+
+# Compared with ONNX Runtime on MNN 3.6.1, x86_64, fifteen elements at a time: its kernels take some by
+# vectors and the rest one by one.
+#
+# Integers are of 32 bits. Max, Min, Mul, Abs and Clip compute them as float32, by vectors; a division by zero
+# ends the process. Gather reads another row for an index out of range.
+
+
+_WIDE = Interval(-(2**31) + 1, 2**31 - 1)  # the least integer divided by -1 ends the process
+_NARROW = Interval(-(2**24), 2**24)
+_NUMBERS = Interval(-math.inf, math.inf)
+_NO_MINUS_INFINITY = Interval(-float(np.finfo(np.float32).max), 2.0**100)
+_BELOW = Interval(-math.inf, 2.0**100)
+_SQUARES_FIT = Interval(-(2.0**50), 2.0**50)
+_EXP = Interval(-math.inf, 80.0)  # of what is larger it makes 6e37, not infinity
+# Kernels that compute integers with all their 32 bits.
+_EXACT = (MOVES_DATA - {"Pad", "Trilu"}) | COUNTS | frozenset(
+    {
+        "Add", "Sub", "Neg", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Cast", "Range",
+        "ReduceMax", "ReduceMin", "ReduceSum", "CumSum", "ConstantOfShape", "Shape",
+    }
+)  # fmt: skip
+# Kernels that hand NaN on; Relu makes 0 of it, Sigmoid and Tanh 1, comparisons take it for a number.
+_HANDS_NAN_ON = (MOVES_DATA - {"Pad", "Trilu"}) | frozenset(
+    {
+        "Add", "Sub", "Mul", "Div", "Neg", "Sqrt", "Floor", "Ceil", "Log", "Erf", "Sin", "Cos", "Tan", "Conv",
+        "MatMul", "Gemm", "ReduceSum", "ReduceMean", "AveragePool", "GlobalAveragePool", "BatchNormalization",
+        "Sum", "ConvTranspose", "Shape",
+    }
+)  # fmt: skip
+
+
+class MnnLimits:
+    """What MNN's kernels treat as PyTorch does."""
+
+    engine = "MNN"
+    by_reciprocals = False
+
+    def floats(self, layer: Layer, index: int) -> Interval | None:
+        kind = layer.kind
+        if kind == "Cast":
+            output = layer.get_outputs(0)[0].dtype
+            return Interval(-(2.0**30), 2.0**30) if output in (ir.DataType.INT32, ir.DataType.INT64) else None
+        if kind == "Exp":
+            return _EXP
+        if kind == "Attention":  # of a row that is masked altogether it makes 0, as torch does
+            return _BELOW if index == 3 else FINITE
+        if kind in ("Softmax", "LogSoftmax"):  # of minus infinity alone it makes 0, torch NaN
+            return _NO_MINUS_INFINITY
+        if kind in NORMALIZES:
+            return _SQUARES_FIT
+        return None if kind in _HANDS_NAN_ON else _NUMBERS
+
+    def integers(self, layer: Layer) -> Interval:
+        return _WIDE if layer.kind in _EXACT else _NARROW
+
+    def index_axes(self, layer: Layer) -> list[int] | None:
+        return [layer.attribute("axis", 0)] if layer.kind == "Gather" else None
+
+    def others(self, layer: Layer) -> list[AnyGuard]:
+        return []
+
+
+def planned(net: Network) -> Guards:
+    """The guards of a network; EngineError where MNN cannot look at what would have to be watched."""
+    guards = plan_guards(net, MnnLimits())
+    for guard in guards.all():
+        if not isinstance(guard, ValueGuard | Product):
+            raise EngineError(f"{guard}, and MNN has no layers that watch for it")
+    return guards
+
+
+def add_checks(net: Network, model: Any, guards: Guards) -> Checks:
+    """Let the model compute a number for each guard that is not of an input, in one more output."""
+    inputs = {tensor.name for tensor in net.get_inputs() if tensor.dtype in LOOKED_AT}
+    tensors = {tensor.name: tensor for layer in net.get_layers() for tensor in layer.get_outputs()}
+    on_inputs: dict[str, list[ValueGuard]] = {}
+    computed: list[AnyGuard] = []
+    limits: list[float] = []
+    numbers: list[str] = []
+    nodes = _Nodes(model.graph)
+    for guard in guards.all():
+        if isinstance(guard, ValueGuard) and guard.tensor in inputs:
+            on_inputs.setdefault(guard.tensor, []).append(guard)
+            continue
+        number, limit = _number(nodes, guard, tensors)
+        computed.append(guard)
+        limits.append(limit)
+        numbers.append(nodes.add("Reshape", number, nodes.constant(np.array([1], np.int64))))
+    if numbers:
+        model.graph.node.append(helper.make_node("Concat", numbers, [CHECKS], axis=0))
+        model.graph.output.append(helper.make_tensor_value_info(CHECKS, TensorProto.FLOAT, [len(numbers)]))
+    return Checks(on_inputs, computed, np.array(limits, dtype=np.float32))
+
+
+def _number(nodes: _Nodes, guard: AnyGuard, tensors: Mapping[str, Tensor]) -> tuple[str, float]:
+    """A number, and the most it may be; NaN is more than anything.
+
+    MNN's Abs, Max and Min lose NaN. A product and a sum keep it, and `GreaterOrEqual` of it is false.
+    """
+    if isinstance(guard, Product):
+        one, other = (nodes.add("Cast", name, to=TensorProto.FLOAT) for name in guard.tensors)
+        return nodes.add("ReduceMax", nodes.add("Abs", nodes.add("Mul", one, other)), keepdims=0), guard.high
+    assert isinstance(guard, ValueGuard)
+    x, is_float = guard.tensor, tensors[guard.tensor].dtype == ir.DataType.FLOAT
+    if is_float and (guard.total or (guard.low == -math.inf and guard.high == math.inf)):
+        high = min(guard.high, 2.0**60)
+        return nodes.add("ReduceSum", nodes.add("Mul", x, x), keepdims=0), high * high
+    if guard.total:
+        size = nodes.add("Abs", nodes.add("Cast", x, to=TensorProto.FLOAT))
+        return nodes.add("ReduceSum", size, keepdims=0), guard.high
+    dtype = np.float32 if is_float else np.int64
+    inside = nodes.add("GreaterOrEqual", nodes.constant(_bound(guard.high, dtype)), x)
+    if guard.low != -math.inf:
+        above = nodes.add("GreaterOrEqual", x, nodes.constant(_bound(guard.low, dtype)))
+        inside = nodes.add("And", inside, above)
+    misses = nodes.add("Cast", nodes.add("Not", inside), to=TensorProto.FLOAT)
+    return nodes.add("ReduceMax", misses, keepdims=0), 0.5
+
+
+def _bound(number: float, dtype: type) -> np.ndarray[Any, Any]:
+    return np.array(number if dtype is np.float32 else int(number), dtype)
+
+
+class _Nodes:
+    """Appends nodes and constants to a model, each under a new name."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._count = 0
+
+    def add(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        name = self._name()
+        self._graph.node.append(helper.make_node(kind, inputs, [name], **attributes))
+        return name
+
+    def constant(self, array: np.ndarray[Any, Any]) -> str:
+        name = self._name()
+        self._graph.initializer.append(numpy_helper.from_array(array, name))
+        return name
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"{CHECKS}_{self._count}"

@@ -1,0 +1,349 @@
+"""Products whose weights are computed of integers alone: they are kept in those few bits.
+
+A quantized model unpacks its integers, subtracts zero points and multiplies by scales at every call, each
+library in its own way. As all of that is constant, it is computed here, one weight at a time, and laid out
+anew. What the new layout stands for must equal what the model computes in every bit; else the model's
+operators stay as they are, with a note that says why.
+
+    integers ─ shifts ─ masks ─ order ─┐
+                     zero points ─ sub ┴─ mul ─ moves ─ linear          quantized_linear
+                              scales ─ order ─┘           │        ──►    │  weight, scale, zero
+                                              activation ─┘               └ activation, its columns in order
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from intarsia.lower.folding import dequantizes
+from intarsia.lower.purity import is_pure_operator
+from intarsia.lower.replaced import note_replaced
+from intarsia.quantized import EMBEDDING, LINEAR, dequantized
+
+aten = torch.ops.aten
+
+_SMALLEST_GROUP = 16  # columns; scales of smaller groups would take as much memory as the integers
+_FEWEST_BITS = 2  # of a weight; fewer bytes of integers in a weight's constants are places, not the weight
+_SHORT = frozenset({torch.int8, torch.uint8, torch.int32})
+# Products and lookups: where the weight stands, and whether its rows are the columns of the product's result.
+_READERS: dict[Any, tuple[int, bool]] = {
+    aten.linear.default: (1, False),
+    aten.mm.default: (1, True),
+    aten.matmul.default: (1, True),
+    aten.addmm.default: (2, True),
+    aten.embedding.default: (0, False),
+}
+# What moves numbers of its first argument, be they scales or integers.
+_MOVES = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.unsqueeze.default,
+        aten.contiguous.default,
+        aten.clone.default,
+        aten.index_select.default,
+        aten.index.Tensor,
+        aten.slice.Tensor,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
+_CASTS = frozenset({aten._to_copy.default, aten.to.dtype})
+
+
+class _Unpackable(Exception):
+    """Why a weight is left as the model computes it."""
+
+
+@dataclass(frozen=True)
+class _Packed:
+    weight: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    bits: int
+    order: torch.Tensor | None  # of the columns, if groups are not of neighbours
+
+
+def pack_weights(module: fx.GraphModule) -> None:
+    """Let products and embeddings read their quantized weights in the bits that they have."""
+    constants = _constants(module)
+    packed: dict[tuple[fx.Node, bool], _Packed] = {}
+    for node in list(module.graph.nodes):
+        place, turned = _READERS.get(node.target, (0, False)) if node.op == "call_function" else (0, False)
+        source = node.args[place] if node.target in _READERS else None
+        if not isinstance(source, fx.Node) or source.op != "call_function" or not constants.get(source):
+            continue
+        if not _reads_activation(node, constants):
+            continue
+        name = f"_packed_{source.name}{'_turned' * turned}"
+        try:
+            if (source, turned) not in packed:
+                packed[source, turned] = _attached(module, name, _packed(module, source, turned))
+            _replace(module, node, packed[source, turned], name)
+        except _Unpackable as reason:
+            note = f"the quantized weight of {node.name} is not kept in few bits: {reason}"
+            module.meta.setdefault("unpacked", []).append(note)
+
+
+def _constants(module: fx.GraphModule) -> dict[fx.Node, int]:
+    """The nodes that depend on constants alone, with the bytes of the largest that holds integers."""
+    known: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            held = getattr(module, str(node.target), None)
+            if isinstance(held, torch.Tensor) and held.layout is torch.strided:
+                known[node] = held.nbytes if held.dtype in _SHORT else 0
+        elif node.op == "call_function" and all(source in known for source in node.all_input_nodes):
+            target = node.target
+            is_static = isinstance(value, torch.Tensor) and all(isinstance(s, int) for s in value.shape)
+            pure = isinstance(target, torch._ops.OpOverload) and is_pure_operator(target)
+            if is_static and pure and not dequantizes(target):
+                known[node] = max((known[source] for source in node.all_input_nodes), default=0)
+    return known
+
+
+def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
+    """Whether a product multiplies what a call brings by a matrix made of about as many integers."""
+    place, _ = _READERS[node.target]
+    weight = node.args[place].meta["val"]  # type: ignore[union-attr]
+    operand: Any = node.args[1 - place] if node.target is not aten.addmm.default else node.args[1]
+    if weight.ndim != 2 or not weight.dtype.is_floating_point or weight.numel() == 0:
+        return False
+    if not isinstance(operand, fx.Node) or operand in constants:
+        return False
+    if constants[node.args[place]] * 8 < weight.numel() * _FEWEST_BITS:  # type: ignore[index]
+        return False
+    value = operand.meta.get("val")
+    if node.target is aten.matmul.default and isinstance(value, torch.Tensor) and value.ndim < 2:
+        return False
+    return isinstance(value, torch.Tensor) and value.device.type == weight.device.type
+
+
+def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
+    """A weight in few bits, compared with what the model computes."""
+    values = _Values(module)
+    origin, moves = _origin(weight)
+    integers, scale = _factors(values, origin)
+    shape = torch.broadcast_shapes(integers.shape, scale.shape)
+    columns = [_moved(values, moves, side.expand(shape)) for side in (integers, scale)]
+    dense = values.of(weight)
+    integers, scale, dense = ((side.t() if turned else side) for side in (*columns, dense))
+    result = _laid_out(integers, scale)
+    ordered = dense if result.order is None else dense[:, result.order]
+    again = dequantized(result.weight, result.scale, result.zero, result.bits, dense.dtype)
+    if not torch.equal(again, ordered):
+        raise _Unpackable("scaled anew, its integers give other numbers than the model computes")
+    return result
+
+
+class _Values:
+    """What nodes compute of constants, each once and as long as it is needed."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self._readers: dict[fx.Node, int] = {}
+
+    def of(self, node: fx.Node) -> torch.Tensor:
+        """The value of a node; what leads to it is let go of on the way."""
+        order: dict[fx.Node, None] = {}
+        waiting = [node]
+        while waiting:
+            one = waiting.pop()
+            order.pop(one, None)
+            order[one] = None
+            waiting += one.all_input_nodes
+        chain = sorted(order)
+        last = {source: one for one in chain for source in one.all_input_nodes}
+        values: dict[fx.Node, Any] = {}
+        for one in chain:
+            if one.op == "get_attr":
+                values[one] = getattr(self._module, str(one.target)).detach()
+                continue
+            args, kwargs = fx.map_arg((one.args, one.kwargs), values.__getitem__)
+            with torch.no_grad():
+                values[one] = one.target(*args, **kwargs)  # type: ignore[operator]
+            for source in one.all_input_nodes:
+                if last[source] is one and source is not node:
+                    del values[source]
+        result: torch.Tensor = values[node]
+        return result
+
+    def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a node is given besides its first argument."""
+        return fx.map_arg((node.args[1:], node.kwargs), self.of)  # type: ignore[return-value]
+
+
+def _origin(weight: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The product of integers and scales behind a weight, and what moves its numbers from there on."""
+    node, moves = weight, list[fx.Node]()
+    while node.op == "call_function" and isinstance(node.args[0], fx.Node):
+        if node.target in _MOVES:
+            moves.append(node)
+        elif node.target not in _CASTS or not _is_float(node.args[0]):
+            break
+        node = node.args[0]
+    return node, moves[::-1]
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _moved(values: _Values, moves: Sequence[fx.Node], tensor: torch.Tensor) -> torch.Tensor:
+    for node in moves:
+        args, kwargs = values.arguments(node)
+        tensor = node.target(tensor, *args, **kwargs)  # type: ignore[operator]
+    return tensor
+
+
+def _factors(values: _Values, origin: fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers less their zero points, and the scales."""
+    if origin.op == "get_attr" or origin.target in _CASTS:
+        integers = values.of(origin)
+        if not _is_integral(integers):
+            raise _Unpackable("its numbers are no integers and have no scales")
+        dtype = integers.dtype if integers.dtype.is_floating_point else torch.float32
+        return integers, torch.ones((), dtype=dtype, device=integers.device)
+    if origin.target is not aten.mul.Tensor:
+        raise _Unpackable(f"it ends in {origin.target}, not in a product of integers and scales")
+    sides = [values.of(arg) if isinstance(arg, fx.Node) else torch.tensor(arg) for arg in origin.args]
+    sides.sort(key=lambda side: -side.numel())
+    for integers, scale in (sides, sides[::-1]):
+        if scale.dtype.is_floating_point and _is_integral(integers):
+            dtype = origin.meta["val"].dtype
+            return integers, scale.to(dtype)
+    raise _Unpackable("its zero points are no integers")
+
+
+def _is_integral(tensor: torch.Tensor) -> bool:
+    if not tensor.dtype.is_floating_point:
+        return True
+    return bool((tensor == tensor.round()).all())
+
+
+def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
+    """Integers and the scale of each, both in rows by columns, in the layout of `intarsia.quantized`."""
+    low, high = int(integers.min()), int(integers.max())
+    if high - low > 255 or low < -255 or high > 255:
+        raise _Unpackable(f"its integers, less their zero points, go from {low} to {high}")
+    integers, order = integers.to(torch.int16), None
+    columns = integers.shape[1]
+    size = _group_size(scale)
+    if size < min(_SMALLEST_GROUP, columns):
+        order = _order_of_groups(scale)
+        integers, scale = integers[:, order], scale[:, order]
+        size = _group_size(scale)
+    if size < min(_SMALLEST_GROUP, columns):
+        raise _Unpackable(f"its groups have {size} weights, and less than {_SMALLEST_GROUP} are not handled")
+    scale = scale[:, ::size].contiguous()
+    for bits, group in [
+        *((4, s) for s in _halves(size) if columns % 2 == 0),
+        *((8, s) for s in _halves(size)),
+    ]:
+        zero = _zeros(integers, group, bits)
+        if zero is None:
+            continue
+        scales = scale.repeat_interleave(size // group, 1)
+        middle, groups = 2 ** (bits - 1), columns // group
+        numbers = (integers.unflatten(1, (groups, group)) + zero.unsqueeze(2)).flatten(1).to(torch.uint8)
+        weight = numbers[:, ::2] | numbers[:, 1::2] << 4 if bits == 4 else numbers
+        has_zero = bool((zero != middle).any())
+        return _Packed(weight, scales, zero.to(torch.uint8) if has_zero else None, bits, order)
+    raise _Unpackable("the integers of a group need more than 8 bits")
+
+
+def _halves(size: int) -> list[int]:
+    """A group of so many columns, and its parts in which zero points may differ."""
+    sizes = [size]
+    while sizes[-1] % 2 == 0 and sizes[-1] // 2 >= _SMALLEST_GROUP:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _zeros(integers: torch.Tensor, group: int, bits: int) -> torch.Tensor | None:
+    """A zero point for each group that makes its numbers unsigned; None if the bits do not hold them."""
+    grouped = integers.unflatten(1, (-1, group))
+    low, high = grouped.amin(2), grouped.amax(2)
+    middle, most = 2 ** (bits - 1), 2**bits - 1
+    if bool(((low >= -middle) & (high < middle)).all()):
+        return torch.full_like(low, middle)
+    zero = (-low).clamp(min=0)
+    return zero if bool(((zero <= most) & (high + zero <= most)).all()) else None
+
+
+def _group_size(scale: torch.Tensor) -> int:
+    """The largest number of columns such that all columns of each group of so many have the same scales."""
+    differs = (scale[:, 1:] != scale[:, :-1]).any(0).nonzero().flatten() + 1
+    return math.gcd(scale.shape[1], *differs.tolist())
+
+
+def _order_of_groups(scale: torch.Tensor) -> torch.Tensor:
+    """An order of the columns in which those with the same scales are neighbours (GPTQ's `desc_act`)."""
+    # Sums of integers wrap, and so are the same in whatever order they are added up.
+    bits = scale.contiguous().view(torch.int32 if scale.itemsize == 4 else torch.int16).long()
+    factors = torch.arange(1, 2 * len(bits), 2, device=bits.device) * 0x9E3779B97F4A7C1
+    _, numbers, counts = (bits * factors[:, None]).sum(0).unique(return_inverse=True, return_counts=True)
+    if int(counts.min()) != int(counts.max()):
+        raise _Unpackable("its groups have different numbers of columns")
+    return numbers.argsort(stable=True)
+
+
+def _attached(module: fx.GraphModule, prefix: str, packed: _Packed) -> _Packed:
+    for name in ("weight", "scale", "zero", "order"):
+        tensor = getattr(packed, name)
+        if tensor is not None:
+            module.__dict__[f"{prefix}_{name}"] = tensor
+    return packed
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, packed: _Packed, name: str) -> None:
+    target, described = node.target, node.meta["val"]
+    if target is aten.embedding.default and packed.order is not None:
+        raise _Unpackable("the columns of an embedding have an order of their own")
+
+    def constant(part: str) -> fx.Node | None:
+        value = getattr(packed, part)
+        if value is None:
+            return None
+        attribute = module.graph.create_node("get_attr", f"{name}_{part}")
+        attribute.meta["val"] = described.new_empty(value.shape, dtype=value.dtype)
+        return attribute
+
+    with module.graph.inserting_before(node):
+        x, bias = (node.args[1], None) if target is aten.embedding.default else _operands(node)
+        weight, scale, zero, order = map(constant, ("weight", "scale", "zero", "order"))
+        if order is not None:
+            ordered = module.graph.call_function(aten.index_select.default, (x, -1, order))
+            ordered.meta = {**x.meta, "val": x.meta["val"].clone(memory_format=torch.contiguous_format)}  # type: ignore[union-attr]
+            x = ordered
+    if target is aten.embedding.default:
+        node.target, node.args = EMBEDDING, (x, weight, scale, zero, packed.bits, described.dtype)
+    else:
+        node.target, node.args = LINEAR, (x, weight, scale, zero, bias, packed.bits)
+    node.kwargs = {}
+    note_replaced(node, [target])
+
+
+def _operands(node: fx.Node) -> tuple[Any, Any]:
+    """The activation and the bias of a product."""
+    if node.target is not aten.addmm.default:
+        return node.args[0], node.args[2] if len(node.args) > 2 else None
+    bias, x = node.args[:2]
+    if node.kwargs or bias.meta["val"].ndim != 1:  # type: ignore[union-attr]
+        raise _Unpackable("its product is added to a matrix, or multiplied by a number")
+    return x, bias

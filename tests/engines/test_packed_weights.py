@@ -1,0 +1,148 @@
+"""Models with quantized weights: their products are recognised, stay in few bits, and answer as the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.layouts import LAYOUTS, Awq, Compressed, Gptq, Lookup
+from torch import nn
+
+import intarsia
+from intarsia.capture.export import capture
+from intarsia.convert import registry
+from intarsia.lower import Lowered, lower
+from intarsia.quantized import EMBEDDING, LINEAR
+
+ENGINES = ["onnxruntime", "openvino", "pytorch"]
+torchao = pytest.importorskip("torchao.quantization")
+
+
+def _lowered(model: nn.Module, *args: torch.Tensor) -> Lowered:
+    return lower(capture(model, args, {}), has_converter=registry.__contains__)
+
+
+def _targets(model: nn.Module, *args: torch.Tensor) -> list[object]:
+    return [node.target for node in _lowered(model, *args).module.graph.nodes if node.op == "call_function"]
+
+
+def _torchao(config: object, dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Sequential(nn.Linear(128, 96), nn.GELU(), nn.Linear(96, 64)).eval().to(dtype)
+    torchao.quantize_(model, config)
+    return model
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_answers_as_the_model_on_every_engine(layout: str, engine: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(LAYOUTS[layout](128, 192), nn.GELU(), LAYOUTS[layout](192, 64)).eval()
+    x = torch.randn(3, 5, 128)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    assert fast.plan.engines == (engine,)
+    assert f"weights in few bits on {engine}: 2 in {8 if '8' in layout else 4} bits" in str(fast.plan)
+    torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_torchao_weights_stay_in_their_bits(bits: int, engine: str) -> None:
+    torch.manual_seed(0)
+    dtype = {4: torch.int4, 8: torch.int8}[bits]
+    model = _torchao(torchao.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=torchao.PerGroup(32)))
+    x = torch.randn(4, 128)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    assert fast.plan.engines == (engine,)
+    assert LINEAR in _targets(model, x)
+    torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_int8_weights_of_torchao_whose_scales_follow_the_product(engine: str) -> None:
+    torch.manual_seed(0)
+    model = _torchao(torchao.Int8WeightOnlyConfig())
+    x = torch.randn(4, 128)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    assert LINEAR in _targets(model, x)
+    torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models(dtype: torch.dtype, engine: str) -> None:
+    torch.manual_seed(0)
+    model = Gptq(128, 64, 32, act_order=True, dtype=dtype).eval()
+    x = torch.randn(4, 128, dtype=dtype)
+    assert LINEAR in _targets(model, x)
+    fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(fast(x), model(x), rtol=4 * rounding, atol=4 * rounding)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_tied_heads(tied: bool, engine: str) -> None:
+    torch.manual_seed(0)
+    model = Lookup(40, 64, 32, tied).eval()
+    indices = torch.tensor([[0, 3, 39], [7, 7, 1]])
+    targets = _targets(model, indices)
+    assert EMBEDDING in targets and (LINEAR in targets) == tied
+    fast = intarsia.compile(model, (indices,), engines=[engine], min_block_size=1)
+    assert fast.plan.engines == (engine,)
+    torch.testing.assert_close(fast(indices), model(indices), rtol=2e-5, atol=2e-5)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[0, 40, 1], [0, 0, 0]]))
+    with pytest.raises(IndexError):
+        fast(torch.tensor([[0, 40, 1], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_lengths_that_vary(engine: str) -> None:
+    torch.manual_seed(0)
+    model = Awq(128, 64, 32).eval()
+    length = torch.export.Dim("length", min=1, max=64)
+    fast = intarsia.compile(
+        model, (torch.randn(2, 9, 128),), dynamic_shapes=({1: length},), engines=[engine], min_block_size=1
+    )
+    for size in (1, 4, 64):
+        x = torch.randn(2, size, 128)
+        torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("columns", "group"), [(48, 48), (100, 100), (72, 72), (768, 384), (20, 20)])
+def test_columns_of_any_number(columns: int, group: int, engine: str) -> None:
+    torch.manual_seed(0)
+    for bits in (4, 8) if columns % 8 == 0 else (8,):
+        model, x = Compressed(columns, 24, group, bits).eval(), torch.randn(3, columns)
+        assert LINEAR in _targets(model, x)
+        fast = intarsia.compile(model, (x,), engines=[engine], min_block_size=1)
+        torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+def test_nan_and_infinities_come_out_as_the_model_has_them() -> None:
+    model, x = Awq(64, 32, 32).eval(), torch.randn(3, 64)
+    x[0, 5], x[1, 7] = torch.nan, torch.inf
+    for engine in ENGINES:
+        fast = intarsia.compile(model, (torch.randn(3, 64),), engines=[engine], min_block_size=1)
+        torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+class _FloatZeros(Compressed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        groups = self.integers().unflatten(1, (-1, self.group)).float() - 0.3
+        return nn.functional.linear(x, (groups * self.weight_scale[:, :, None]).flatten(1))
+
+
+def test_a_weight_that_is_not_understood_is_named_in_the_plan() -> None:
+    model, x = _FloatZeros(64, 32, 32, 4).eval(), torch.randn(3, 64)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    assert "linear is not kept in few bits: its zero points are no integers" in " ".join(fast.notes)
+    assert "in few bits on" not in str(fast.plan)
+    torch.testing.assert_close(fast(x), model(x), rtol=2e-5, atol=2e-5)
+
+
+def test_float_weights_are_left_alone() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).eval(), torch.randn(3, 32)
+    lowered = _lowered(model, x)
+    assert LINEAR not in [node.target for node in lowered.module.graph.nodes]
+    assert lowered.notes == ()
