@@ -131,7 +131,7 @@ class World:
             for bucket in _buckets([own_part(p.grad) for p in learning if p.grad is not None]):
                 flat = torch.cat([g.reshape(-1) for g in bucket])
                 dist.all_reduce(flat, group=self.data)
-                for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                     grad.copy_(part.view_as(grad))
 
     def agreed_seed(self, seed: int | None) -> int:
