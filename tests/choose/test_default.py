@@ -176,7 +176,7 @@ def test_a_plan_that_fails_while_measured_is_left_out(monkeypatch: pytest.Monkey
     fast = intarsia.compile(model, (_x(LARGE),), partition=Measured(budget_s=30, candidates=()))
     assert "onnxruntime" not in fast.plan.engines
     assert any(
-        "onnxruntime: it failed while it was measured: MemoryError: no more" in reason
+        "onnxruntime: it failed during measurement: MemoryError: no more" in reason
         for reason in fast.plan.findings.left_out
     )
 

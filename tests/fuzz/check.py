@@ -245,10 +245,18 @@ def _wrong(truth: torch.Tensor, got: Any, others: list[torch.Tensor]) -> str | N
 
 
 def _computed_in(truth: torch.Tensor) -> torch.dtype:
-    """The dtype of a result; of a double whose elements are all float32 numbers, that it was cast from."""
+    """The dtype of a result; of one whose elements are all numbers of a shorter dtype, that it was cast from.
+
+    Whole numbers are of any dtype, and say nothing. ONNX Runtime computes float16 in float32, and takes out
+    the casts between.
+    """
     finite = truth[torch.isfinite(truth)]
-    cast = truth.dtype == torch.float64 and torch.equal(finite.float().double(), finite)
-    return torch.float32 if cast else truth.dtype
+    if torch.equal(finite, finite.round()):
+        return torch.float32 if truth.dtype == torch.float64 else truth.dtype
+    shorter = {torch.float64: (torch.float16, torch.float32), torch.float32: (torch.float16,)}
+    candidates = shorter.get(truth.dtype, ())
+    casts = (dtype for dtype in candidates if torch.equal(finite.to(dtype).to(truth), finite))
+    return next(casts, truth.dtype)
 
 
 def _first(wrong: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str | None:

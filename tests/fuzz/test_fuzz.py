@@ -86,6 +86,13 @@ def test_a_double_cast_from_a_float_is_rounded_as_one() -> None:
     assert difference(model, (), (third, ()), (third * (1 - 1e-9), ())) is not None
 
 
+def test_a_float_cast_from_a_half_is_rounded_as_one() -> None:
+    model, third = torch.nn.Identity(), torch.tensor([1 / 3])
+    assert difference(model, (), (third.half().float(), ()), (third, ())) is None
+    assert difference(model, (), (third, ()), (third * (1 - 2e-4), ())) is not None
+    assert difference(model, (), (torch.tensor([3.0]), ()), (torch.tensor([3.001]), ())) is not None
+
+
 class _NormOfEqualElements(torch.nn.Module):
     """Its answer is 0; what float32 gives is the rounding of a mean, magnified 300 times."""
 

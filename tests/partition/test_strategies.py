@@ -249,7 +249,7 @@ def test_an_invalid_plan_says_what_is_wrong() -> None:
         "cos.* is in no segment": [(sin, exp)],
         "sin.* is in segments 0 and 1": [(sin, cos, exp), (sin,)],
         "not in graph order": [(cos, sin, exp)],
-        "needs cos.*which no earlier segment gives": [(sin, exp), (cos,)],
+        "needs cos.*which no earlier segment returns": [(sin, exp), (cos,)],
         "is empty": [(), (sin, cos, exp)],
     }
     for message, groups in wrong.items():

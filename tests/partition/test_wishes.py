@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import intarsia
 from intarsia.backend import intarsia_backend
 from intarsia.errors import InputError, IntarsiaError, PartitionError
-from intarsia.graph.nodes import compute_nodes, op_name
-from intarsia.graph.source import _clean_path
+from intarsia.graph.nodes import _clean_path, compute_nodes, op_name
 from intarsia.partition import STRATEGIES, PartitionOptions, SupportTable
 from intarsia.partition.names import op_matcher
 
@@ -142,7 +141,7 @@ def test_atomic_and_memory_budget_by_name() -> None:
 
 
 def test_explain_says_what_compile_does_and_descends_into_bodies() -> None:
-    choices = {"engines": ["onnxruntime"], "min_block_size": 1}
+    choices = {"engines": ["openvino"], "min_block_size": 1}
     told = intarsia.explain(Choosy(), (X,), **choices)
     fast = intarsia.compile(Choosy(), (X,), **choices)
     assert [s.engine for s in told.plan.segments] == [s.engine for s in fast.plan.segments]
@@ -152,7 +151,7 @@ def test_explain_says_what_compile_does_and_descends_into_bodies() -> None:
 
 
 def test_plans_of_bodies_inside_bodies_are_all_there() -> None:
-    fast = intarsia.compile(Choosy(), (X,), engines=["onnxruntime"], min_block_size=1)
+    fast = intarsia.compile(Choosy(), (X,), engines=["openvino"], min_block_size=1)
     assert set(fast.body_plans) == {
         "cond.true_graph_0",
         "cond.true_graph_0/cond.true_graph_0",

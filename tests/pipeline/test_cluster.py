@@ -287,7 +287,7 @@ def test_a_plan_says_what_it_is_and_what_is_missing():
     for options, sentence in (
         ({}, "needs devices=, their number, or cluster="),
         ({"devices": 2, "cluster": Cluster.of(cluster)}, "give one of them"),
-        ({"devices": 2, "batch": 8}, "go with cluster="),
+        ({"devices": 2, "batch": 8}, "need cluster="),
         ({"devices": 2, "schedules": ["1F2B"]}, "schedule='1F2B' is none of GPipe"),
         ({"cluster": Cluster.of(cluster), "batch": 1}, "batch=1 is less than the 2 samples"),
         ({"cluster": Cluster.of(cluster), "microbatches": [7]}, "a batch of 8 cannot be divided"),

@@ -87,6 +87,26 @@ def test_buffers_begin_where_the_new_ones_are() -> None:
     assert fast(torch.ones(2))[0] == 12
 
 
+class Largest(nn.Module):
+    """Returns one result of an operator that has several and is decomposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).aminmax(dim=1).max
+
+
+def test_one_result_of_several_is_the_answer() -> None:
+    model, x = Largest().eval(), torch.rand(4, 3)
+    fast = intarsia.compile(model, (x,), engines=["onnxruntime"], min_block_size=1)
+    with torch.no_grad():
+        model.weight.add_(1)
+    fast.refit(model)
+    torch.testing.assert_close(fast(x), model(x).detach())
+
+
 def test_sizes_that_vary_and_control_flow() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.build.control_flow import bodies, examples_of
+from intarsia.build.control_flow import bodies, examples_of, other_branches, unverified
 from intarsia.build.repair import bisect_failure, repair
 from intarsia.build.trial import (
     Case,
@@ -31,8 +31,8 @@ from intarsia.errors import EngineError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.logs import log_refusals
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
-from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
+from intarsia.partition.strategies import require_full
 from intarsia.partition.support import support_table
 from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
@@ -158,6 +158,7 @@ class Builder:
         if isinstance(engine, PyTorch):
             self._build_bodies(module, cases)
             return engine.build(module)
+        cases = [*cases, *other_branches(module, cases, self.notes)]
         tried, only_full = self._try_both(module, engine, cases, sample), False
         full = [case for case in cases if not has_empty(case.inputs)]
         if isinstance(tried, Failure) and not (tried.nodes or tried.for_good) and 0 < len(full) < len(cases):
@@ -205,7 +206,7 @@ class Builder:
             return self._lost[engine.name]
         settings = self.settings
         if settings.deadline is not None and time.perf_counter() > settings.deadline:
-            raise OutOfTime("its pieces could not all be built and tried in the time that was left")
+            raise OutOfTime("its pieces could not all be built and run within the time limit")
         outcome = try_piece(
             module, engine, cases, rewrite, settings.build_limit_s, self.notes, settings.tolerance
         )
@@ -247,13 +248,15 @@ class Builder:
             key = f"{node.name}.{name}"
             tries = []
             for operands in [run[name] for run in runs]:
+                if operands is None:
+                    self.notes.append(unverified(key, None))
+                    continue
                 try:
-                    run_in_pytorch(body, operands or ())
-                except Exception as error:  # of operands that are meant for another branch, or of none
-                    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-                    self.notes.append(f"{key} is not verified: the example does not take it; tried, {what}")
+                    run_in_pytorch(body, operands)
+                except Exception as error:  # of operands that are meant for another branch
+                    self.notes.append(unverified(key, operands, error))
                 else:
-                    tries.append(operands or [])
+                    tries.append(operands)
             inner = Builder(body, self.engines, replace(self.settings, timed=None), tries)
             inner._lost = self._lost
             plan, pieces, programs = inner.run(support_table(body, self.engines, self.settings.build_limit_s))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from intarsia.build.trial import Case, run_in_pytorch
 from intarsia.graph.nodes import is_control_flow
 from intarsia.partition.blocks import IS_WEIGHT
 
@@ -54,16 +55,46 @@ def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list
 
     A branch that is not taken has the operands of the one that is; None where no body of a node runs.
     """
-    places = [(node, name, body) for node, name, body in bodies(module)]
-    found = {name: body for _, name, body in places}
-    recorders = {name: Recorder(body) for name, body in found.items()}
+    calls = _calls(module, inputs)
+    by_node = {node: calls[name] for node, name, _ in bodies(module) if calls[name] is not None}
+    return {name: calls[name] or by_node.get(node) for node, name, _ in bodies(module)}
+
+
+def _calls(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any] | None]:
+    """What each body is first called with when the piece runs once; None where it does not run."""
+    by_name = {name: body for _, name, body in bodies(module)}
+    recorders = {name: Recorder(body) for name, body in by_name.items()}
     for name, recorder in recorders.items():
         setattr(module, name, recorder)
     try:
         with torch.no_grad():
             module(*inputs)
     finally:
-        for name, body in found.items():
+        for name, body in by_name.items():
             setattr(module, name, body)
-    seen = {node: recorders[name].seen for node, name, _ in places if recorders[name].seen is not None}
-    return {name: recorders[name].seen or seen.get(node) for node, name, _ in places}
+    return {name: recorder.seen for name, recorder in recorders.items()}
+
+
+def unverified(key: str, operands: list[Any] | None, error: Exception | None = None) -> str:
+    """The note that a body is not compared with PyTorch."""
+    if operands is None:
+        return f"{key} is not verified: the example does not run it"
+    what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return f"{key} is not verified: the example does not take it; tried, {what}"
+
+
+def other_branches(module: fx.GraphModule, cases: Sequence[Case], notes: list[str]) -> Iterator[Case]:
+    """Of a piece that an engine runs, cases that take the branches which the examples do not."""
+    taken = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in dict.fromkeys(node for node, _, _ in bodies(module)):
+        for case in cases:
+            if node.target is not torch.ops.higher_order.cond:
+                idle = [name for name, operands in _calls(module, case.inputs).items() if operands is None]
+                notes += [unverified(f"{node.name}.{name}", None) for name in idle]
+            elif node.args[0] in taken:
+                inputs, place = list(case.inputs), taken.index(node.args[0])
+                inputs[place] = ~inputs[place]
+                try:
+                    yield Case(module, inputs, run_in_pytorch(module, inputs))
+                except Exception as error:
+                    notes.append(unverified(f"the other branch of {node.name}", inputs, error))

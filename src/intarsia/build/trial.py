@@ -135,7 +135,8 @@ def _said(error: Exception) -> str:
 def run_in_pytorch(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """What PyTorch answers."""
     with torch.no_grad():
-        return tuple(module(*inputs))
+        answer = module(*inputs)
+    return tuple(answer) if isinstance(answer, list | tuple) else (answer,)
 
 
 class Cases:
@@ -199,7 +200,7 @@ def rewriter(patterns: Patterns, engines: Sequence[Engine], device: str = "cpu")
             for name, reason in log.skipped.items():
                 notes.append(f"{engine.name}: pattern {name!r} is left out: {reason}")
             if not engine.patterns():
-                notes.append(f"{engine.name}: it allows none of the shipped patterns")
+                notes.append(f"{engine.name}: it supports none of the shipped patterns")
         return notes
 
     return rewrite

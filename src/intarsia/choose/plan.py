@@ -63,11 +63,11 @@ def measured_plan(plan: Plan, findings: Findings) -> MeasuredPlan:
     """The plan with its findings; that a node went elsewhere is told there, not node by node."""
     segments = []
     for segment in plan.segments:
-        kept = {
+        reasons = {
             node: rest
             for node, why in segment.reasons.items()
             if (rest := {e: reason for e, reason in why.items() if not reason.startswith((MOVED, EAGER))})
         }
-        segments.append(replace(segment, reasons=kept))
+        segments.append(replace(segment, reasons=reasons))
     strategy = f"measurement ({findings.objective})"
     return MeasuredPlan(tuple(segments), strategy, plan.bodies, plan.details, findings)

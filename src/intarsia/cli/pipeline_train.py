@@ -184,8 +184,8 @@ def _latest(folder: Path) -> dict[str, Any] | None:
     path = folder / "latest.json"
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
 
 
 def text_curve(losses: Sequence[float], width: int = 60, height: int = 10) -> str:

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.traceback import NodeSource
 from torch.utils import _pytree as pytree
 
-from intarsia.lower.replaced import note_replaced
+from intarsia.lower.lowered import note_replaced
 
 aten = torch.ops.aten
 
@@ -116,7 +116,8 @@ def _expanded(node: fx.Node, table: dict[Any, Any]) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    if any(user.op == "output" for user in node.users):
+    results = [node, *(user for user in node.users if user.target is operator.getitem)]
+    if any(user.op == "output" for result in results for user in result.users):
         return False  # the program knows its results by name
     operands = node.all_input_nodes
     fakes = [argument.meta.get("val") for argument in operands]

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.lower.folding import dequantizes
-from intarsia.lower.purity import is_pure_operator
-from intarsia.lower.replaced import note_replaced
+from intarsia.lower.lowered import note_replaced
+from intarsia.lower.purity import dequantizes, is_pure_operator
 from intarsia.quantized import EMBEDDING, LINEAR, dequantized
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from intarsia.capture.annotate import wanted_engine
-from intarsia.graph.nodes import is_view
+from intarsia.graph.nodes import bodies_of, is_control_flow, is_view
 from intarsia.graph.sizes import bytes_of, size_hint
 
 MIN_WORK = 6.0
@@ -24,10 +24,14 @@ def work(node: fx.Node) -> float:
     """How much there is to win by running `node` on an engine, in units of about one small eager op.
 
     A view is nothing. Any other op is one, plus one for every megabyte it writes; a contraction (a matrix
-    product, a convolution, attention, a recurrent layer) is three more, plus one for every megaflop.
+    product, a convolution, attention, a recurrent layer) is three more, plus one for every megaflop. Control
+    flow is one turn of each of its bodies.
     """
     if is_view(node):
         return 0.0
+    if is_control_flow(node):
+        inner = (one for body in bodies_of(node) for one in body.graph.nodes if one.op == "call_function")
+        return sum(map(work, inner), 0.0)
     units = 1.0 + bytes_of(node.meta.get("val")) / 2**20
     name = _name(node)
     if name in (*_CONTRACTIONS, *_RECURRENT) or name.startswith("conv") or "attention" in name:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from intarsia.capture.annotate import wanted_engine
 from intarsia.errors import PartitionError
-from intarsia.graph.nodes import compute_nodes, is_compute, is_getitem, op_name
+from intarsia.graph.nodes import bodies_of, compute_nodes, is_compute, is_control_flow, is_getitem, op_name
 from intarsia.partition.names import module_matcher, op_matcher
 from intarsia.partition.options import Atomic, PartitionOptions
 from intarsia.partition.table import PYTORCH, SupportTable
@@ -20,7 +21,8 @@ def constrain(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions
     """A table in the order of `backend_priority` that also refuses what the user does not want.
 
     Those are ops and modules kept in PyTorch, what `backend_support_map` does not give to an engine, and
-    engines other than the one `run_on` asks for. Constraining twice changes nothing.
+    engines other than the one `run_on` asks for. Constraining twice changes nothing. What an engine may not
+    run inside a body keeps the whole of the control flow off that engine.
     """
     table = _prioritise(gm, table, options)
     refused: dict[fx.Node, dict[str, str]] = {}
@@ -42,9 +44,22 @@ def constrain(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions
                     f"run_on({wanted!r}) around {node.name} names none of {list(table.engines)}"
                 )
             reasons = {e: f"run_on({wanted!r}) asks for {wanted}" for e in others if e != wanted} | reasons
+        for body in bodies_of(node) if is_control_flow(node) else ():
+            reasons = _reasons_within(body, others, options) | reasons
         if reasons:
             refused[node] = reasons
     return table.with_refusals(refused) if refused else table
+
+
+def _reasons_within(
+    body: fx.GraphModule, engines: Sequence[str], options: PartitionOptions
+) -> dict[str, str]:
+    """Why engines may not run a body as it is."""
+    reasons = {e: "memory_budget holds in bodies" for e in engines if e in options.memory_budget}
+    inner = constrain(body, SupportTable((*engines, PYTORCH)), replace(options, backend_priority=None))
+    for refusals in inner.refusals.values():
+        reasons = {engine: f"in its body, {reason}" for engine, reason in refusals.items()} | reasons
+    return reasons
 
 
 def _prioritise(gm: fx.GraphModule, table: SupportTable, options: PartitionOptions) -> SupportTable:
@@ -145,7 +160,9 @@ def _joined(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[list[f
     for group in groups:
         for node in group:
             if not is_compute(node):
-                raise PartitionError(f"an atomic pattern holds {node.name}, which does no work ({node.op})")
+                raise PartitionError(
+                    f"an atomic pattern holds {node.name}, which computes nothing ({node.op})"
+                )
             leader.setdefault(node, node)
             leader[lead(node)] = lead(group[0])
     joined: dict[fx.Node, list[fx.Node]] = {}

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.convert.dryrun import Signature, dry_convert, signature_of
-from intarsia.convert.interpreter import constant_of
+from intarsia.convert.interpreter import Signature, constant_of, dry_convert, signature_of
 from intarsia.convert.registry import registry
 from intarsia.engines import Engine, GraphEngine, NetworkEngine
 from intarsia.engines.time_limit import OutOfTime, within
@@ -35,10 +34,11 @@ def support_table(
     lost: dict[str, str] = {}
     nodes = [node for node in module.graph.nodes if is_compute(node)]
     of_networks = [engine for engine in askable if isinstance(engine, NetworkEngine)]
-    described = [node for node in nodes if of_networks and not is_control_flow(node)]
+    described = [node for node in nodes if any(_may_take(engine, node) for engine in of_networks)]
     signatures = {node: signature_of(node, constants) for node in described}
     for engine in of_networks:
-        _ask_together(engine, signatures, constants, limit_s, lost)
+        asked_of = {node: known for node, known in signatures.items() if _may_take(engine, node)}
+        _ask_together(engine, asked_of, constants, limit_s, lost)
     for node in nodes:
         asked = [engine for engine in askable if engine.name not in lost]
         reasons = _refusals_of(node, signatures.get(node), constants, asked, limit_s, lost)
@@ -64,10 +64,11 @@ def _refusals_of(
     lost: dict[str, str],
 ) -> dict[str, str]:
     """The engines that do not take a node, each with its reason; who does not come back goes into `lost`."""
-    if is_control_flow(node):
-        return {engine.name: "control flow runs in PyTorch, its bodies on engines" for engine in engines}
     reasons: dict[str, str] = {}
     for engine in engines:
+        if not _may_take(engine, node):
+            reasons[engine.name] = "control flow runs in PyTorch, its bodies on engines"
+            continue
         try:
             if isinstance(engine, NetworkEngine) and signature is not None:
                 reason = _ask(engine, node, constants, signature, limit_s)
@@ -78,6 +79,13 @@ def _refusals_of(
         if reason is not None:
             reasons[engine.name] = reason
     return reasons
+
+
+def _may_take(engine: Engine, node: fx.Node) -> bool:
+    """Whether an engine is asked about a node: about control flow, if it takes layers that hold bodies."""
+    if not is_control_flow(node):
+        return True
+    return isinstance(engine, NetworkEngine) and engine.takes_bodies and node.target in registry
 
 
 def _ask_together(

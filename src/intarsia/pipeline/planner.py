@@ -140,7 +140,7 @@ def plan_pipeline(
         if devices is None:
             raise PartitionError("a plan needs devices=, their number, or cluster=, their description")
         if batch is not None or replicas is not None:
-            raise PartitionError("batch= and replicas= go with cluster=")
+            raise PartitionError("batch= and replicas= need cluster=")
         link = Link(bandwidth, latency)
         described = Cluster(devices, sys.maxsize, link, link, per_host=devices)
     captured = judged(model, trace(model, args, kwargs), args, kwargs)
@@ -219,7 +219,7 @@ def _on_cluster(
     least, most = _range(captured, example)
     samples = example if batch is None else batch
     if samples < least:
-        raise PartitionError(f"batch={samples} is less than the {least} samples the model takes at least")
+        raise PartitionError(f"batch={samples} is less than the {least} samples that the model needs")
     layers = _layers(captured, tensors, sorted({least, example}), schedules)
     space = Space(
         layers.line, cluster, samples, least, most, schedules, microbatches, replicas, WEIGHT_COPIES
@@ -267,7 +267,7 @@ def _on_devices(
     if not fitting:
         leanest = min(tried, key=lambda c: c.memory)
         raise PartitionError(
-            f"memory={memory} is too little: the leanest way takes {leanest.memory} bytes ({leanest})"
+            f"memory={memory} is too little: the smallest plan takes {leanest.memory} bytes ({leanest})"
         )
     return layers.choice(fitting, len(tried) - len(fitting))
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from intarsia.errors import CaptureError, IntarsiaError, PartitionError
-from intarsia.graph.cuts import place_of, places_of
 from intarsia.graph.line import Line
+from intarsia.graph.piece import place_of, places_of
 from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages
@@ -100,7 +100,7 @@ def split(
     if by not in ("time", "memory"):
         raise PartitionError(f"by={by!r} is neither 'time' nor 'memory'")
     if isinstance(cuts, str):
-        raise PartitionError(f"cuts={cuts!r} is one place; give a list of them")
+        raise PartitionError(f"cuts={cuts!r} is a single cut; give a list")
     if slack < 0:
         raise PartitionError(f"slack={slack} must be 0 or more")
     if in_flight < 1:
@@ -158,8 +158,8 @@ def split(
     except CaptureError as error:
         if is_on_meta(model):
             raise CaptureError(
-                f"the graph cannot be captured ({error}); along its modules a model is cut by running it,"
-                " which the meta device cannot"
+                f"the graph cannot be captured ({error}); to cut the model along its modules, it must"
+                " run, which the meta device cannot do"
             ) from error
         unused = {"costs": costs != "measured", "dynamic_shapes": dynamic_shapes is not None}
         without_effect = [f"{name}=" for name, is_given in unused.items() if is_given]
@@ -268,7 +268,7 @@ def _enough(line: Line, stages: int) -> Sequence[int]:
         why = next(iter(Counter(line.closed.values()).most_common(1)))[0]
         raise PartitionError(
             f"stages={stages} needs {stages - 1} cuts; the graph allows {len(line.allowed)}: {why},"
-            " and no cut may fall between a value and its change"
+            " and a cut may not separate a value from an in-place change of it"
         )
     return line.allowed
 

@@ -56,9 +56,8 @@ class FrozenWeights:
         change = self._freshness.contents_change(thorough=thorough)
         if change is not None:
             raise StaleWeightsError(
-                f"{change.what} of the model changed after compiling; the compiled module holds the weights"
-                " it was compiled with, and some of its segments would now read others: call its"
-                " refit(model), or compile the model again"
+                f"{change.what} of the model changed after compiling; call refit(model) of the compiled"
+                " module, or compile the model again"
             )
         if self._is_replaced:
             return
@@ -71,7 +70,7 @@ class FrozenWeights:
             else:
                 sentence = f"the model was changed after compiling: {change}"
                 advice = "the model as it was: compile the model again"
-            warnings.warn(f"{sentence}; the compiled module goes on with {advice}", stacklevel=3)
+            warnings.warn(f"{sentence}; the compiled module continues with {advice}", stacklevel=3)
 
     def digest(self) -> str:
         """SHA-256 of the weights as they are now, with their names."""

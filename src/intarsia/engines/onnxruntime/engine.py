@@ -81,6 +81,10 @@ class OnnxRuntime(NetworkEngine):
     def capturable(self) -> bool:  # type: ignore[override]
         return self.device == "cuda" and not self.tensorrt
 
+    @property
+    def takes_bodies(self) -> bool:  # type: ignore[override]
+        return self.device == "cpu"
+
     def runs_on(self, device: str) -> bool:
         return device == self.device
 
@@ -116,9 +120,10 @@ class OnnxRuntime(NetworkEngine):
         return ("onnx", "com.microsoft")
 
     def probe(self, net: Network) -> str | None:
-        from intarsia.engines.onnxruntime.model import is_static, plain
+        from intarsia.engines.onnxruntime.model import check_bodies, is_static, plain
 
         try:
+            check_bodies(net, self.guards, self.device)
             model = plain(net)
             shared = {name: value for name, (value, _) in {**model.weights, **model.on_gpu}.items()}
             self._session(model.data, model.weights, shared, static=is_static(net), optimize=False)

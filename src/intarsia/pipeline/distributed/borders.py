@@ -84,7 +84,7 @@ def borders_under_autocast(
 def _fake(spec: TensorSpec | str, lengths: Mapping[str, int], device: torch.device) -> torch.Tensor:
     if isinstance(spec, str):
         raise PartitionError(
-            f"{spec}, a number read from data, crosses a border; cut elsewhere with cuts=..."
+            f"{spec}, a number read from data, crosses a border; choose other cuts with cuts=..."
         )
     return torch.empty(spec.sizes(lengths), dtype=spec.dtype, device=device)
 
@@ -171,7 +171,7 @@ def border_form(values: Sequence[Any], names: Sequence[str]) -> BorderForm:
                 )
     form = BorderForm(pytree.tree_structure(tuple(values)), tuple(entries))
     if not form.tensors:
-        raise PartitionError("no tensor crosses a border; cut elsewhere with cuts=...")
+        raise PartitionError("no tensor crosses a border; choose other cuts with cuts=...")
     return form
 
 

@@ -60,7 +60,7 @@ class MicrobatchLoss:
         if weight is not None and weight != "equal" and not callable(weight):
             raise PartitionError(f"loss_weight={weight!r} is neither a function of the target nor 'equal'")
         if weight is not None and reduction == "sum":
-            raise PartitionError("loss_weight has no meaning with reduction='sum': sums simply add up")
+            raise PartitionError("loss_weight has no effect with reduction='sum'")
         self.loss_fn: Loss = loss_fn
         self.weight = weight
         self.reduction = reduction
@@ -191,8 +191,8 @@ def own_scale(
         return NOT_SCALED if learns else None
     if not learns:
         raise PartitionError(
-            "no parameter of this rank learns, so its GradScaler has nothing to check and would refuse to"
-            " step: give scaler=None on this rank"
+            "this rank has no trainable parameter, so its"
+            " GradScaler would refuse to step: give scaler=None on this rank"
         )
     # Asked as a loop would, which also wakes the scaler.
     return float(scaler.scale(torch.ones((), device=device)))

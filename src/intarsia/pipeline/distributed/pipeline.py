@@ -231,7 +231,7 @@ class DistributedPipeline(RankStages):
         them or not.
         """
         if self.loss is None:
-            raise PartitionError("step needs loss_fn; without one call infer")
+            raise PartitionError("step needs loss_fn; without it, call infer")
         return self._run(args, kwargs, target, self.loss)
 
     def shard(self, batch: Any) -> Any:

@@ -176,8 +176,8 @@ def recomputed_stages(checkpoint: bool | Collection[int | str], stages: StageSeq
     """The stages to compute again; modules that are named are told to their stages."""
     if isinstance(checkpoint, str) or not isinstance(checkpoint, bool | Collection):
         raise PartitionError(
-            f"checkpoint={checkpoint!r} is neither True nor False nor a list of stages' numbers and modules'"
-            " names"
+            f"checkpoint={checkpoint!r} must be True, False, or a list of"
+            " numbers of stages and names of modules"
         )
     chosen = range(len(stages)) if checkpoint is True else () if checkpoint is False else checkpoint
     strange = [one for one in chosen if not isinstance(one, int | str)]
@@ -224,7 +224,7 @@ def refuse_shared_statistics(stages: StageSequence, ranks: Sequence[int]) -> Non
                 if ranks[homes.setdefault(id(buffer), i)] != ranks[i]:
                     raise PartitionError(
                         f"stages {homes[id(buffer)]} and {i} both hold {name}, which running them may change,"
-                        " on different ranks: cut elsewhere with cuts=..."
+                        " on different ranks: choose other cuts with cuts=..."
                     )
 
 

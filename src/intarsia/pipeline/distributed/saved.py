@@ -167,8 +167,8 @@ def load_checkpoint(
     read = {key.removeprefix(_COUNTERS): int(flat[key]) for key in counters}
     if not read:
         warnings.warn(
-            f"the checkpoint {path} holds no seed and no number of steps: dropout goes on with those of this"
-            " pipeline",
+            f"the checkpoint {path} holds no seed and no number of steps: dropout continues with"
+            " those of this pipeline",
             stacklevel=3,
         )
     if optimizer is None:

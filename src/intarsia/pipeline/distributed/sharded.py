@@ -45,7 +45,7 @@ def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None
         )
     if stages.tied:
         raise PartitionError(
-            f"{stages.tied[0]}; a plan would divide it in each by itself: cut elsewhere with cuts=..."
+            f"{stages.tied[0]}; a plan would divide it in each by itself: choose other cuts with cuts=..."
         )
     known = {name for stage in stages for name, _ in stage.named_modules() if name}
     for pattern in plan:

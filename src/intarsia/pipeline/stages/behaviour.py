@@ -151,9 +151,9 @@ def no_other_dice() -> Iterator[None]:
         if numpy is not None:
             numpy.random.set_state(array)
     if reseeded:
-        raise CaptureError("it calls torch.manual_seed, which tracing would leave out")
+        raise CaptureError("it calls torch.manual_seed, which tracing would omit")
     if put_back:
-        raise CaptureError("it puts torch's generator back (fork_rng), which tracing would leave out")
+        raise CaptureError("it restores torch's generator (fork_rng), which tracing would omit")
     if drew:
         raise CaptureError("it draws random numbers in Python, which tracing would freeze")
 

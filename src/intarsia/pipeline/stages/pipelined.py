@@ -161,6 +161,6 @@ def _check(stages: StageSequence, chunks: int, options: Mapping[str, Any]) -> No
     for spec in stages.signature.outputs:
         if isinstance(spec, TensorSpec) and not stages.signature.splits(spec):
             raise PartitionError(
-                f"output {spec} has no batch in front and cannot be joined from micro-batches;"
-                " return what it is computed from instead"
+                f"output {spec} has no batch dimension in front, so micro-batches cannot be"
+                " joined; return the values that it is computed from"
             )

@@ -73,7 +73,7 @@ class MadeUp:
             return replace(cost, apart=measure_apart(target, arguments, options, repeats)) if apart else cost
         except Exception as error:
             raise PartitionError(
-                f"{target} cannot be measured on made-up values ({error}); costs='analytic' computes them"
+                f"{target} cannot be measured on random values ({error}); costs='analytic' computes them"
                 " instead"
             ) from error
 

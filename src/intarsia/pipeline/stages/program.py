@@ -14,10 +14,9 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.graph.cuts import pieces_at
 from intarsia.graph.line import Line, training_line
-from intarsia.graph.nodes import bodies_of
-from intarsia.graph.source import modules
+from intarsia.graph.nodes import bodies_of, modules
+from intarsia.graph.piece import pieces_at
 from intarsia.pipeline.gpipe.checkpoint import enable_recomputing, is_recomputing
 from intarsia.pipeline.gpipe.keyed_random import current_key, draws_of, keyed_draw, using_key
 
@@ -171,7 +170,7 @@ def _run_again(module: nn.Module, values: Sequence[Any], written: Sequence[bool]
         run, *unchanged, use_reentrant=False, context_fn=recompute_contexts, preserve_rng_state=rng
     )
     if [v._version for v in unchanged if isinstance(v, torch.Tensor)] != versions:
-        raise PipelineError("a module that is to be computed again changes its input in place")
+        raise PipelineError("a recomputed module changes its input in place")
     return tuple(results)
 
 
@@ -217,7 +216,7 @@ def _spans(line: Line, names: Sequence[str]) -> list[tuple[int, int]]:
             spans.append((first, last))
         elif any(n not in line.recomputed for n in line.nodes[start:end]):
             why = line.closed.get(start) or line.closed.get(end) or "no cut may fall around it"
-            raise PartitionError(f"{labels[start]} cannot be computed again by itself: {why}")
+            raise PartitionError(f"{labels[start]} cannot be recomputed alone: {why}")
         start = end
     return spans
 

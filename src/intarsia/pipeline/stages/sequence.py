@@ -55,19 +55,17 @@ class SplitReport:
                 lines.append(f"    | {', '.join(map(str, self.borders[i]))} ({_size(self.crossing[i])})")
         lines += [f"  tied: {tie}" for tie in self.tied]
         if self.checkpointed:
-            lines.append(
-                f"  computed again for the gradient, as the model asks: {', '.join(self.checkpointed)}"
-            )
+            lines.append(f"  recomputed for the gradient, as in the model: {', '.join(self.checkpointed)}")
         if self.unheeded:
-            lines.append(f"  but not everywhere: {self.unheeded}")
+            lines.append(f"  not recomputed: {self.unheeded}")
         if self.mixes:
-            lines.append(f"  for one micro-batch alone: {self.mixes}")
+            lines.append(f"  for one micro-batch only: {self.mixes}")
         if self.changed:
             lines.append(f"  changed by every micro-batch's forward pass: {', '.join(self.changed)}")
         if any(name.endswith("running_mean") for name in self.changed):
             lines.append(
-                "  batch norm normalises by each micro-batch's own statistics; deferred_batch_norm=True keeps"
-                " the running ones those of the whole batch"
+                "  batch norm uses the statistics of each micro-batch; with"
+                " deferred_batch_norm=True, the running statistics are those of the whole batch"
             )
         return "\n".join(lines)
 

@@ -208,7 +208,7 @@ def _refuse_shared_buffers(stages: Sequence[nn.Module], devices: Sequence[torch.
                 raise PartitionError(
                     f"stages {first} and {i} both hold the buffer {name}, on {devices[first]} and"
                     f" {devices[i]}; in stages cut along the module tree it is the model's own: give these"
-                    " stages one device, or cut elsewhere with cuts=..."
+                    " stages one device, or choose other cuts with cuts=..."
                 )
 
 

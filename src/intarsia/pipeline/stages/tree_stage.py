@@ -116,8 +116,9 @@ def _tensors(outputs: Sequence[Any], answer: Sequence[Any]) -> tuple[torch.Tenso
             raise InputError(f"the model answers {leaf!r} where the example's answer was {example!r}")
         if not isinstance(leaf, torch.Tensor) and leaf is not example and leaf != example:
             raise InputError(
-                f"the model answers {leaf!r}, no tensor, where the example's answer was {example!r}; what is"
-                " no tensor is fixed when the model is cut: return a tensor"
+                f"the model answers {leaf!r}, no tensor, where the example's answer was {example!r};"
+                f" values that are not tensors are fixed"
+                " when the model is cut; return a tensor"
             )
     return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 

@@ -160,7 +160,7 @@ def load_stages(
     parts = list(stages)
     wanted = range(len(parts)) if only is None else sorted(only)
     if any(i not in range(len(parts)) for i in wanted):
-        raise InputError(f"only={list(wanted)} names a stage that is not there; there are {len(parts)}")
+        raise InputError(f"only={list(wanted)} names a stage that does not exist; there are {len(parts)}")
     slots = _slots(parts)
     _match(slots, weights, stages)
     _fill([parts[i] for i in wanted], slots, device)
@@ -293,7 +293,7 @@ def _take_value(slot: _Slot, values: Mapping[str, Tensor]) -> None:
     if slot.value is None and slot.tensor.is_meta and slot.read:
         raise InputError(
             f"{slot.name} is a buffer that the model computes and does not save, and it is on the meta"
-            f" device: its values are nowhere. Give buffers={{{slot.name!r}: ...}}, or compute it first"
+            f" device: it has no values. Give buffers={{{slot.name!r}: ...}}, or compute it first"
         )
 
 
