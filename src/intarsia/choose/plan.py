@@ -11,8 +11,8 @@ from intarsia.drawing import Drawing, DrawnTrial
 from intarsia.graph.plan import Plan
 from intarsia.tracing import Profile
 
-MOVED = "its block was measured to run better on"
-EAGER = "the model as it is was measured to run best"
+MOVED = "its block ran faster on"
+EAGER = "the unchanged model was the fastest plan"
 
 
 @dataclass(frozen=True, eq=False)
