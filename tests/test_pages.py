@@ -102,7 +102,6 @@ def test_the_architecture_page_names_what_there_is() -> None:
         "stages/",
         "distributed/",
         "plan/",
-        "checkpoint/",
     }
     assert {path for path in paths - inside if not (source / path).exists()} == set()
     packages = {f"{folder.name}/" for folder in source.iterdir() if (folder / "__init__.py").exists()}
