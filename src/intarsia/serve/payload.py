@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
+from intarsia.archive.container import strict_json
 from intarsia.errors import InputError
 from intarsia.serve.interface import Interface, Tensors
 
@@ -33,9 +34,7 @@ def encode(outputs: Mapping[str, Any], kind: str) -> bytes:
 
 def _from_json(body: bytes, dtypes: Mapping[str, torch.dtype]) -> Tensors:
     try:
-        document = json.loads(body, parse_constant=_refuse, object_pairs_hook=_distinct)
-    except RecursionError:
-        raise InputError("the body is nested too deeply") from None
+        document = strict_json(body, "; send safetensors for NaN and infinities")
     except ValueError as error:  # no UTF-8, no JSON, a number of thousands of digits
         raise InputError(f"the body is not JSON: {error}") from None
     inputs = document.get("inputs") if isinstance(document, dict) else None
@@ -45,17 +44,6 @@ def _from_json(body: bytes, dtypes: Mapping[str, torch.dtype]) -> Tensors:
         if name not in dtypes:
             raise InputError(f"there is no input {name!r}; the inputs are {', '.join(dtypes)}")
     return {name: _tensor(name, value, dtypes[name]) for name, value in inputs.items()}
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number there; send safetensors for NaN and infinities")
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("an object has a duplicate name")
-    return table
 
 
 def _tensor(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
