@@ -15,6 +15,7 @@ from intarsia.errors import LoweringError
 from intarsia.lower import lower
 from intarsia.lower.decompositions import (
     composite_names,
+    decomposed,
     decomposition_table,
     overloads_of,
     register_decomposition,
@@ -22,7 +23,6 @@ from intarsia.lower.decompositions import (
     torch_enabled_decompositions,
     unregister_decomposition,
 )
-from intarsia.lower.retrace import decomposed
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from intarsia.engines import NetworkEngine, OnnxRuntime, OpenVINO
 from intarsia.errors import RewriteError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
-from intarsia.network.shapes import MICROSOFT
+from intarsia.network.value import MICROSOFT
 from intarsia.rewrite import FUSIONS, RewritePatternManager, apply, check_pattern
 from intarsia.rewrite.check import KINDS
 from intarsia.rewrite.fusions.fusion import given

@@ -10,7 +10,7 @@ import torch
 from intarsia.errors import RewriteError
 from intarsia.network import Layer, Network, Tensor, infers, net_guard
 from intarsia.network import functional as F
-from intarsia.network.edit.order import Order
+from intarsia.network.edit.graph import Order
 from intarsia.rewrite import PatternRewriter, RewritePatternManager, refuse, rule
 
 

@@ -260,7 +260,7 @@ def strict_json(text: bytes, advice: str = "") -> Any:
     >>> strict_json(b'{"a": 1, "a": 2}')
     Traceback (most recent call last):
     ...
-    ValueError: a name stands twice in an object
+    ValueError: a name occurs twice in an object
     """
 
     def refuse(name: str) -> NoReturn:
@@ -269,7 +269,7 @@ def strict_json(text: bytes, advice: str = "") -> Any:
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise ValueError("a name stands twice in an object")
+            raise ValueError("a name occurs twice in an object")
         return table
 
     try:

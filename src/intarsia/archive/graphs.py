@@ -28,7 +28,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from intarsia.archive.codec import Devices, Json, from_json, same_device, to_json
 from intarsia.archive.tensors import TensorTable
 from intarsia.errors import ArchiveError
-from intarsia.graph.source import module_path, source_line
+from intarsia.graph.nodes import module_path, source_line
 
 # FX writes these into the source of a function, so that a name must be nothing but a name.
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)

@@ -26,8 +26,7 @@ from intarsia.archive.tensors import WEIGHTS, TensorTable
 from intarsia.cache.machine import package_version, processor_name
 from intarsia.cache.store import write_atomically
 from intarsia.engines import Program
-from intarsia.engines.base import GraphEngine, GrowingFile, NetworkEngine
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphEngine, GraphProgram, GrowingFile, NetworkEngine
 from intarsia.errors import ArchiveError, EngineError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH

@@ -286,8 +286,8 @@ def _runs(blocks: Sequence[BlockCost], runs: Sequence[str]) -> Iterator[tuple[in
         first = number
 
 
-MOVED = "its block was measured to run better on"
-EAGER = "the model as it is was measured to run best"
+MOVED = "its block ran faster on"
+EAGER = "the unchanged model was the fastest plan"
 
 
 @dataclass(frozen=True, eq=False)

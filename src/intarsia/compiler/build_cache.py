@@ -34,7 +34,7 @@ from intarsia.choose.memory import argument_text
 from intarsia.convert import registry
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError, IntarsiaError
-from intarsia.graph.source import module_path, source_line
+from intarsia.graph.nodes import module_path, source_line
 from intarsia.lower import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.rewrite import RewritePatternManager

@@ -171,7 +171,8 @@ class CompileJob:
             compiled = self.choose(graph, support, support.measured)
         verified = self.verify(captured, graph, support, compiled)
         seconds, plan = time.perf_counter() - self.request.began, verified.plan
-        LOG.info("compiled in %.2f s: %d segments on %s", seconds, len(plan), ", ".join(plan.engines))
+        segments = f"{len(plan)} segment{'s' * (len(plan) != 1)}"
+        LOG.info("compiled in %.2f s: %s on %s", seconds, segments, ", ".join(plan.engines))
         if verified is compiled:
             self.store(cache, graph, compiled)
         return self.finish(graph, verified)

@@ -23,7 +23,7 @@ from intarsia.compiler.entry import COMPILING
 from intarsia.compiler.job import CompileJob, Request
 from intarsia.compiler.refit import Refit
 from intarsia.engines import Engine, Program, PyTorch
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphProgram
 from intarsia.errors import RefitError
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from intarsia.errors import CaptureError, IntarsiaError, PartitionError
-from intarsia.graph.cuts import place_of, places_of
 from intarsia.graph.line import Line
+from intarsia.graph.piece import place_of, places_of
 from intarsia.graph.plan import Plan
 from intarsia.pipeline.cost import Cost, total
 from intarsia.pipeline.model import Stages

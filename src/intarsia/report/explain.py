@@ -25,7 +25,7 @@ from intarsia.errors import CaptureError, LoweringError
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.plan import Plan
-from intarsia.graph.shapes import SegmentShapes, segment_shapes
+from intarsia.graph.plan_text import SegmentShapes, segment_shapes
 from intarsia.logs import working
 from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions

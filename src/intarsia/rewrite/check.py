@@ -14,10 +14,9 @@ import torch
 from intarsia.errors import NetworkError, RewriteError
 from intarsia.network import Network, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
-from intarsia.network.schema import schema_of
+from intarsia.network.infer import schema_of
 from intarsia.rewrite.manager import RewritePatternManager
-from intarsia.rewrite.pattern import PatternRewriter
-from intarsia.rewrite.rule import Rule
+from intarsia.rewrite.pattern import PatternRewriter, Rule
 from intarsia.rewrite.term import AnyValue, Either, Maybe, Number, OpTerm, Output, Root, Term, Var
 
 # Random networks made from a rule's own terms.

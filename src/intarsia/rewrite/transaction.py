@@ -27,10 +27,9 @@ from intarsia.network.edit.journal import (
     OutputMarked,
     UsesReplaced,
 )
-from intarsia.network.edit.redirect import is_dead, remove_dead
-from intarsia.network.edit.undo import undo
+from intarsia.network.edit.redirect import is_dead, remove_dead, undo
 from intarsia.network.infer import Types, has_rule, infer
-from intarsia.network.shapes import Shape
+from intarsia.network.value import Shape
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 

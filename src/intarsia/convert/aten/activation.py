@@ -13,8 +13,7 @@ from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import axes_of, filled, is_empty, wide
 from intarsia.convert.aten.reduce import holds_everywhere, holds_somewhere
 from intarsia.convert.aten.unary import expm1, softplus
-from intarsia.convert.context import Context
-from intarsia.convert.promotion import narrowed, number, promoted, promoted_wide
+from intarsia.convert.context import Context, narrowed, number, promoted, promoted_wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes

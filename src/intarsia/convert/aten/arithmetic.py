@@ -12,8 +12,7 @@ import torch
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import zero_unless
 from intarsia.convert.aten.unary import is_negative, softplus, trunc
-from intarsia.convert.context import Context
-from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
+from intarsia.convert.context import Context, narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes

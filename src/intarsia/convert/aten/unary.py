@@ -10,8 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.context import Context
-from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
+from intarsia.convert.context import Context, narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes

@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.graph.cuts import pieces_at
 from intarsia.graph.line import Line, training_line
-from intarsia.graph.source import modules
+from intarsia.graph.nodes import modules
+from intarsia.graph.piece import pieces_at
 from intarsia.pipeline.gpipe.checkpoint import enable_recomputing, is_recomputing
 from intarsia.pipeline.gpipe.keyed_random import current_key, using_key
 from intarsia.pipeline.stages.draws import Draws, keyed_program

@@ -14,8 +14,7 @@ from torch import fx, nn
 
 from intarsia.errors import InputError, PartitionError
 from intarsia.graph.alias import memory_of
-from intarsia.graph.cuts import pieces_at, relayed
-from intarsia.graph.piece import Piece
+from intarsia.graph.piece import Piece, pieces_at, relayed
 from intarsia.pipeline.gpipe.checkpoint import is_recomputing
 from intarsia.pipeline.stages.devices import retarget
 from intarsia.pipeline.stages.draws import Draws, keyed_program, number_draws

@@ -15,8 +15,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from intarsia.errors import CaptureError
-from intarsia.graph.cuts import pieces_at, relayed
 from intarsia.graph.line import Line
+from intarsia.graph.piece import pieces_at, relayed
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.gpipe.effects import BufferSnapshot, owned_buffers
 from intarsia.pipeline.gpipe.keyed_random import SeenDraws, layer_place

@@ -9,8 +9,7 @@ import numpy as np
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers
-from intarsia.rewrite.pattern import refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import refuse, rule
 from intarsia.rewrite.term import see_through
 
 _END = 1 << 31  # a slice's end beyond any size
