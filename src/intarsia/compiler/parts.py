@@ -48,7 +48,8 @@ def compile_parts(
     """
     notes = [*notes, f"the model is not captured as a whole: {reason}"]
     if compile_one is None or isinstance(model, torch.jit.ScriptModule):
-        return PartlyCompiled(shared_copy(model), {}, [*notes, "all of it runs as it is, in PyTorch"], reason)
+        notes = [*notes, "all of it runs as it is, in PyTorch"]
+        return PartlyCompiled(shared_copy(model), {}, notes, reason, model)
     seen = _record(model, call)
     parts, failures = _make_each(model, seen, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
