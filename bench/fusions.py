@@ -14,7 +14,7 @@ import torch
 
 from intarsia.engines import OnnxRuntime, OpenVINO
 from intarsia.rewrite import FUSIONS, Benefits
-from intarsia.rewrite.benefit import PAYS, measure
+from intarsia.rewrite.apply import PAYS, measure
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import fx
 from transformers import BertConfig, BertModel
 
-from intarsia.convert import dryrun, registry
+from intarsia.convert import interpreter, registry
 from intarsia.convert.interpreter import constant_of
 from intarsia.engines import OnnxRuntime, OpenVINO, PyTorch
 from intarsia.graph.nodes import is_compute
@@ -49,15 +49,15 @@ def main() -> None:
 
     started = time.process_time()
     for node in nodes:
-        dryrun._try(node, constants)
+        interpreter._try(node, constants)
     table.add_row(
         "dry conversion, nothing remembered", _ms(time.process_time() - started, len(nodes)), "2 ms"
     )
 
-    dryrun._memo.clear()
+    interpreter._memo.clear()
     started = time.process_time()
     for node in nodes:
-        dryrun.dry_convert(node, constants, dryrun.signature_of(node, constants))
+        interpreter.dry_convert(node, constants, interpreter.signature_of(node, constants))
     table.add_row("dry conversion, by signature", _ms(time.process_time() - started, len(nodes)), "2 ms")
 
     for engine in (OnnxRuntime(threads=1), OpenVINO(threads=1)):

@@ -134,7 +134,7 @@ def test_tensors_of_many_slices_are_judged_as_one(
     wrong, before = close.clone(), truth.clone()
     wrong[33, 7] += 1
     for length in (64, 1 << 17):
-        monkeypatch.setattr("intarsia.slices.SLICE", length)
+        monkeypatch.setattr("intarsia.plain_tensors.SLICE", length)
         assert disagreement([close], [truth]) is None
         assert "at (33, 7)" in str(disagreement([wrong], [truth]))
         assert "has NaN or infinity" in str(disagreement([close.nan_to_num(nan=0.0)], [truth]))

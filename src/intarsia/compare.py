@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from intarsia.plain_tensors import is_traceable_subclass, plain_tensors
-from intarsia.slices import slices_of
+from intarsia.plain_tensors import is_traceable_subclass, plain_tensors, slices_of
 
 ROUNDINGS = 4  # an element may always be off by so many of its own roundings
 # Values of one magnitude may be off by so many roundings of float32 (of float64) each: the worst of six
@@ -101,8 +100,8 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int)
         return _unequal(answer, truth, rounding, index)
     limits = torch.finfo(truth.dtype)
     exact, special = True, False
-    for given, right in slices_of(answer, truth):
-        pair = _finite(given, right)
+    for answered, right in slices_of(answer, truth):
+        pair = _finite(answered, right)
         if pair is None:
             return _SPECIAL
         a, b = pair
@@ -127,8 +126,8 @@ def _wrong(answer: Any, truth: torch.Tensor, rounding: Noise | None, index: int)
         if place is None or (not further and _no_worse((answer, truth), allowed, alike, rounding, index)):
             return None
     where = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), truth.shape))
-    made, meant = float(answer[where]), float(truth[where])
-    return f"is off by {abs(made - meant):.3g} at {where}: {made:.6g} where PyTorch makes {meant:.6g}"
+    ours, theirs = float(answer[where]), float(truth[where])
+    return f"is off by {abs(ours - theirs):.3g} at {where}: {ours:.6g} where PyTorch makes {theirs:.6g}"
 
 
 def _share(limits: torch.finfo) -> float:
@@ -148,10 +147,10 @@ def _worst(
     """The place of the element that is off by most beyond what it may be; None where none is."""
     typical = alike.typical(noise)
     worst, place, start = 0.0, None, 0
-    for given, right, seen in slices_of(answer, truth, noise):
+    for answered, right, seen in slices_of(answer, truth, noise):
         b = right.double()
         allowed = torch.maximum(seen, alike.of(typical, b)).add_(_roundings(b.abs(), limits))
-        excess = (given.double() - b).abs_().sub_(allowed)
+        excess = (answered.double() - b).abs_().sub_(allowed)
         if not float(most := excess.max()) <= worst:  # nor is NaN
             worst, place = float(most), start + int(excess.argmax())
         start += len(b)
@@ -186,9 +185,9 @@ def _unequal(answer: torch.Tensor, truth: torch.Tensor, rounding: Noise | None, 
     return f"differs from PyTorch in {count} of {truth.numel()} elements" if count else None
 
 
-def _finite(given: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _finite(answer: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Both as doubles, where they are finite; None where they differ in a NaN or an infinity."""
-    a, b = given.double(), right.double()
+    a, b = answer.double(), right.double()
     if bool(torch.isfinite(a.sum() + b.sum())):  # one that is not finite shows in the sum
         return a, b
     finite = torch.isfinite(b)
@@ -279,8 +278,8 @@ def relative_error(answer: object, truth: object, rows: int = 1) -> float:
 def _error_and_size(answer: torch.Tensor, truth: torch.Tensor) -> tuple[float, float]:
     """The largest difference and the largest value, where they are finite; infinite where one is not."""
     error = size = 0.0
-    for given, right in slices_of(answer, truth):
-        pair = _finite(given, right)
+    for answered, right in slices_of(answer, truth):
+        pair = _finite(answered, right)
         if pair is None:
             return float("inf"), 0.0
         if len(pair[1]):

@@ -163,7 +163,7 @@ class CompileOptions:
         known = [name for name in option_names() if name not in found]
         for name in given:
             if name in (*CALL_ARGUMENTS, *found):
-                raise InputError(f"{function} finds {name} by itself; it is no option")
+                raise InputError(f"{name} is not an option of {function}, which sets it")
             if name not in known:
                 near = get_close_matches(str(name), known, n=3, cutoff=0.5)
                 names = f"; near is {near[0]!r}" if near else f"; known are {', '.join(known)}"

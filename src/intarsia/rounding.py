@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from intarsia.slices import slices_of
+from intarsia.plain_tensors import slices_of
 
 _STEP = 4  # roundings by which values are moved in further runs
 _TF32 = 2.0**-11  # the rounding of an operand: a float32 is cut to 10 bits behind the point

@@ -103,7 +103,7 @@ def test_a_damaged_package_is_refused(saved: tuple[Path, torch.Tensor], tmp_path
     at = bytes(data).index(members(bytes(data))["native/0.pt2"])
     data[at + 1000] ^= 1
     (tmp_path / "damaged").write_bytes(data)
-    with pytest.raises(ArchiveError, match=r"native/0\.pt2 does not fit its digest"):
+    with pytest.raises(ArchiveError, match=r"native/0\.pt2 does not match its digest"):
         intarsia.load(tmp_path / "damaged", trust_native_code=True)
 
 

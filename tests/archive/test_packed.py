@@ -112,7 +112,7 @@ def test_damaged_weights_are_refused_though_they_are_checked_last(
     at = bytes(data).index(weights) + len(weights) - 5
     data[at] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(ArchiveError, match=r"weights\.safetensors does not fit its digest"):
+    with pytest.raises(ArchiveError, match=r"weights\.safetensors does not match its digest"):
         intarsia.load(path)
 
 

@@ -123,9 +123,9 @@ def test_without_its_model_or_with_another_it_is_refused(saved: tuple[Gated, Pat
     [
         (lambda m, _: m.update(version=9), "version 9"),
         (lambda m, _: m["types"].update({"": m["types"].pop("tail")}), "nothing at ''"),
-        (lambda m, _: m["programs"].pop("tail"), "do not fit together"),
-        (lambda m, _: m.pop("weights"), "do not fit together"),
-        (lambda m, _: m.update(types=[1]), "do not fit together"),
+        (lambda m, _: m["programs"].pop("tail"), "are inconsistent"),
+        (lambda m, _: m.pop("weights"), "are inconsistent"),
+        (lambda m, _: m.update(types=[1]), "are inconsistent"),
     ],
 )
 def test_forged_files_are_refused(saved: tuple[Gated, Path], edit: object, told: str) -> None:

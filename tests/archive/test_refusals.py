@@ -202,7 +202,7 @@ def test_options_that_could_name_files_are_not_taken_from_a_file() -> None:
     fast = intarsia.compile(nn.Linear(64, 64).eval(), (torch.ones(8, 64),), engines=engine, min_block_size=1)
     assert fast.plan.engines == ("onnxruntime",)
     data = save_bytes(fast)
-    refused(data, "may not choose")
+    refused(data, "may not set")
 
 
 def test_an_operator_that_is_not_registered_is_named(archive: bytes) -> None:

@@ -314,7 +314,7 @@ def test_a_name_of_one_graph_is_a_note_in_the_others() -> None:
     ("rest", "told"),
     [
         ({"options": {"engine": "openvino"}}, "has no option 'engine'; near is 'engines'"),
-        ({"options": {"dynamic_shapes": {}}}, "'dynamic_shapes' is told by Dynamo"),
+        ({"options": {"dynamic_shapes": {}}}, "'dynamic_shapes' comes from Dynamo"),
         ({"mode": "max-autotune"}, "mode='max-autotune' is a setting of TorchInductor"),
         ({"options": {"engines": ["openvin"]}}, "openvin"),
         ({"options": {"cuda_graphs": True}}, "needs a model on a CUDA device"),
@@ -334,7 +334,7 @@ def test_an_error_of_any_kind_leaves_the_graph_to_pytorch(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("intarsia.backend.graph_call.compile_whole", broken)
     model, x = Net().eval(), torch.randn(3, 8)
-    with pytest.warns(UserWarning, match="leaves this graph to PyTorch .*ZeroDivisionError: a mistake"):
+    with pytest.warns(UserWarning, match="this graph runs in PyTorch .*ZeroDivisionError: a mistake"):
         agree(compiled(model, dynamic=False), model, x)
     assert only().reason == "ZeroDivisionError: a mistake of ours"
 

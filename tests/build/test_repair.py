@@ -159,7 +159,7 @@ def test_repair_sends_a_rest_that_is_too_small_along() -> None:
     repaired.verify(gm)
     assert [s.engine for s in repaired.segments] == ["pytorch", "a"]
     assert repaired.segments[0].reasons[repaired.segments[0].nodes[0]] == {
-        "a": "its block has 2 ops, and min_block_size=3"
+        "a": "its segment has 2 ops, and min_block_size=3"
     }
 
 

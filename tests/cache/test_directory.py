@@ -8,7 +8,7 @@ import pytest
 
 from intarsia.cache.store import cache_directory
 from intarsia.pipeline.balance.cache import cache_path
-from intarsia.rewrite.benefit import cache_file
+from intarsia.rewrite.apply import cache_file
 
 
 def test_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import intarsia
 from intarsia.cache.machine import machine_key, package_version, processor_name
 from intarsia.engines import OnnxRuntime
 from intarsia.pipeline import balance_by_time
-from intarsia.rewrite.benefit import Benefits, engine_key
+from intarsia.rewrite.apply import Benefits, engine_key
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.LayerNorm(4)).eval()
 

@@ -125,7 +125,7 @@ def test_wrong_wishes_are_told_in_a_sentence() -> None:
     program = torch.export.export(nn.ReLU(), (x,))
     with pytest.raises(intarsia.errors.InputError, match="dtype is 'float32'"):
         intarsia.Input(shape=(2, 4), dtype="float32")  # type: ignore[arg-type]
-    with pytest.raises(intarsia.errors.InputError, match="an ExportedProgram has its shapes"):
+    with pytest.raises(intarsia.errors.InputError, match="an ExportedProgram has its own shapes"):
         intarsia.compile(program, (intarsia.Input(shape=(2, 4)),))  # type: ignore[arg-type]
     with pytest.raises(intarsia.errors.PartitionError, match="min_block_size='3'"):
         intarsia.compile(nn.ReLU(), (x,), min_block_size="3")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from intarsia.capture.export import capture
 from intarsia.capture.stack_traces import short_stack_traces
-from intarsia.graph.source import source_line
+from intarsia.graph.nodes import source_line
 
 
 class Inner(nn.Module):

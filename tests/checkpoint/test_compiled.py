@@ -10,6 +10,7 @@ import torch
 from tests.quantized_checkpoints import LAYOUTS, qwen, write
 
 import intarsia
+from intarsia import generation
 
 pytest.importorskip("transformers")
 
@@ -57,9 +58,35 @@ def test_logits(name: str, engine: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4-groups-zeros", "awq", "gptq-act-order"])
-def test_tokens_and_a_saved_decoder(name: str, tmp_path: Path) -> None:
+def test_tokens_of_a_decoder_that_was_saved(name: str, tmp_path: Path) -> None:
     model = _loaded(tmp_path / "folder", name, num_hidden_layers=1)
     ids = torch.randint(0, 128, (1, 6), generator=torch.Generator().manual_seed(0))
-    right = model.generate(ids, max_new_tokens=8, do_sample=False)
-    fast = intarsia.compile_generation(model, max_cache_len=32, engines=["onnxruntime"])
-    assert torch.equal(fast.generate(ids, max_new_tokens=8, do_sample=False), right)
+    call = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    right = model.generate(ids, **call)
+    with intarsia.compile_generation(model, max_length=32, engines=["onnxruntime"]) as fast:
+        assert torch.equal(model.generate(ids, **call), right)
+        generation.save(fast, tmp_path / "decoder.generation")
+    again = intarsia.load_pretrained(tmp_path / "folder", dtype=torch.float32)
+    with generation.load(tmp_path / "decoder.generation", again):
+        assert torch.equal(again.generate(ids, **call), right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_a_folder_of_torchao(config: str, tmp_path: Path) -> None:
+    """transformers loads these; the weights that it makes require gradients."""
+    torchao = pytest.importorskip("torchao.quantization")
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    qwen(num_hidden_layers=1).save_pretrained(tmp_path / "float")
+    settings = TorchAoConfig(getattr(torchao, config)())
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=settings)
+    reference.save_pretrained(tmp_path / "quantized")
+    model = intarsia.load_pretrained(tmp_path / "quantized")
+    ids = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    compiled = intarsia.compile(model, (ids,), engines=["onnxruntime"], min_block_size=1, fallback="error")
+    assert "onnxruntime" in compiled.plan.engines
+    with torch.no_grad():
+        right = reference(ids).logits
+        torch.testing.assert_close(model(ids).logits, right)
+        torch.testing.assert_close(compiled(ids).logits, right, rtol=1e-4, atol=1e-5)

@@ -64,6 +64,40 @@ def test_logits_are_those_of_compressed_tensors(name: str, tmp_path: Path) -> No
     assert theirs.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False},
+        {"num_bits": 8, "strategy": "channel"},
+        {"num_bits": 8, "strategy": "channel", "type": "float"},
+    ],
+    ids=["int4", "int8", "float8"],
+)
+def test_a_folder_that_compressed_tensors_wrote(arguments: dict[str, Any], tmp_path: Path) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors import quantization
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = llama()
+    weights = quantization.QuantizationArgs(**arguments)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
+    config = quantization.QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"])
+    quantization.apply_quantization_config(model, config)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and hasattr(module, "quantization_scheme"):
+            parts = module.weight.detach().unflatten(1, (-1, arguments.get("group_size", module.in_features)))
+            scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), weights)
+            module.weight_scale.data = scale
+            module.weight_zero_point.data = zero
+            module.quantization_status = quantization.QuantizationStatus.FROZEN
+    right = _logits(model)  # of weights that are rounded at the call
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(tmp_path)
+    compressor.update_config(tmp_path)
+    torch.testing.assert_close(_logits(intarsia.load_pretrained(tmp_path)), right, rtol=1e-6, atol=1e-6)
+
+
 def test_buffers_are_the_tensors_of_the_files(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

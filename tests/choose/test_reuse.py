@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_once(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.warns(UserWarning, match="what is built is not kept"):
+    with pytest.warns(UserWarning, match="builds are not cached"):
         first = compiled(make())
     assert torch.allclose(first(X), make()(X), atol=1e-5)
 

@@ -80,7 +80,7 @@ _MAY_NAME = (
     "cli/",  # what the command line offers and compares with
     "fuzz/draw.py",  # the line-ups that are drawn
     "archive/engines.py",  # until it asks for `version()`
-    "archive/file.py",  # the public option `save(inductor=...)`
+    "archive/files.py",  # the public option `save(inductor=...)`
     "backend/options.py",  # a message about torch.compile's own options
 )
 # Names and folders of torch itself.
@@ -217,7 +217,7 @@ def test_a_pattern_whose_layers_the_engine_refuses_is_left_out_with_a_note() -> 
 
 def test_an_engine_that_allows_no_patterns_says_so() -> None:
     notes = _compiled(Frugal(groups=()), True).notes
-    assert "frugal: it allows none of the shipped patterns" in notes
+    assert "frugal: it supports none of the shipped patterns" in notes
 
 
 @pytest.fixture
@@ -236,4 +236,4 @@ def test_a_pattern_of_the_user_that_raises_is_told() -> None:
     compiled = _compiled(OnnxRuntime(), None)
     (note,) = [note for note in compiled.notes if "failing" in note]
     assert note.startswith("pattern 'failing' at layer mul")
-    assert note.endswith("was taken back: KeyError: 'scale' (and at 1 more layers)")
+    assert note.endswith("was undone: KeyError: 'scale' (and at 1 more layers)")

@@ -12,9 +12,9 @@ from torch import nn
 
 from intarsia.engines.graph_rewrites import (
     REWRITES,
+    apply,
     apply_rewrites,
     fused_products,
-    measured,
     products,
 )
 
@@ -200,13 +200,13 @@ def test_what_cannot_be_measured_is_told_and_not_remembered(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path))
-    monkeypatch.setattr(measured, "_key", lambda *given: "a graph on a GPU")
-    monkeypatch.setattr(measured, "_measured", full)
+    monkeypatch.setattr(apply, "_key", lambda *given: "a graph on a GPU")
+    monkeypatch.setattr(apply, "_measured", full)
     module = lowered(nn.ReLU(), torch.randn(3))
     with pytest.warns(UserWarning, match="all are made: OutOfMemoryError: no room"):
-        assert measured.paying(module, ["merged_products"]) == ("merged_products",)
-    monkeypatch.setattr(measured, "_measured", lambda *given: ())
-    assert measured.paying(module, ["merged_products"]) == ()
+        assert apply.paying(module, ["merged_products"]) == ("merged_products",)
+    monkeypatch.setattr(apply, "_measured", lambda *given: ())
+    assert apply.paying(module, ["merged_products"]) == ()
 
 
 class Residuals(nn.Module):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
+from intarsia.engines.guards.interval_rules import layer_ranges
+from intarsia.engines.guards.intervals import Interval, is_weight, range_of, whole
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -290,6 +291,21 @@ def test_comparisons_of_negative_floats() -> None:
     assert fast.plan.engines == ("mnn",)
     for one, other in zip(fast(*spread), model(*spread), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(5, 10, 5), (5, 10, 5), (10, 5)], [(10, 5), (5, 10, 5), (10, 5)], [(5, 1, 5), (5,), (10, 1)]]
+)
+def test_choices_that_are_spread(shapes: list[tuple[int, ...]]) -> None:
+    """MNN's Where reads an operand of fewer dimensions wrongly."""
+
+    class Choice(nn.Module):
+        def forward(self, c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.where(c, a, b)
+
+    model, (c, a, b) = Choice(), [torch.linspace(-9, 9, math.prod(s)).sin().reshape(s) for s in shapes]
+    fast = intarsia.compile(model, (c > 0, a, b), engines=["mnn"], min_block_size=1)
+    assert fast.plan.engines == ("mnn",) and torch.equal(fast(c > 0, a, b), model(c > 0, a, b))
 
 
 def test_what_becomes_nan_on_the_way_is_pytorchs() -> None:

@@ -19,7 +19,7 @@ import intarsia
 from intarsia.convert import convert
 from intarsia.engines import OnnxRuntime
 from intarsia.engines.guards.planner import plan_guards
-from intarsia.engines.onnxruntime.checks import OnnxRuntimeLimits
+from intarsia.engines.onnxruntime.model import OnnxRuntimeLimits
 from intarsia.errors import GuardError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F

@@ -22,9 +22,8 @@ from intarsia.engines import OpenVINOFp16
 from intarsia.engines.guards.float16 import overflow_guards
 from intarsia.engines.guards.kinds import NonZero, ValueGuard
 from intarsia.engines.openvino.arm import add_up_in_parts
-from intarsia.engines.openvino.checks import _number_in_float16
 from intarsia.engines.openvino.core import core
-from intarsia.engines.openvino.model import read
+from intarsia.engines.openvino.model import _number_in_float16, read
 from intarsia.engines.processor import is_arm
 from intarsia.errors import EngineError
 from intarsia.network import Network

@@ -14,9 +14,10 @@ from torch import nn
 
 import intarsia
 from intarsia.engines.guards.kinds import ValueGuard
-from intarsia.engines.openvino import checks, gated, halves
 from intarsia.engines.openvino import engine as openvino_engine
+from intarsia.engines.openvino import halves
 from intarsia.engines.openvino.core import core
+from intarsia.engines.openvino.model import _number
 from intarsia.errors import EngineError
 
 openvino = pytest.importorskip("openvino")
@@ -63,14 +64,14 @@ class Block(nn.Module):
 def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """The models that are compiled, and what to; bfloat16 arithmetic is taken to be there."""
     seen: list[tuple[Any, Any]] = []
-    before = gated.compiled
+    before = halves.compiled
 
     def watched(model: Any, config: Any) -> Any:
         found = before(model, config)
         seen.append((model, found))
         return found
 
-    monkeypatch.setattr(gated, "compiled", watched)
+    monkeypatch.setattr(halves, "compiled", watched)
     monkeypatch.setattr(halves, "capabilities", lambda: ["BF16"])
     return seen
 
@@ -173,11 +174,11 @@ def test_what_may_be_rounded_is_what_is_rounded_anyway(made: list[tuple[Any, Any
     torch.manual_seed(0)
     _equal(Block().bfloat16(), torch.randn(1, 3, 64).bfloat16())
     model = made[0][0]
-    (weighted,) = (op for op in model.get_ops() if len(gated._layers_of_norm(op, _names(model))) == 7)
+    (weighted,) = (op for op in model.get_ops() if len(halves._layers_of_norm(op, _names(model))) == 7)
     assert weighted.get_type_name() == "Multiply"
-    assert not gated._layers_of_norm(weighted, set()), "without the kernel it would be rounded in between"
-    long = [op for op in model.get_ops() if gated._touches_float32(op)]
-    assert len(long) == 7 and not any(map(gated._may_round, long))
+    assert not halves._layers_of_norm(weighted, set()), "without the kernel it would be rounded in between"
+    long = [op for op in model.get_ops() if halves._touches_float32(op)]
+    assert len(long) == 7 and not any(map(halves._may_round, long))
 
 
 @needs_bfloat16
@@ -188,10 +189,10 @@ def test_a_guard_of_its_squares_leaves_a_norm_one_kernel(made: list[tuple[Any, A
     _equal(Block().bfloat16(), torch.randn(1, 3, 64).bfloat16())
     model = made[0][0]
     (squares,) = (op for op in model.get_ops() if op.get_type_name() == "Power")
-    total = checks._number(ov, ValueGuard("squares", -1e38, 1e38, True), {"squares": squares.output(0)})[0]
+    total = _number(ov, ValueGuard("squares", -1e38, 1e38, True), {"squares": squares.output(0)})[0]
     assert total.input_value(0) == squares.output(0), "float32 is looked at as it is"
     model.add_results([ov.result(total)])
-    assert any(len(gated._layers_of_norm(op, _names(model))) == 7 for op in model.get_ops())
+    assert any(len(halves._layers_of_norm(op, _names(model))) == 7 for op in model.get_ops())
 
 
 class Sums(nn.Module):
@@ -206,8 +207,8 @@ def test_a_sum_of_short_numbers_may_be_short_and_others_not(made: list[tuple[Any
     engine, x = openvino_engine.OpenVINO(guards=False), torch.randn(4, 64).bfloat16()
     fast = intarsia.compile(Sums(), (x,), engines=[engine], min_block_size=1)
     assert all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(fast(x), Sums()(x), strict=True))
-    touching = [op for op in made[0][0].get_ops() if gated._touches_float32(op)]
-    may = [(op.get_type_name(), gated._may_round(op)) for op in touching]
+    touching = [op for op in made[0][0].get_ops() if halves._touches_float32(op)]
+    may = [(op.get_type_name(), halves._may_round(op)) for op in touching]
     assert sorted(may) == [("Exp", False), ("ReduceSum", False), ("ReduceSum", True)]
 
 
@@ -224,10 +225,10 @@ def test_what_reads_float32_or_moves_it_may_not_round(made: list[tuple[Any, Any]
     engine, places = openvino_engine.OpenVINO(guards=False), torch.arange(5000, 5064).expand(4, 64)
     fast = intarsia.compile(Compares(), (x + 1e-3, x, places), engines=[engine], min_block_size=1)
     assert fast(x + 1e-3, x, places)[0].all()
-    touching = [op for op in made[0][0].get_ops() if gated._touches_float32(op)]
-    may = {op.get_type_name() for op in touching if not gated._may_round(op)}
+    touching = [op for op in made[0][0].get_ops() if halves._touches_float32(op)]
+    may = {op.get_type_name() for op in touching if not halves._may_round(op)}
     assert {"Less", "Convert", "Concat", "Transpose"} <= may
-    assert sorted(gated._may_round(op) for op in touching if op.get_type_name() == "Less") == [False, True]
+    assert sorted(halves._may_round(op) for op in touching if op.get_type_name() == "Less") == [False, True]
 
 
 class Rows(nn.Module):
@@ -263,14 +264,14 @@ def test_rows_are_no_columns(made: list[tuple[Any, Any]], kind: str, shape: tupl
 def test_weights_that_float16_cannot_hold_keep_the_kernel_away(
     made: list[tuple[Any, Any]], scale: float, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated, "capabilities", lambda: ["BF16"])
+    monkeypatch.setattr(halves, "capabilities", lambda: ["BF16"])
     torch.manual_seed(0)
     block = Block().bfloat16().eval()
     with torch.no_grad():
         block.up.weight[5] *= scale
     engine = openvino_engine.OpenVINO(guards=False)
     intarsia.compile(block, (torch.randn(1, 3, 64).bfloat16(),), engines=[engine])
-    assert gated._suits(made[0][0]) is fits
+    assert halves._suits(made[0][0]) is fits
 
 
 @needs_bfloat16
@@ -287,8 +288,8 @@ def test_without_pairs_of_threads_the_kernel_is_not_tried(
             tried.append(config["INFERENCE_PRECISION_HINT"])
             return real.compile_model(model, device, {**config, "INFERENCE_PRECISION_HINT": "f32"})
 
-    monkeypatch.setattr(gated, "capabilities", lambda: ["BF16"])
-    monkeypatch.setattr(gated, "core", Watched)
+    monkeypatch.setattr(halves, "capabilities", lambda: ["BF16"])
+    monkeypatch.setattr(halves, "core", Watched)
     engine = openvino_engine.OpenVINO(threads=threads)
     intarsia.compile(Block().bfloat16().eval(), (torch.randn(1, 3, 64).bfloat16(),), engines=[engine])
     has_pairs = min(threads, len(os.sched_getaffinity(0))) % 2 == 0
@@ -305,10 +306,10 @@ def test_short_arithmetic_without_pairs_of_threads_refuses_gates(activation: Any
     down = ov.matmul(ov.multiply(gate, up), ov.constant(weights[2]), False, True)
     told = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": str(threads)}
     if threads % 2 == 0 and len(os.sched_getaffinity(0)) > 1:
-        assert gated.compiled(openvino.Model([down], [x]), told)
+        assert halves.compiled(openvino.Model([down], [x]), told)
         return
     with pytest.raises(EngineError, match="pairs of threads, and there are 1"):
-        gated.compiled(openvino.Model([down], [x]), told)
+        halves.compiled(openvino.Model([down], [x]), told)
 
 
 def _names(model: Any) -> set[str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import intarsia
 from intarsia.engines import PyTorch
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphProgram
 from intarsia.engines.graph_rewrites import apply_rewrites, has_only_one_row_products
 from intarsia.errors import EngineError
 

@@ -100,7 +100,7 @@ def test_torch_compile_and_tune_go_on_too(monkeypatch: pytest.MonkeyPatch) -> No
     model = net().requires_grad_(False)
     monkeypatch.setattr(job, "support_table", boom)
     torch.compiler.reset()
-    with pytest.warns(UserWarning, match="leaves this graph to PyTorch.*stage 'support'.*Boom"):
+    with pytest.warns(UserWarning, match="this graph runs in PyTorch.*stage 'support'.*Boom"):
         torch.testing.assert_close(torch.compile(model, backend="intarsia")(X), model(X))
     with pytest.warns(UserWarning, match="stage 'support'.*Boom"):
         tuned = intarsia.tune(model, lambda: model(X))

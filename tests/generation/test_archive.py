@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torc
     with intarsia.compile_generation(model, max_length=ROOM, batch=(1, 2), engines="onnxruntime") as made:
         generation.save(made, path)
     yield path, tokens(model)
-    with pytest.raises(ArchiveError, match="LlamaForCausalLM was restored, so there is nothing to save"):
+    with pytest.raises(ArchiveError, match="LlamaForCausalLM was restored; there is nothing to save"):
         generation.save(made, path)
 
 

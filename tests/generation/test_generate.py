@@ -323,7 +323,7 @@ def test_compiled_twice_and_restored_once() -> None:
         before = first.forward.runs["token"]
         with intarsia.compile_generation(model, max_length=12, engines="onnxruntime"):
             assert model.forward is not first.forward
-            with pytest.warns(UserWarning, match="runs as it is, not compiled"):
+            with pytest.warns(UserWarning, match="is not compiled"):
                 copied = copy.deepcopy(model)
             assert copied.forward.__self__ is copied
         assert model.forward is first.forward and first.forward.enabled

@@ -12,7 +12,7 @@ from torch import nn
 
 import intarsia
 from intarsia.engines import CuDNN, Engine, Inductor
-from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, measured, paying, products
+from intarsia.engines.graph_rewrites import REWRITES, apply, apply_rewrites, paying, products
 from intarsia.errors import InputError, StaleWeightsError
 from intarsia.runtime import cuda_graphs
 
@@ -113,7 +113,7 @@ def test_rewrites_are_measured_once_and_remembered_for_this_gpu(
     module = graph.module()
     assert isinstance(module, torch.fx.GraphModule)
     timed: list[object] = []
-    monkeypatch.setattr(measured, "_measured", lambda *given: timed.append(given) or ("merged_products",))
+    monkeypatch.setattr(apply, "_measured", lambda *given: timed.append(given) or ("merged_products",))
     lowered = lowered_piece(module)
     assert paying(lowered, _BOTH) == ("merged_products",)
     assert paying(lowered, _BOTH) == ("merged_products",)

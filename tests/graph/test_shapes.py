@@ -12,7 +12,7 @@ from intarsia.capture.input import Input, honest_sizes, resolve
 from intarsia.errors import InputError, PartitionError
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import compute_nodes
-from intarsia.graph.shapes import segment_shapes
+from intarsia.graph.plan_text import segment_shapes
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract
 
 ONE = PartitionOptions(min_block_size=1)

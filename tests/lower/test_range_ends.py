@@ -125,7 +125,7 @@ def test_an_end_that_calls_may_not_have_is_told_at_compile() -> None:
     described = intarsia.Input(min_shape=(1, 1), opt_shape=(2, 4), max_shape=(4, 4))
     fast = intarsia.compile(OneByOne(), (described,))
     assert any("are refused: conditions of the exported model exclude them" in note for note in fast.notes)
-    with pytest.raises(InputError, match="another path"):
+    with pytest.raises(InputError, match="another branch"):
         fast(torch.ones(1, 1))
 
 

@@ -15,7 +15,7 @@ from intarsia.errors import NetworkError
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.network.serialize import to_proto
-from intarsia.network.shapes import Shape
+from intarsia.network.value import Shape
 
 
 def tensors(*shapes: Shape) -> list[Tensor]:

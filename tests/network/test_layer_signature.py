@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from intarsia.network import FLayerInfo, FLayerInfoMemo, Layer, Network, Tensor, net_guard, record_signature
 from intarsia.network import functional as F
-from intarsia.network.edit.undo import undo
+from intarsia.network.edit.redirect import undo
 from intarsia.network.signature import tensors_in
 
 

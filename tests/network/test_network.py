@@ -17,8 +17,7 @@ from tests.network.diamond import diamond, layer
 from intarsia.errors import NetworkError
 from intarsia.network import Network, Tensor, default_net, net_guard
 from intarsia.network import functional as F
-from intarsia.network.edit.redirect import remove_dead
-from intarsia.network.edit.undo import undo
+from intarsia.network.edit.redirect import remove_dead, undo
 
 
 def test_look_ups() -> None:

@@ -11,7 +11,7 @@ from onnx import TensorProto, defs, helper
 from onnx.reference import ReferenceEvaluator
 
 from intarsia.network.ops import COMMUTATIVE, KEEPS_VALUES, MAY_BE_IDENTITY, MOVES_DATA, OPS
-from intarsia.network.shapes import OPSET
+from intarsia.network.value import OPSET
 
 Array = np.ndarray[Any, Any]
 BOOLS = {"And", "Not", "Or", "Xor"}

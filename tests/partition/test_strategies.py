@@ -105,7 +105,7 @@ def test_a_large_product_is_worth_an_engine_and_five_small_relus_are_not() -> No
     gm = lower(Ops(lambda x: x.relu().neg().relu().neg().relu()), (X,))
     plan = dependency(gm, refuse(gm))
     assert on_engines(plan) == 0
-    assert "its block of 5 ops has 5.0 units of work, and an engine pays from 6" in str(plan)
+    assert "its segment of 5 ops has 5.0 units of work; an engine is used from 6" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_an_invalid_plan_says_what_is_wrong() -> None:
         "cos.* is in no segment": [(sin, exp)],
         "sin.* is in segments 0 and 1": [(sin, cos, exp), (sin,)],
         "not in graph order": [(cos, sin, exp)],
-        "needs cos.*which no earlier segment gives": [(sin, exp), (cos,)],
+        "needs cos.*which no earlier segment returns": [(sin, exp), (cos,)],
         "is empty": [(), (sin, cos, exp)],
     }
     for message, groups in wrong.items():

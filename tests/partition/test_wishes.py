@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import intarsia
 from intarsia.backend import intarsia_backend
 from intarsia.errors import InputError, IntarsiaError, PartitionError
-from intarsia.graph.nodes import compute_nodes, op_name
-from intarsia.graph.source import _clean_path
+from intarsia.graph.nodes import _clean_path, compute_nodes, op_name
 from intarsia.partition import STRATEGIES, PartitionOptions, SupportTable
 from intarsia.partition.names import op_matcher
 

@@ -16,10 +16,9 @@ from torch import nn
 from intarsia.errors import PartitionError
 from intarsia.pipeline.cost import Cost
 from intarsia.pipeline.plan.cluster import Cluster
-from intarsia.pipeline.plan.layers import LayerLine, merge
 from intarsia.pipeline.plan.search import search, simulate_layout
 from intarsia.pipeline.plan.simulate import StageTable, end_times, peak_memory, simulate
-from intarsia.pipeline.plan.space import Layout, Space, near_memory, near_seconds
+from intarsia.pipeline.plan.space import LayerLine, Layout, Space, merge, near_memory, near_seconds
 from intarsia.pipeline.planner import plan_pipeline
 from intarsia.pipeline.schedules import SCHEDULES, Action, Slot, schedule, slot_table
 
@@ -288,7 +287,7 @@ def test_a_plan_says_what_it_is_and_what_is_missing():
     for options, sentence in (
         ({}, "needs devices=, their number, or cluster="),
         ({"devices": 2, "cluster": Cluster.of(cluster)}, "give one of them"),
-        ({"devices": 2, "batch": 8}, "go with cluster="),
+        ({"devices": 2, "batch": 8}, "need cluster="),
         ({"devices": 2, "schedules": ["1F2B"]}, "schedule='1F2B' is none of GPipe"),
         ({"cluster": Cluster.of(cluster), "batch": 1}, "batch=1 is less than the 2 samples"),
         ({"cluster": Cluster.of(cluster), "microbatches": [7]}, "a batch of 8 cannot be divided"),

@@ -39,7 +39,7 @@ def test_little_memory_brings_lean_schedules_and_recomputing():
     )
     assert tight.choice.memory == least
     assert tight.refused > 0
-    with pytest.raises(PartitionError, match="memory=10 is too little: the leanest way takes"):
+    with pytest.raises(PartitionError, match="memory=10 is too little: the smallest plan takes"):
         plan_pipeline(model, (x,), devices=2, memory=10, microbatches=[2])
 
 

@@ -111,7 +111,7 @@ def test_refusals():
         def forward(self, x):
             return torch.sin(x).mean()
 
-    with pytest.raises(PartitionError, match="has no batch in front"):
+    with pytest.raises(PartitionError, match="has no batch dimension in front"):
         split(Mean(), (torch.randn(4, 2),), stages=2, by="memory").gpipe(chunks=2)
 
 

@@ -155,11 +155,24 @@ def test_the_node_of_a_compiled_module_is_located(net: Net, x: torch.Tensor) -> 
     assert report.difference is not None and report.difference.op == "aten.softmax.int"
 
 
-def test_a_module_with_the_same_parts_is_located(net: Net, x: torch.Tensor) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_module_with_the_same_parts_is_located(
+    net: Net, x: torch.Tensor, is_compiled: bool, tmp_path: Path
+) -> None:
+    """Also where torch.compile hides them: its backend computes every node rightly, from other weights."""
     other = Net().eval()
     other.load_state_dict({**net.state_dict(), "norm.bias": torch.full((16,), 0.5)})
-    report = intarsia.check(net, (x,), other, edges=False)
+    torch.compiler.reset()
+    candidate = torch.compile(other, backend="eager") if is_compiled else other
+    path = tmp_path / "reproduction.pt2"
+    report = intarsia.check(net, (x,), candidate, edges=False, reproduction=path)
     assert report.difference is not None and report.difference.node == "norm"
+    assert report.difference.source.startswith("normalization.py:")
+    program = torch.export.load(path)
+    assert [str(n.target) for n in program.graph.nodes if n.op == "call_function"] == [
+        "aten.layer_norm.default"
+    ]
+    torch.testing.assert_close(program.module()(*program.example_inputs[0])[0], net.norm(net.first(x)))
 
 
 def test_a_plain_function_shows_its_results_alone(net: Net, x: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from intarsia.lower.lowering import lower
 from intarsia.network import Network, Tensor, net_guard
 from intarsia.network import functional as F
 from intarsia.rewrite import FUSIONS, Benefits, apply
-from intarsia.rewrite.benefit import engine_key, measure
+from intarsia.rewrite.apply import engine_key, measure
 
 ENGINES: dict[str, NetworkEngine] = {"onnxruntime": OnnxRuntime(threads=1), "openvino": OpenVINO(threads=1)}
 ORT = ENGINES["onnxruntime"]

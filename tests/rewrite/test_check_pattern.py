@@ -84,7 +84,7 @@ def sums(rng: np.random.Generator) -> Network:
 
 
 def test_class_patterns_are_checked_on_given_networks() -> None:
-    with pytest.raises(RewriteError, match="is not a rule: say how to make networks"):
+    with pytest.raises(RewriteError, match="is not a rule: give sample="):
         check_pattern(AddToSub())
     with pytest.raises(RewriteError, match="pattern 'add_to_sub' changes output 0"):
         check_pattern(AddToSub(), sums, trials=3)

@@ -179,7 +179,7 @@ def test_a_model_that_is_built_otherwise_is_told_once(
     fast = intarsia.compile(model, (X,), engines=["onnxruntime"], min_block_size=1)
     before = fast(X).clone()
     change(model)
-    with pytest.warns(UserWarning, match=f"after compiling: {sentence}; the compiled module goes on"):
+    with pytest.warns(UserWarning, match=f"after compiling: {sentence}; the compiled module continues"):
         assert torch.equal(fast(X), before)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -16,7 +16,7 @@ import intarsia
 from intarsia.archive.call import layouts_from_json, views_from_json
 from intarsia.backend import intarsia_backend
 from intarsia.errors import ArchiveError
-from intarsia.lower.output_layouts import laid_out, layout_of
+from intarsia.lower.output_views import laid_out, layout_of
 
 ENGINES = ["onnxruntime", "openvino", "pytorch", "inductor"]
 
@@ -144,15 +144,15 @@ def test_laying_out_gives_the_layout_and_the_same_numbers(order: list[int], size
 
 
 def test_what_is_no_layout_or_view_in_a_file_is_refused() -> None:
-    with pytest.raises(ArchiveError, match="axes in the order \\(0, 0\\), which is none"):
+    with pytest.raises(ArchiveError, match="the order of axes \\(0, 0\\), which is invalid"):
         layouts_from_json({"orders": [None, [0, 0]], "images": [], "others": []}, 1)
-    with pytest.raises(ArchiveError, match="-1 is not a place"):
+    with pytest.raises(ArchiveError, match="-1 is not the number"):
         layouts_from_json({"orders": [[-1, 0]], "images": [], "others": []}, 1)
     with pytest.raises(ArchiveError, match="results follow input 1, and there are 1"):
         layouts_from_json({"orders": [], "images": [[1, True]], "others": []}, 1)
     with pytest.raises(ArchiveError, match="a view of inputs \\(3,\\) and results \\(\\)"):
         views_from_json([{"graph": None, "reads": [3], "of": []}], 2, lambda graph: graph)
-    with pytest.raises(ArchiveError, match="results \\(0,\\), which are none"):
+    with pytest.raises(ArchiveError, match="results \\(0,\\), which do not exist"):
         views_from_json([{"graph": None, "reads": [], "of": [0]}], 2, lambda graph: graph)
 
 

@@ -139,7 +139,7 @@ def test_weights_that_are_returned_are_not_saved(tmp_path: Path) -> None:
     model, x = Returning().eval(), torch.randn(2, 8, 8, 8)
     with intarsia.tune([model], lambda: model(x), **ANYHOW) as tuned:
         assert tuned.placed and model(x)[1] is model.conv.weight
-        with pytest.raises(ArchiveError, match="returns weights of its own, which a file cannot share"):
+        with pytest.raises(ArchiveError, match="returns weights of its own, which a file cannot store"):
             save(tuned, tmp_path / "a.tuned")
 
 

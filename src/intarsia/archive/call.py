@@ -22,8 +22,7 @@ from intarsia.archive.codec import (
 )
 from intarsia.errors import ArchiveError
 from intarsia.lower.lowered import GraphInput, GraphOutput, Lowered, Role
-from intarsia.lower.output_layouts import Layouts
-from intarsia.lower.output_views import OutputView
+from intarsia.lower.output_views import Layouts, OutputView
 from intarsia.runtime.call_interface import Check, ConstantCheck, IntegerCheck, TensorCheck
 from intarsia.runtime.compiled import Compiled
 
@@ -206,7 +205,7 @@ def views_from_json(
             return None
         reads, of = tuple(map(_place, view["reads"])), tuple(map(_place, view["of"]))
         if any(place >= inputs for place in reads) or any(entries[place] is not None for place in of):
-            raise ArchiveError(f"a result is a view of inputs {reads} and results {of}, which are none")
+            raise ArchiveError(f"a result is a view of inputs {reads} and results {of}, which do not exist")
         return OutputView(read_graph(view["graph"]), reads, of)
 
     return tuple(map(view_from_json, entries))
@@ -220,7 +219,7 @@ def layouts_from_json(entry: Mapping[str, Any], inputs: int) -> Layouts:
     )
     for order in (*orders, *others):
         if order is not None and sorted(order) != list(range(len(order))):
-            raise ArchiveError(f"a result has its axes in the order {order}, which is none")
+            raise ArchiveError(f"a result has the order of axes {order}, which is invalid")
     images = [(_place(place), bool(last)) for place, last in entry["images"]]
     if strange := [place for place, _ in images if place >= inputs]:
         raise ArchiveError(f"results follow input {strange[0]}, and there are {inputs}")
@@ -229,5 +228,5 @@ def layouts_from_json(entry: Mapping[str, Any], inputs: int) -> Layouts:
 
 def _place(value: Json) -> int:
     if type(value) is not int or value < 0:
-        raise ArchiveError(f"{value!r} is not a place among inputs, results or axes")
+        raise ArchiveError(f"{value!r} is not the number of an input, a result or an axis")
     return value

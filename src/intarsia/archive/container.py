@@ -100,7 +100,7 @@ class Reader:
             text = self._bytes(MANIFEST)
             self.seal: str = hashlib.sha256(text).hexdigest()
             if self.seal.encode() != self._bytes(SEAL):
-                raise ArchiveError("the manifest does not fit its digest")
+                raise ArchiveError("the manifest does not match its digest")
             self.manifest: dict[str, Any] = _parsed(text)
             self._check_members()
         except (
@@ -152,7 +152,7 @@ class Reader:
         finally:
             thread.join()
             if size != entry["size"] or checksum.hexdigest() != entry["sums"]:
-                raise ArchiveError(f"{name} does not fit its digest")
+                raise ArchiveError(f"{name} does not match its digest")
 
     def place(self, address: int, size: int) -> int | None:
         """Where in the file something begins that is in memory; None for what is not a part of the file."""
@@ -174,7 +174,7 @@ class Reader:
         start, size = self._places[name]
         view, entry = self._buffer[start : start + size], self.manifest["members"][name]
         if size != entry["size"] or hashlib.sha256(view).hexdigest() != entry["sha256"]:
-            raise ArchiveError(f"{name} does not fit its digest")
+            raise ArchiveError(f"{name} does not match its digest")
         return view
 
 
@@ -193,7 +193,7 @@ def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
         raise ArchiveError(f"it has {len(listed)} members; at most {_MOST_MEMBERS} are read")
     if min((info.header_offset for info in listed), default=0) > 0:
         # Such is the rest of a file that was cut off behind an archive it holds.
-        raise ArchiveError("it is not a whole archive: something stands before its first member")
+        raise ArchiveError("it is not a complete archive: there is data before its first member")
     places: dict[str, tuple[int, int]] = {}
     for info in listed:
         name, kind = info.filename, stat.S_IFMT(info.external_attr >> 16)
@@ -204,7 +204,7 @@ def _places(buffer: memoryview) -> dict[str, tuple[int, int]]:
             or info.file_size != info.compress_size
             or info.flag_bits & 1
         ):
-            raise ArchiveError(f"{name!r} is compressed or encrypted, which no member is")
+            raise ArchiveError(f"{name!r} is compressed or encrypted")
         if (
             kind != stat.S_IFREG
             or name != info.orig_filename
@@ -259,7 +259,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise ArchiveError("its manifest names something twice")
+            raise ArchiveError("its manifest has a duplicate name")
         return table
 
     try:

@@ -32,8 +32,8 @@ def engine_to_json(engine: Engine) -> Json:
     """An engine's options, and the version it was used in; free entries are counted but not carried."""
     if known_engines().get(engine.name) is not type(engine):
         raise ArchiveError(
-            f"engine {engine.name!r} is not one that a loading process could find by its name; register it by"
-            " an entry point of the group intarsia.engines"
+            f"engine {engine.name!r} cannot be found by its name in another"
+            " process; register it by an entry point of the group intarsia.engines"
         )
     names: list[str] = (
         [f.name for f in dataclasses.fields(engine)] if dataclasses.is_dataclass(engine) else []
@@ -70,8 +70,9 @@ def engines_from_json(
     for name, entry in described.items():
         if entry["free"]:
             raise ArchiveError(
-                f"engine {name!r} was used with options={{{', '.join(entry['free'])}}}, which a file may not"
-                f" choose; give the engine yourself, with engines=[...]"
+                f"engine {name!r} was used with options={{{', '.join(entry['free'])}}}, which a file may"
+                f" not set; pass"
+                f" the engine with engines=[...]"
             )
         reason = "there is no such engine here"
         if (kind := known_engines().get(name)) is not None:

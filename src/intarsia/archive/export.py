@@ -65,7 +65,7 @@ def export(compiled: nn.Module, path: str | os.PathLike[str]) -> Exported:
     if not isinstance(compiled, Compiled):
         raise ArchiveError(f"a {type(compiled).__name__} cannot be exported: it is not a compiled module")
     if not compiled.stands_for_model:
-        raise ArchiveError("this model runs as it is, by its own Python code, which a file cannot hold")
+        raise ArchiveError("this model runs as it is, in its own Python code, which a file cannot contain")
     compiled.weights.check()
     if path.suffix == ".pt2":
         return _program(compiled, path)
@@ -93,7 +93,7 @@ def _plain(compiled: Compiled, path: Path) -> Exported:
         raise ArchiveError(f"no engine holds the whole plan ({where}); give a folder instead of {path.name}")
     (piece,), (step,) = pieces, inlay.steps
     if step.writes != tuple(slot for slot, _ in inlay.returned):
-        raise ArchiveError("a result is an input, a constant or given twice; give a folder to export to")
+        raise ArchiveError("a result is an input, a constant or a duplicate; export to a folder instead")
     engine = _engine(step)
     if engine is None or engine.file_suffix != path.suffix:
         kind = "that" if engine is None else f"a file {engine.file_suffix or 'of its own'}"
@@ -104,7 +104,7 @@ def _plain(compiled: Compiled, path: Path) -> Exported:
 def _folder(compiled: Compiled, path: Path) -> Exported:
     """A folder that appears whole or not at all."""
     if path.exists():
-        raise ArchiveError(f"{path} exists already; give a folder that is new")
+        raise ArchiveError(f"{path} exists already; give the name of a new folder")
     draft = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     settings: dict[str, str] = {}
     try:

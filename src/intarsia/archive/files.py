@@ -123,7 +123,7 @@ def load(
         if reader.manifest.get("format") == _PARTS:
             return _load_parts(reader, model, options)
         if model is not None:
-            raise ArchiveError("it holds a model that was compiled as a whole; load it without model=")
+            raise ArchiveError("the model in the file was compiled as a whole; load it without model=")
         with open_bundle(reader, options=options) as bundle:
             return bundle.program(MODEL)
 
@@ -131,7 +131,7 @@ def load(
 def _save_parts(partly: PartlyCompiled, path: str | os.PathLike[str]) -> None:
     """Write the compiled parts; the rest is the model's own Python code, which no file holds."""
     if not partly.parts:
-        raise ArchiveError("nothing of this model is compiled: it runs as it is, by its own Python code")
+        raise ArchiveError("no part of this model is compiled: it runs as it is, in its own Python code")
     bundle, about = _parts_bundle(partly)
     bundle.write(path, _PARTS, _PARTS_VERSION, about)
 
@@ -197,9 +197,9 @@ def check_shareable(where: str, program: Compiled) -> None:
     program.weights.check(thorough=True)
     if program.lowered.buffers:
         changed = ", ".join(program.lowered.buffers)
-        raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot share")
+        raise ArchiveError(f"{where} changes its buffers ({changed}), which a file cannot store")
     if any(view is not None and view.held for view in program.lowered.views):
-        raise ArchiveError(f"{where} returns weights of its own, which a file cannot share")
+        raise ArchiveError(f"{where} returns weights of its own, which a file cannot store")
 
 
 def weight_digests(module: nn.Module) -> dict[str, Json]:

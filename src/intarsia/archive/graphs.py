@@ -28,7 +28,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from intarsia.archive.codec import Devices, Json, from_json, same_device, to_json
 from intarsia.archive.tensors import TensorTable
 from intarsia.errors import ArchiveError
-from intarsia.graph.source import module_path, source_line
+from intarsia.graph.nodes import module_path, source_line
 
 # FX writes these into the source of a function, so that a name must be nothing but a name.
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -232,7 +232,7 @@ def name_of(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         name = f"{target.namespace}::{target._opname}.{target._overloadname}"
         if name in _REFUSED:
-            raise ArchiveError(f"{name} reads a file, which a loaded model must not")
+            raise ArchiveError(f"{name} reads a file, which a loaded model may not do")
         return name
     if isinstance(target, torch._ops.HigherOrderOperator) and target.__name__ in _CONTROL_FLOW:
         return f"higher_order::{target.__name__}"
@@ -250,7 +250,7 @@ def find_operator(name: str) -> Any:
         return getattr(torch.ops.higher_order, rest)
     parts = _OVERLOAD.fullmatch(name)
     if parts is None or name in _REFUSED:
-        raise ArchiveError(f"the archive names {name!r}, which is not an operator that may be loaded")
+        raise ArchiveError(f"the archive names {name!r}, which is not an allowed operator")
     try:
         overload = getattr(getattr(getattr(torch.ops, parts[1]), parts[2]), parts[3])
     except (AttributeError, RuntimeError):

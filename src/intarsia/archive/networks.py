@@ -58,7 +58,9 @@ def network_from_onnx(
             or content.dtype != dtypes.to_onnx(weight.dtype)
             or list(content.shape) != list(weight.shape)
         ):
-            raise ArchiveError(f"the weight {name} is not of the type and shape its network tells")
+            raise ArchiveError(
+                f"the weight {name} does not have the type and shape that its network declares"
+            )
         value.const_value = TorchTensor(weight.cpu().contiguous(), name=name)
     net = Network.of(graph)
     net.verify()

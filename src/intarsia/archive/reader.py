@@ -132,7 +132,7 @@ def complaining(complaint: str) -> Iterator[None]:
     except (IntarsiaError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ArchiveError(
-            f"{complaint}: its contents do not fit together ({type(error).__name__}: {reason})"
+            f"{complaint}: its contents are inconsistent ({type(error).__name__}: {reason})"
         ) from error
     except (RuntimeError, SyntaxError, MemoryError) as error:  # RecursionError is a RuntimeError
         reason = next(iter(str(error).splitlines()), "")
@@ -185,7 +185,7 @@ def _devices(place: Place | None) -> Devices:
 def _here(place: str | torch.device) -> torch.device:
     device = torch.device(place)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ArchiveError(f"map_location names {str(device)!r}, and torch sees no CUDA device here")
+        raise ArchiveError(f"map_location names {str(device)!r}, but there is no CUDA device")
     return device
 
 
@@ -346,11 +346,11 @@ class _Loader:
         if packed is None:
             return None
         if not self._native:
-            self.notes.append(f"{engine.name} is built anew: the machine code in the file was not asked for")
+            self.notes.append(f"{engine.name} is compiled again: the machine code in the file is not trusted")
             return None
         if packed["for"] != packed_for(engine):
             self.notes.append(
-                f"{engine.name} is built anew: its machine code is for another version or machine"
+                f"{engine.name} is compiled again: its machine code is for another version or machine"
             )
             return None
         return engine.load_package(bytes(self._reader.member(packed["package"])), graph.module)

@@ -175,7 +175,7 @@ def read_tensors(
     data = buffer[8 + length :]
     parts = {key: entry["rows"] for key, entry in described.items() if "rows" in entry}
     if set(header) != set(described) - set(parts):
-        raise ArchiveError(f"{WEIGHTS} holds other tensors than the manifest tells of")
+        raise ArchiveError(f"{WEIGHTS} does not hold the tensors of the manifest")
     tensors: dict[str, torch.Tensor] = {}
     for key, entry in header.items():
         dtype, shape, (start, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]

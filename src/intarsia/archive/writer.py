@@ -26,8 +26,7 @@ from intarsia.archive.tensors import WEIGHTS, TensorTable
 from intarsia.cache.machine import package_version, processor_name
 from intarsia.cache.store import write_atomically
 from intarsia.engines import Program
-from intarsia.engines.base import GraphEngine, GrowingFile, NetworkEngine
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphEngine, GraphProgram, GrowingFile, NetworkEngine
 from intarsia.errors import ArchiveError, EngineError, RefitError
 from intarsia.graph.piece import Piece
 from intarsia.graph.segment import PYTORCH
@@ -72,7 +71,7 @@ class BundleWriter:
             raise ArchiveError(f"a {type(compiled).__name__} cannot be saved: it is not a compiled module")
         if not compiled.stands_for_model:
             raise ArchiveError(
-                "this model runs as it is, by its own Python code, which an archive cannot hold"
+                "this model runs as it is, in its own Python code, which a file cannot contain"
             )
         # Weights that were written to since would lie beside what was folded from the old ones.
         compiled.weights.check(thorough=True)
@@ -184,7 +183,7 @@ class BundleWriter:
         if isinstance(module, Inlay):
             owner = module.graph.owning_module
             if owner is None:
-                raise ArchiveError("the body of a control-flow operator has lost its graph")
+                raise ArchiveError("the body of a control-flow operator has no graph")
             return {"inlay": self._inlay(module, owner)}
         if isinstance(module, fx.GraphModule):
             return {"graph": graph_to_json(module, self._tensors, self._body)}

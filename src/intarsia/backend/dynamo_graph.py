@@ -47,27 +47,27 @@ class DynamoInput:
 def inputs_of(module: fx.GraphModule, inputs: Sequence[Any]) -> list[DynamoInput]:
     """Each input of a graph that Dynamo gave to its backend, told apart."""
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    values = [_symbolic(node, given) for node, given in zip(nodes, inputs, strict=True)]
+    values = [_symbolic(node, value_now) for node, value_now in zip(nodes, inputs, strict=True)]
     sizes = _sizes(values)
-    found = []
-    for node, value, given in zip(nodes, values, inputs, strict=True):
+    known = []
+    for node, value, value_now in zip(nodes, values, inputs, strict=True):
         source = _source_name(node)
         if isinstance(value, torch.SymInt):
             place = sizes.get(str(value))
             if place is not None:
-                found.append(DynamoInput(Kind.SIZE, source, *place))
+                known.append(DynamoInput(Kind.SIZE, source, *place))
             else:
-                found.append(DynamoInput(Kind.NUMBER, source, dims=_range(value)))
+                known.append(DynamoInput(Kind.NUMBER, source, dims=_range(value)))
         elif not isinstance(value, torch.Tensor):
-            found.append(DynamoInput(Kind.NUMBER, source))
-        elif _is_of_module(node, given):
+            known.append(DynamoInput(Kind.NUMBER, source))
+        elif _is_of_module(node, value_now):
             wrapped = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
-            found.append(DynamoInput(Kind.SETTING if wrapped else Kind.WEIGHT, source))
+            known.append(DynamoInput(Kind.SETTING if wrapped else Kind.WEIGHT, source))
         else:
             ranges = {axis: _range(size) for axis, size in enumerate(value.shape)}
             vary = {axis: held for axis, held in ranges.items() if held is not None}
-            found.append(DynamoInput(Kind.TENSOR, source, dims=vary or None))
-    return found
+            known.append(DynamoInput(Kind.TENSOR, source, dims=vary or None))
+    return known
 
 
 @contextlib.contextmanager
@@ -106,13 +106,13 @@ def _symbolic(node: fx.Node, given: Any) -> Any:
 
 def _sizes(values: Sequence[Any]) -> dict[str, tuple[int, int]]:
     """For each symbol, a tensor and an axis that has it as its size."""
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for slot, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             for axis, size in enumerate(value.shape):
                 if isinstance(size, torch.SymInt):
-                    found.setdefault(str(size), (slot, axis))
-    return found
+                    places.setdefault(str(size), (slot, axis))
+    return places
 
 
 def _range(size: torch.SymInt | int) -> Any:

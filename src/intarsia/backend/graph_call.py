@@ -94,7 +94,7 @@ class GraphCall:
     def leave(self, reason: str) -> None:
         """Run the graph as captured from now on, whenever no program fits."""
         self._report = update(self._report, reason=reason)
-        warnings.warn(f"intarsia leaves this graph to PyTorch ({self._report.where}): {reason}", stacklevel=3)
+        warnings.warn(f"this graph runs in PyTorch ({self._report.where}): {reason}", stacklevel=3)
 
     def _otherwise(self, args: Sequence[Any]) -> Any:
         """A call that the last program was not made for."""
@@ -103,11 +103,11 @@ class GraphCall:
                 if program is self._last or not program.fits(args):
                     continue
                 try:
-                    made = program(args)
+                    answer = program(args)
                 except _OTHER_CALL:
                     continue
                 self._last = program
-                return made
+                return answer
             if self._report.reason is None:
                 self._count_changes(args)
             if self._report.reason is None:
@@ -175,8 +175,8 @@ class GraphCall:
                 example_of(frozen, args),
                 dynamic_shapes=frozen.dynamic_shapes,
             )
-        made = program_of(compiled, frozen, self._autocast, args, weakref.WeakMethod(self.drop))
-        self._programs, self._last, self._newest = (*self._programs, made), made, made
+        program = program_of(compiled, frozen, self._autocast, args, weakref.WeakMethod(self.drop))
+        self._programs, self._last, self._newest = (*self._programs, program), program, program
         self._frozen = {i: weakref.ref(args[i]) for i in frozen.weights}
         self._tell(compiled, frozen.dynamic_shapes is not None)
 

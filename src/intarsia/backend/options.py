@@ -31,7 +31,7 @@ def checked_options(mode: str | None, options: Mapping[str, Any] | None) -> Comp
     for name in CALL_ARGUMENTS:  # Dynamo knows the graph, its inputs and which of their sizes vary
         if name in (options or {}):
             raise InputError(
-                f"option {name!r} is told by Dynamo; say which sizes vary by torch.compile(dynamic=...)"
+                f"option {name!r} comes from Dynamo; set the sizes that vary with torch.compile(dynamic=...)"
                 " or torch._dynamo.mark_dynamic"
             )
     return CompileOptions.checked(options or {}, 'torch.compile(backend="intarsia")')

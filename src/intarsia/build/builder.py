@@ -31,8 +31,8 @@ from intarsia.errors import EngineError
 from intarsia.graph.nodes import compute_nodes
 from intarsia.logs import log_refusals
 from intarsia.partition import PartitionOptions, Piece, Plan, Segment, Strategy, SupportTable, extract
-from intarsia.partition.assemble import require_full
 from intarsia.partition.constrain import constrain
+from intarsia.partition.strategies import require_full
 from intarsia.partition.support import support_table
 from intarsia.runtime.fallback import Origin, has_empty, makes_of, with_fallback
 from intarsia.runtime.inlay import Inlay
@@ -206,7 +206,7 @@ class Builder:
             return self._lost[engine.name]
         settings = self.settings
         if settings.deadline is not None and time.perf_counter() > settings.deadline:
-            raise OutOfTime("its pieces could not all be built and tried in the time that was left")
+            raise OutOfTime("its pieces could not all be built and run within the time limit")
         outcome = try_piece(
             module, engine, cases, rewrite, settings.build_limit_s, self.notes, settings.tolerance
         )

@@ -62,15 +62,15 @@ def examples_of(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list
 
 def _calls(module: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, list[Any] | None]:
     """What each body is first called with when the piece runs once; None where it does not run."""
-    found = {name: body for _, name, body in bodies(module)}
-    recorders = {name: Recorder(body) for name, body in found.items()}
+    by_name = {name: body for _, name, body in bodies(module)}
+    recorders = {name: Recorder(body) for name, body in by_name.items()}
     for name, recorder in recorders.items():
         setattr(module, name, recorder)
     try:
         with torch.no_grad():
             module(*inputs)
     finally:
-        for name, body in found.items():
+        for name, body in by_name.items():
             setattr(module, name, body)
     return {name: recorder.seen for name, recorder in recorders.items()}
 

@@ -117,8 +117,8 @@ def _checked(judge: Judge, graph: LoweredModel) -> LoweredModel:
         mismatch = judge.fault(lowered, example.truth, case.expected, case.rounding(0.0))
         if mismatch is not None and not judge.repeats(example.call):
             raise UnrepeatableError(
-                "two runs of the model with the same random numbers differ: it keeps state in Python"
-                " or reads a clock, which no graph does"
+                "two runs of the model with the same random numbers differ: it has state in Python or reads"
+                " a clock, which a graph cannot repeat"
             )
         if mismatch is not None and not judge.is_deterministic(example.call, example.truth):
             note = "not compared with the model: two runs of the model itself differ"

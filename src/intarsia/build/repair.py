@@ -13,11 +13,11 @@ from torch import fx
 
 from intarsia.graph.plan import Plan
 from intarsia.graph.segment import Segment
-from intarsia.partition.assemble import Part, write_segments
 from intarsia.partition.blocks import too_small
 from intarsia.partition.constrain import agree, find_groups
 from intarsia.partition.options import PartitionOptions
 from intarsia.partition.schedule import Problem, fewest
+from intarsia.partition.strategies import Part, write_segments
 from intarsia.partition.table import PYTORCH, SupportTable
 from intarsia.partition.units import Units, find_recomputable, find_units
 
@@ -67,11 +67,11 @@ def bisect_failure(
         passes, broken = start, end  # nodes[start:passes] builds, nodes[start:broken] does not
         while broken - passes > 1:
             middle = (passes + broken) // 2
-            found, built = fails(nodes[start:middle]), built + middle - start
-            if found is None:
+            fault, built = fails(nodes[start:middle]), built + middle - start
+            if fault is None:
                 passes = middle
             else:
-                broken, reason = middle, found
+                broken, reason = middle, fault
         offender = nodes[broken - 1]
         blamed[offender] = reason
         twins = [node for node in alike(offender) if node not in blamed]
@@ -123,14 +123,14 @@ def _split(
 ) -> tuple[list[Part], SupportTable]:
     """One segment's units again, in as few parts as the refusals allow."""
     rank = {unit: place for place, unit in enumerate(inside)}
-    kept = {engine: place for place, engine in enumerate(table.engines)}
+    priority = {engine: place for place, engine in enumerate(table.engines)}
 
     def engine_of(unit: int) -> str:
         node = units.nodes[unit][0]
         return segment.engine if table.accepts(node, segment.engine) else table.choice(node)
 
     problem = Problem(
-        [kept[engine_of(unit)] for unit in inside],
+        [priority[engine_of(unit)] for unit in inside],
         [[rank[earlier] for earlier in units.before[unit] if earlier in rank] for unit in inside],
     )
     parts: list[Part] = []

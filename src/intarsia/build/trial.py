@@ -200,7 +200,7 @@ def rewriter(patterns: Patterns, engines: Sequence[Engine], device: str = "cpu")
             for name, reason in log.skipped.items():
                 notes.append(f"{engine.name}: pattern {name!r} is left out: {reason}")
             if not engine.patterns():
-                notes.append(f"{engine.name}: it allows none of the shipped patterns")
+                notes.append(f"{engine.name}: it supports none of the shipped patterns")
         return notes
 
     return rewrite

@@ -216,9 +216,7 @@ class Shelf:
         except OSError as error:
             if str(self.folder) not in _warned:
                 _warned.add(str(self.folder))
-                warnings.warn(
-                    f"cannot write to {self.folder}: {error}: what is built is not kept", stacklevel=3
-                )
+                warnings.warn(f"cannot write to {self.folder}: {error}: builds are not cached", stacklevel=3)
 
     def has_room(self, size: int) -> bool:
         """Whether a file of this size leaves half of what may be kept, and of what the disk has."""

@@ -26,8 +26,8 @@ def device_kind(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> s
 
 def device_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """A context in which the GPU that a call runs on is the current one: engines build for that."""
-    found = (tensor.device for tensor in _tensors(model, args, kwargs) if tensor.is_cuda)
-    device = next(found, None)
+    devices = (tensor.device for tensor in _tensors(model, args, kwargs) if tensor.is_cuda)
+    device = next(devices, None)
     return nullcontext() if device is None else torch.cuda.device(device)
 
 
@@ -46,8 +46,8 @@ def refuse_autocast(kind: str) -> None:
     """InputError if autocast is on around compiling for a kind of device: it would not be there at calls."""
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         raise InputError(
-            f"{_written(kind)} is on around compiling; write it into the model's forward, where it is"
-            " compiled with the rest"
+            f"{_written(kind)} is on while compiling; use it inside the model's"
+            " forward instead, where it is compiled, too"
         )
 
 
@@ -55,7 +55,7 @@ def under_autocast(kind: str) -> str:
     """What to say of a call under an autocast that the model was compiled without."""
     return (
         f"{_written(kind)} is on around this call, and the model itself answers differently under it; write"
-        " it into the model's forward and compile that, or call the compiled module under"
+        " it into the model's forward and compile it, or call the compiled module under"
         f" torch.autocast({kind!r}, enabled=False)"
     )
 

@@ -33,8 +33,8 @@ def distinct_inputs(
         if id(value) in known:
             flat[place] = fresh_copy(value)
         known.add(id(value))
-    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(flat, structure)
-    return found
+    call: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(flat, structure)
+    return call
 
 
 def fresh_copy(value: torch.Tensor) -> torch.Tensor:
@@ -60,10 +60,10 @@ def copied_call(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return copies[id(value)]
 
     args, kwargs = call
-    made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+    copy: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
         torch.Tensor, copied, (tuple(args), dict(kwargs))
     )
-    return made
+    return copy
 
 
 def is_transformed(call: Call) -> bool:

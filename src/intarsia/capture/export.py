@@ -59,8 +59,8 @@ def capture(
             raise CaptureError(f"{name} is a nested tensor, which no engine takes")
         if is_opaque(tensor) and not tensor.is_meta:
             raise CaptureError(
-                f"{name} is a {type(tensor).__name__}, a subclass of Tensor that has no `__tensor_flatten__`:"
-                " nothing is known of its inside"
+                f"{name} is a {type(tensor).__name__}, a subclass of Tensor without"
+                " `__tensor_flatten__`, so the tensors inside are not known"
             )
     if dynamic_shapes is not None:
         # A named Dim promises every size of its range to export, which gives up where the model treats 1 by
@@ -135,13 +135,13 @@ def _explain(model: nn.Module, error: Exception) -> str:
 def _advice(lines: Sequence[str]) -> list[str]:
     """What torch says of sizes: which constraint is violated by what, and its suggested fixes."""
     violated = any(line.startswith("Constraints violated") for line in lines)
-    kept: list[str] = []
+    shown: list[str] = []
     fixes = False
     for line in lines:
         fixes = (fixes or line.startswith("Suggested fixes")) and not line.startswith("The error above")
         if line.strip() and (fixes or (violated and line.startswith("  - "))):
-            kept.append(line)
-    return kept
+            shown.append(line)
+    return shown
 
 
 def _where(error: Exception) -> str:

@@ -49,12 +49,12 @@ class Input:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise InputError(f"Input's dtype is {self.dtype!r}; give a torch.dtype, such as torch.float32")
-        given = [self.min_shape, self.opt_shape, self.max_shape]
+        shapes = [self.min_shape, self.opt_shape, self.max_shape]
         if self.shape is not None:
-            if any(shape is not None for shape in given):
+            if any(shape is not None for shape in shapes):
                 raise InputError(f"Input has shape={self.shape} and a range of shapes; give one of them")
-            given = [self.shape] * 3
-        least, usual, most = given
+            shapes = [self.shape] * 3
+        least, usual, most = shapes
         if least is None or usual is None or most is None:
             raise InputError("Input needs shape, or all of min_shape, opt_shape and max_shape")
         if not len(least) == len(usual) == len(most):
@@ -147,17 +147,17 @@ def resolve_call(
         return (*_example_call(model, args, kwargs), dynamic_shapes)
     if isinstance(model, ExportedProgram):
         raise InputError(
-            "an ExportedProgram has its shapes and ranges already; give examples or nothing, not an Input"
+            "an ExportedProgram has its own shapes and ranges; give tensors or nothing, not an Input"
         )
     if dynamic_shapes is not None:
-        raise InputError("an Input says which sizes vary, and so does dynamic_shapes; give one of them")
+        raise InputError("both an Input and dynamic_shapes say which sizes vary; give one of them")
     names = [*inspect.signature(model.forward).parameters][: len(args)]
-    found = resolve((*args, *kwargs.values()))
-    named = dict(zip(kwargs, found.args[len(args) :], strict=True))
-    examples = distinct_inputs(model, found.args[: len(args)], named)
-    if found.dynamic_shapes is None:
+    resolved = resolve((*args, *kwargs.values()))
+    named = dict(zip(kwargs, resolved.args[len(args) :], strict=True))
+    examples = distinct_inputs(model, resolved.args[: len(args)], named)
+    if resolved.dynamic_shapes is None:
         return (*examples, None)
-    return (*examples, dict(zip((*names, *kwargs), found.dynamic_shapes, strict=True)))
+    return (*examples, dict(zip((*names, *kwargs), resolved.dynamic_shapes, strict=True)))
 
 
 def check_dynamic_shapes(
@@ -239,8 +239,8 @@ def honest_sizes() -> Iterator[bool]:
         yield True
 
 
-def _dims(given: Input) -> dict[int, Any] | None:
-    return {axis: Dim.DYNAMIC(min=low, max=high) for axis, (low, high) in given.ranges.items()} or None
+def _dims(input: Input) -> dict[int, Any] | None:
+    return {axis: Dim.DYNAMIC(min=low, max=high) for axis, (low, high) in input.ranges.items()} or None
 
 
 def _static(arg: Any) -> Any:

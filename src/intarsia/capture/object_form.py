@@ -85,18 +85,18 @@ def _restored(form: Form, leaves: Iterator[Any], met: list[Any]) -> Any:
             return met[parts[0]]
         case "tuple":
             return tuple(_restored(part, leaves, met) for part in parts)
-    made: Any = [] if word == "list" else {} if word == "dict" else object.__new__(parts[0])
-    met.append(made)
+    restored: Any = [] if word == "list" else {} if word == "dict" else object.__new__(parts[0])
+    met.append(restored)
     if word == "list":
-        made += [_restored(part, leaves, met) for part in parts]
+        restored += [_restored(part, leaves, met) for part in parts]
     elif word == "dict":
         for key, item in parts:
             name = _restored(key, leaves, met)
-            made[name] = _restored(item, leaves, met)
+            restored[name] = _restored(item, leaves, met)
     else:
         for name, item in parts[1:]:
-            vars(made)[name] = _restored(item, leaves, met)
-    return made
+            vars(restored)[name] = _restored(item, leaves, met)
+    return restored
 
 
 def leaf_names(form: Form) -> list[str]:
@@ -135,9 +135,9 @@ def form_to_json(form: Form) -> Any:
     return [word, *(part if isinstance(part, int) else form_to_json(part) for part in parts)]
 
 
-def form_from_json(found: Any) -> Form:
+def form_from_json(entry: Any) -> Form:
     """The form; its classes must be there in modules that are imported already."""
-    word, *parts = found
+    word, *parts = entry
     if word == "plain":
         return (word, _plain_from_json(*parts))
     if word in ("class", "object"):
@@ -170,9 +170,9 @@ def _plain_from_json(kind: str, value: Any) -> Any:
 
 def _class(name: str, word: str) -> type:
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or (word == "object" and not _is_all_attributes(found)):
+        value = getattr(value, part, None)
+    if not isinstance(value, type) or (word == "object" and not _is_all_attributes(value)):
         raise NotImplementedError(f"No class {name} is known.")
-    return found
+    return value

@@ -55,8 +55,8 @@ def open_objects(result: Any) -> Any:
     >>> type(made).__name__, made.keys, made.filled
     ('Cache', [tensor([0.])], True)
     """
-    made, found = _opened_in(result)
-    return result if _is_in_two_places(found, result) else made
+    opened, objects = _opened_in(result)
+    return result if _is_in_two_places(objects, result) else opened
 
 
 def is_cache(value: Any) -> bool:
@@ -71,11 +71,11 @@ def opening(model: nn.Module, call: Call) -> Iterator[None]:
     At the end, if there were any, the model is run twice: CaptureError where it gives one of the same objects
     again, in which the next call's caller would look for what happened since, or other plain values.
     """
-    found: list[Opened] = []
+    objects: list[Opened] = []
 
     def opened(_module: nn.Module, _args: Any, result: Any) -> Any:
-        made, found[:] = _opened_in(result)
-        if _is_in_two_places(found, result):
+        made, objects[:] = _opened_in(result)
+        if _is_in_two_places(objects, result):
             raise CaptureError(f"{type(model).__name__} gives an object, or what it holds, in two places")
         return made
 
@@ -84,14 +84,14 @@ def opening(model: nn.Module, call: Call) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-    if not found:
+    if not objects:
         return
     # Not of the trace: export gives the model copies of its lists afterwards.
     first, again = _opened_by(model, call), _opened_by(model, call)
-    if not len(found) == len(first) == len(again):
+    if not len(objects) == len(first) == len(again):
         raise CaptureError(f"{type(model).__name__} gives other objects at each call")
     held = {id(part) for one in first for part in one.parts}
-    for traced, one, other in zip(found, first, again, strict=True):
+    for traced, one, other in zip(objects, first, again, strict=True):
         name = f"{type(model).__name__} gives a {type(one.parts[0]).__name__}"
         if not held.isdisjoint(map(id, other.parts)):
             raise CaptureError(f"{name} that it keeps, or that holds what it keeps")
@@ -127,7 +127,7 @@ def _closed(leaves: Iterable[Any], form: Form) -> Any:
 
 def _opened_in(result: Any) -> tuple[Any, list[Opened]]:
     """The result with its objects opened, and what was."""
-    found: list[Opened] = []
+    objects: list[Opened] = []
 
     def opened(value: Any) -> Any:
         if isinstance(value, torch.Tensor | nn.Module) or not hasattr(value, "__dict__"):
@@ -138,16 +138,16 @@ def _opened_in(result: Any) -> tuple[Any, list[Opened]]:
             return value
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return value
-        found.append(Opened(leaves, form, parts))
-        return found[-1]
+        objects.append(Opened(leaves, form, parts))
+        return objects[-1]
 
-    return pytree.tree_map(opened, result, is_leaf=is_cache), found
+    return pytree.tree_map(opened, result, is_leaf=is_cache), objects
 
 
-def _is_in_two_places(found: Sequence[Opened], result: Any) -> bool:
+def _is_in_two_places(objects: Sequence[Opened], result: Any) -> bool:
     """Whether an object of a result, or something in it that can be changed, is there twice."""
-    places = [id(part) for one in found for part in one.parts]
-    others = {*map(id, _containers(result))} if found else set()
+    places = [id(part) for one in objects for part in one.parts]
+    others = {*map(id, _containers(result))} if objects else set()
     return len(others.union(places)) < len(others) + len(places)
 
 

@@ -104,8 +104,8 @@ def _restore(live: dict[str, Any], before: dict[str, Any]) -> None:
 def _state(modules: list[nn.Module]) -> list[torch.Tensor]:
     """Buffers, and tensors kept as plain attributes: what a model may write to in evaluation."""
     held = [value for m in modules for value in (*m._buffers.values(), *m.__dict__.values())]
-    found = {id(t): t for t in held if isinstance(t, torch.Tensor) and not t.is_meta}
-    return [part for tensor in found.values() for part in plain_tensors(tensor)]
+    by_identity = {id(t): t for t in held if isinstance(t, torch.Tensor) and not t.is_meta}
+    return [part for tensor in by_identity.values() for part in plain_tensors(tensor)]
 
 
 def _count(tensor: torch.Tensor) -> int | None:

@@ -229,8 +229,8 @@ def _stored(code: CodeType) -> tuple[str, ...]:
     operations = code.co_code[::2]
     if _is_torch(code.co_filename) or not (_STORES_GLOBAL in operations or _STORES_CELL in operations):
         return ()
-    found = [i for i in dis.get_instructions(code) if i.opcode in (_STORES_GLOBAL, _STORES_CELL)]
-    outside = [i for i in found if i.opcode == _STORES_GLOBAL or i.argval in code.co_freevars]
+    stores = [i for i in dis.get_instructions(code) if i.opcode in (_STORES_GLOBAL, _STORES_CELL)]
+    outside = [i for i in stores if i.opcode == _STORES_GLOBAL or i.argval in code.co_freevars]
     return tuple(dict.fromkeys(i.argval for i in outside))
 
 

@@ -110,21 +110,21 @@ def guard_texts(program: ExportedProgram) -> tuple[tuple[str, ...], tuple[str, .
             " compile without dynamic_shapes"
         )
     places, flat = _example(program)
-    kept: list[str] = []
+    remaining: list[str] = []
     notes: list[str] = []
     for text in (_by_graph_names(text, places) for text in texts):
         try:
             _reading(ast.parse(text, mode="eval").body, places)
-            kept.append(text)
+            remaining.append(text)
         except (SyntaxError, _Unknown) as error:
             fixed = _fixed_sizes(text, places, flat)
             if not fixed:
                 raise CaptureError(
                     f"the exported model holds only where {text}, which cannot be checked at a call ({error})"
                 ) from error
-            kept += fixed
+            remaining += fixed
             notes.append(f"sizes are fixed ({', '.join(map(_readable, fixed))}): {error} in {text}")
-    return tuple(dict.fromkeys(kept)), tuple(notes)
+    return tuple(dict.fromkeys(remaining)), tuple(notes)
 
 
 def _example(program: ExportedProgram) -> tuple[dict[str, int], list[Any]]:
@@ -144,8 +144,8 @@ def _by_graph_names(text: str, names: Iterable[str]) -> str:
             if path is None or path in names:
                 return node if path else self.generic_visit(node)
             plain = re.sub(r"\W", "_", path).lower()
-            found = [name for name in names if re.fullmatch(rf"{plain}(_\d+)?", name)]
-            return ast.parse(f"L[{found[0]!r}]", mode="eval").body if len(found) == 1 else node
+            matches = [name for name in names if re.fullmatch(rf"{plain}(_\d+)?", name)]
+            return ast.parse(f"L[{matches[0]!r}]", mode="eval").body if len(matches) == 1 else node
 
     try:
         return ast.unparse(Renamed().visit(ast.parse(text, mode="eval")))
@@ -177,8 +177,8 @@ def check_guards(guards: Sequence[SizeGuard], flat: Sequence[Any]) -> None:
     for guard in guards:
         if not holds(guard, flat):
             raise InputError(
-                f"the call does not meet {guard.text}: for these sizes the model takes another path than the "
-                "one compiled; compile it again with an example of these sizes"
+                f"the call does not meet {guard.text}: for these sizes, the model takes another"
+                " branch than the compiled one; compile it again with an example of these sizes"
             )
 
 

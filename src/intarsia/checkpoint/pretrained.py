@@ -63,7 +63,11 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
 
 
 def _quantized(hf: Any, folder: Path, config: Any, settings: dict[str, Any], loaded: dict[str, Any]) -> Any:
-    """The model with quantized layers of ours, into which transformers loads the files."""
+    """The model with quantized layers of ours, into which transformers loads the files.
+
+    Also where the package of the layout is installed: compressed-tensors 0.20 makes all weights dense at the
+    first call, and kernels of other packages are seen by no graph.
+    """
     scheme_of(settings)
     from intarsia.checkpoint.quantizer import METHOD
 

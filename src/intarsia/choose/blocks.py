@@ -13,10 +13,9 @@ from intarsia.build.trial import run_in_pytorch
 from intarsia.choose.findings import BlockCost
 from intarsia.choose.memory import contents
 from intarsia.errors import PartitionError
-from intarsia.graph.cuts import plan_at
 from intarsia.graph.line import Line, placement_line
 from intarsia.graph.nodes import module_path, op_name
-from intarsia.graph.piece import Piece, extract
+from intarsia.graph.piece import Piece, extract, plan_at
 from intarsia.graph.plan import Plan
 from intarsia.partition.blocks import work
 from intarsia.partition.constrain import find_groups

@@ -160,7 +160,7 @@ class Findings:
         fields["left_out"] = tuple(fields["left_out"])
         findings = Findings(**fields)
         if strange := [n for n in findings.numbers if not isinstance(n, int | float) or not n >= 0]:
-            raise ValueError(f"{strange[0]!r} is nothing that is measured")
+            raise ValueError(f"{strange[0]!r} is not a measurement")
         return findings
 
     @property
@@ -220,7 +220,9 @@ def findings_text(findings: Findings) -> str:
     if findings.tolerance is not None and findings.trials:
         whole = findings.trial(findings.chosen).error
         lines.append(f"error end to end {whole:.2g} of the largest value; tolerance={findings.tolerance:g}")
-        lines.append("  measured on the examples, in each row of a batch; other inputs may be off by more")
+        lines.append(
+            "  measured on the examples, in each row of a batch; the error of other inputs may be larger"
+        )
         errors = findings.errors.items()
         lines += [f"  error of the segment from {node}: {error:.2g}" for node, error in errors]
     lines += [f"left out: {reason}" for reason in findings.left_out]

@@ -86,7 +86,7 @@ def too_small_to_measure(module: fx.GraphModule) -> str | None:
     if total >= LEAST_WORK:
         return None
     return (
-        f"plans were not measured: the model has {total:.0f} units of work, and measuring starts at"
+        f"plans were not measured: the model has {total:.0f} units of work; plans are measured from"
         f" {LEAST_WORK:g}; partition=Measured() measures it"
     )
 
@@ -113,7 +113,7 @@ def allowed_arithmetic(
     if tolerance is None:
         if precision in (None, "fp32"):
             return ()
-        raise InputError(f"precision={precision!r} needs tolerance=, how far results may be off")
+        raise InputError(f"precision={precision!r} needs tolerance=, the largest error of results")
     if not is_number(tolerance) or not 0 < tolerance < 1:
         raise InputError(f"tolerance={tolerance!r} must be a share of the largest value, between 0 and 1")
     if not verify:
@@ -130,6 +130,7 @@ def refuse_short_engines(engines: Sequence[Engine]) -> None:
     for engine in engines:
         if not engine.is_exact:
             raise InputError(
-                f"{engine.name} computes in {engine.arithmetic}, and is measured within a tolerance alone:"
-                " give tolerance=, or leave partition=Measured() away"
+                f"{engine.name} computes in {engine.arithmetic}, and is only measured within a tolerance:"
+                f" give"
+                " tolerance=, or omit partition=Measured()"
             )

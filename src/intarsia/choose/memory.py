@@ -96,7 +96,7 @@ def _size(size: Any, symbols: dict[str, str]) -> str:
     """A size; symbols are called by the order in which they appear, and tell the example's value."""
     if isinstance(size, int):
         return str(size)
-    text = _SYMBOL.sub(lambda found: symbols.setdefault(found[0], f"n{len(symbols)}"), str(size))
+    text = _SYMBOL.sub(lambda match: symbols.setdefault(match[0], f"n{len(symbols)}"), str(size))
     return f"{text}={size_hint(size)}"
 
 

@@ -25,7 +25,7 @@ from intarsia.choose.measured import Objective
 from intarsia.choose.memory import Memory, key_of
 from intarsia.choose.race import race_plans
 from intarsia.engines import Engine, PyTorch
-from intarsia.lower.folding import dequantizes
+from intarsia.lower.purity import dequantizes
 from intarsia.partition import PYTORCH, PartitionOptions
 from intarsia.partition.support import support_table
 from intarsia.runtime.inlay import Inlay

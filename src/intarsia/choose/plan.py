@@ -11,8 +11,8 @@ from intarsia.drawing import Drawing, DrawnTrial
 from intarsia.graph.plan import Plan
 from intarsia.tracing import Profile
 
-MOVED = "its block was measured to run better on"
-EAGER = "the model as it is was measured to run best"
+MOVED = "its block ran faster on"
+EAGER = "the unchanged model was the fastest plan"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +63,11 @@ def measured_plan(plan: Plan, findings: Findings) -> MeasuredPlan:
     """The plan with its findings; that a node went elsewhere is told there, not node by node."""
     segments = []
     for segment in plan.segments:
-        kept = {
+        reasons = {
             node: rest
             for node, why in segment.reasons.items()
             if (rest := {e: reason for e, reason in why.items() if not reason.startswith((MOVED, EAGER))})
         }
-        segments.append(replace(segment, reasons=kept))
+        segments.append(replace(segment, reasons=reasons))
     strategy = f"measurement ({findings.objective})"
     return MeasuredPlan(tuple(segments), strategy, plan.bodies, plan.details, findings)

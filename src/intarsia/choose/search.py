@@ -345,11 +345,11 @@ class Search:
             known_s={name: self.trials[name].quickest for name in names if name in self.trials},
         )
         for name, error in failed.items():
-            self.left_out.append(f"{name}: it failed while it was measured: {type(error).__name__}: {error}")
+            self.left_out.append(f"{name}: it failed during measurement: {type(error).__name__}: {error}")
             del self.built[name]
             self.trials.pop(name, None)
         if not took:
-            raise EngineError(f"every plan failed while it was measured: {'; '.join(self.left_out)}")
+            raise EngineError(f"every plan failed during measurement: {'; '.join(self.left_out)}")
         for name, seconds in took.items():
             before = self.trials.get(name)
             self.trials[name] = self.built[name].trial(seconds, final=final, before=before)

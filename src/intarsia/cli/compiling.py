@@ -78,7 +78,7 @@ def compile_(
     from intarsia.cli.model import compiled_file, resolve
 
     if compiled_file(model) is not None:
-        raise InputError(f"{model} is compiled already; `intarsia run` and `intarsia serve` take it as it is")
+        raise InputError(f"{model} is compiled already; use `intarsia run` or `intarsia serve`")
     check_writable(output)
     options = compile_options(engines, budget, choices)
     specimen = resolve(model, full=full, ranges=ranges)

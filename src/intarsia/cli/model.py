@@ -110,8 +110,8 @@ def near(word: str, known: Iterable[str]) -> str:
     >>> near("brt", ["bert", "vit"])
     "; did you mean 'bert'?"
     """
-    found = get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.6)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    matches = get_close_matches(word, dict.fromkeys(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 def _imported(place: str) -> Any:
@@ -186,9 +186,9 @@ def _dynamic_shapes(specimen: Specimen, ranges: Sequence[str]) -> dict[str, Any]
                 raise InputError(f"--range {text}: {name!r} is no tensor of the call{hint}")
             if int(axis) >= value.dim():
                 raise InputError(f"--range {text}: {name} has {value.dim()} dimensions")
-            given = value.shape[int(axis)]
-            if given < least or (most is not None and given > most):
-                raise InputError(f"--range {text}: the example has {dim} = {given}, which is outside")
+            actual = value.shape[int(axis)]
+            if actual < least or (most is not None and actual > most):
+                raise InputError(f"--range {text}: the example has {dim} = {actual}, which is outside")
             shapes[name] = {**(shapes[name] or {}), int(axis): size}
     return shapes
 
@@ -231,7 +231,7 @@ def _from_archive(path: Path) -> Specimen:
 
     compiled = load(path)
     if compiled.captured is None:
-        raise InputError(f"{path} has not kept the model that it was compiled from; compile it again")
+        raise InputError(f"{path} does not hold the model that it was compiled from; compile it again")
     interface = Interface.of(compiled)
     drawn = interface.example(interface.usual(), torch.Generator().manual_seed(0))
     args, kwargs = pytree.tree_unflatten(interface.prepared(drawn), compiled.lowered.in_spec)
@@ -300,7 +300,7 @@ def _hugging_face_call(name: str, model: Any) -> dict[str, torch.Tensor]:
     vocabulary = getattr(texts, "vocab_size", None)
     if main != "input_ids" or vocabulary is None:
         raise InputError(
-            f"{name} takes {main!r}, for which no example is known here; write a function that returns"
+            f"{name} takes {main!r}, for which there is no example; write a function that returns"
             " (model, args, kwargs), and give FILE.py:FUNCTION"
         )
     ids = torch.randint(0, vocabulary, (1, 32), generator=draw)

@@ -91,7 +91,9 @@ def _text(model: nn.Module, text: Path | None, batch: int, length: int) -> TextD
     config = getattr(model, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary is not None and vocabulary < 256:
-        raise InputError(f"the model knows {vocabulary} tokens; a text of bytes needs vocab_size=256 or more")
+        raise InputError(
+            f"the model has a vocabulary of {vocabulary}; a text of bytes needs vocab_size=256 or more"
+        )
     places = getattr(config, "max_position_embeddings", None)
     if places is not None and length > places:
         raise InputError(f"--length={length} is more than the {places} positions the model has")
@@ -104,11 +106,11 @@ def _text(model: nn.Module, text: Path | None, batch: int, length: int) -> TextD
     return TextData(data, batch, length)
 
 
-def _batch(given: Any, name: str) -> Batch:
-    if not isinstance(given, tuple) or len(given) not in (2, 3):
+def _batch(value: Any, name: str) -> Batch:
+    if not isinstance(value, tuple) or len(value) not in (2, 3):
         raise InputError(f"the data of {name} must give (args, target) or (args, kwargs, target) for a step")
-    args, kwargs = given[0], given[1] if len(given) == 3 else {}
-    return Batch(args if isinstance(args, tuple) else (args,), given[-1], kwargs)
+    args, kwargs = value[0], value[1] if len(value) == 3 else {}
+    return Batch(args if isinstance(args, tuple) else (args,), value[-1], kwargs)
 
 
 def _hugging_face(kind: str, sizes: str) -> Callable[[], nn.Module]:

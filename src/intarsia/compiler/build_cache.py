@@ -35,7 +35,7 @@ from intarsia.choose.plan import MeasuredPlan, measured_plan
 from intarsia.convert import registry
 from intarsia.engines import Engine
 from intarsia.errors import ArchiveError, IntarsiaError
-from intarsia.graph.source import module_path, source_line
+from intarsia.graph.nodes import module_path, source_line
 from intarsia.lower import Lowered
 from intarsia.plain_tensors import plain_state
 from intarsia.rewrite import RewritePatternManager

@@ -70,7 +70,7 @@ def compile_with(
     if training is not None:
         warn(training, DifferenceWarning)
     for difference in compiled.differences:
-        warn(f"compiled, the model can answer differently: {difference}", DifferenceWarning)
+        warn(f"the compiled module can answer differently from the model: {difference}", DifferenceWarning)
     return compiled
 
 

@@ -171,7 +171,8 @@ class CompileJob:
             compiled = self.choose(graph, support, support.measured)
         verified = self.verify(captured, graph, support, compiled)
         seconds, plan = time.perf_counter() - self.request.began, verified.plan
-        LOG.info("compiled in %.2f s: %d segments on %s", seconds, len(plan), ", ".join(plan.engines))
+        segments = f"{len(plan)} segment{'s' * (len(plan) != 1)}"
+        LOG.info("compiled in %.2f s: %s on %s", seconds, segments, ", ".join(plan.engines))
         if verified is compiled:
             self.store(cache, graph, compiled)
         return self.finish(graph, verified)
@@ -201,8 +202,8 @@ class CompileJob:
             examples, unverified = [Example(call, example_inputs(lowered, *call))], list[str]()
         else:
             lowered, call = self._lowered()
-            given, truth = self.request.call, captured.truth
-            examples, unverified = examples_of(captured.judge, lowered, call, given, truth)
+            own, truth = self.request.call, captured.truth
+            examples, unverified = examples_of(captured.judge, lowered, call, own, truth)
         notes = (*self.request.notes, *(effect.text for effect in effects), *unverified)
         differences = tuple(effect.text for effect in effects if effect.follows == "warning")
         return LoweredModel(lowered, examples, notes, differences=differences)

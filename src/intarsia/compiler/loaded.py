@@ -23,7 +23,7 @@ from intarsia.compiler.entry import COMPILING
 from intarsia.compiler.job import CompileJob, Request
 from intarsia.compiler.refit import Refit
 from intarsia.engines import Engine, Program, PyTorch
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphProgram
 from intarsia.errors import RefitError
 from intarsia.lower.lowered import Role, example_inputs
 from intarsia.options import CompileOptions
@@ -63,17 +63,17 @@ def make_refittable(loaded: Compiled, captured: fx.GraphModule) -> None:
     loaded.refit_by(refitted, program)
 
 
-def _fault(made: Compiled, captured: nn.Module, weights: Weights, call: Call) -> str | None:
+def _fault(compiled: Compiled, captured: nn.Module, weights: Weights, call: Call) -> str | None:
     """How the refitted module differs from the captured program with the new weights."""
-    program, flat = made.lowered.program, tuple(pytree.tree_leaves(call))
+    program, flat = compiled.lowered.program, tuple(pytree.tree_leaves(call))
     assert program is not None
-    given = weights.state_dict() if isinstance(weights, nn.Module) else weights
-    state = {name: given.get(name, held) for name, held in program.state_dict.items()}
+    new = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    state = {name: new.get(name, held) for name, held in program.state_dict.items()}
     copied = dict(zip(state, _copies(state.values()), strict=True))  # a program may write to its buffers
     with torch.no_grad():
         expected = torch.func.functional_call(captured, copied, tuple(_copies(flat)), tie_weights=False)
-        results = made.results(_copies(example_inputs(made.lowered, *call)))
-    outputs = zip(results, made.lowered.outputs, strict=True)
+        results = compiled.results(_copies(example_inputs(compiled.lowered, *call)))
+    outputs = zip(results, compiled.lowered.outputs, strict=True)
     return disagreement([x for x, output in outputs if output.role is Role.USER], list(expected))
 
 
@@ -87,7 +87,8 @@ def _engines(loaded: Compiled) -> list[Engine]:
     for name, engine in engines.items():
         if not engine.is_exact:
             raise RefitError(
-                f"{name} computes within a tolerance, which the file does not tell; compile again"
+                f"{name} computes within a tolerance, which the file does not contain; compile the model"
+                " again"
             )
     return [*engines.values(), PyTorch()]
 
@@ -113,7 +114,7 @@ def _inputs(loaded: Compiled, judge: Judge) -> tuple[tuple[Any, ...], Answer]:
             return flat, judge.answer((flat, {}))
         except Exception as error:
             fault = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    raise RefitError(f"no inputs are known on which the program of the file runs ({fault}); compile again")
+    raise RefitError(f"there are no inputs for the program of the file ({fault}); compile again")
 
 
 def _input(check: Check, whole: int) -> Any:
@@ -123,10 +124,10 @@ def _input(check: Check, whole: int) -> Any:
         raise RefitError("the loaded module takes a number that varies; compile the model again")
     if check.static is None:
         raise RefitError(
-            f"the sizes of {check.name} vary, and a loaded module cannot be refitted then; compile the model"
-            " with its new weights, and save that"
+            f"the sizes of {check.name} vary, so this loaded module cannot be refitted;"
+            " compile the model with its new weights, and save it"
         )
     strides = check.strides or torch.empty(check.static, device="meta").stride()
-    made = torch.empty_strided(check.static, strides, dtype=check.dtype, device=check.device)
+    tensor = torch.empty_strided(check.static, strides, dtype=check.dtype, device=check.device)
     is_real = check.dtype.is_floating_point or check.dtype.is_complex
-    return made.copy_(torch.randn(check.static)) if is_real else made.fill_(whole)
+    return tensor.copy_(torch.randn(check.static)) if is_real else tensor.fill_(whole)

@@ -53,10 +53,10 @@ def compile_parts(
     seen = _record(model, call)
     parts, failures = _make_each(model, seen, compile_one)
     notes += [f"{path} runs as it is: {why}" for path, why in failures.items()]
-    made = assembled(model, parts, notes, reason)
-    fault = _fault(made, call, seen.answer) if parts else None
+    partly = assembled(model, parts, notes, reason)
+    fault = _fault(partly, call, seen.answer) if parts else None
     if fault is None:
-        return made
+        return partly
     # One part may be to blame: of those that agree by themselves, all together.
     alone = {
         p: c
@@ -67,10 +67,10 @@ def compile_parts(
         f"{path} runs as it is: compiled, the model answers differently: {fault}"
         for path in {*parts} - {*alone}
     ]
-    made = assembled(model, alone, notes, reason)
-    fault = _fault(made, call, seen.answer) if alone else None
+    partly = assembled(model, alone, notes, reason)
+    fault = _fault(partly, call, seen.answer) if alone else None
     if fault is None:
-        return made
+        return partly
     return assembled(model, {}, [*notes, f"all of it runs as it is: compiled in parts, {fault}"], reason)
 
 
@@ -88,7 +88,7 @@ class _Seen:
 def _record(model: nn.Module, call: Call) -> _Seen:
     """Run the model on a copy of the call, and note what each submodule is called with."""
     calls: dict[str, list[Call]] = {}
-    given: dict[str, list[Any]] = {}
+    shapes: dict[str, list[Any]] = {}
     filling: set[str] = set()
     transformed: set[str] = set()
     handles = []
@@ -96,7 +96,7 @@ def _record(model: nn.Module, call: Call) -> _Seen:
     def noting(path: str) -> Callable[..., None]:
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             known = calls.setdefault(path, [])
-            given.setdefault(path, []).append(shape_of_call(args, kwargs))
+            shapes.setdefault(path, []).append(shape_of_call(args, kwargs))
             if is_transformed((args, kwargs)):
                 transformed.add(path)
             elif len(known) < _MOST_CALLS:
@@ -106,7 +106,7 @@ def _record(model: nn.Module, call: Call) -> _Seen:
 
     def comparing(path: str) -> Callable[..., None]:
         def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-            if given[path].pop() != shape_of_call(args, kwargs):
+            if shapes[path].pop() != shape_of_call(args, kwargs):
                 filling.add(path)
 
         return compare
@@ -156,14 +156,14 @@ def _make_each(model: nn.Module, seen: _Seen, make_one: MakeOne[P]) -> tuple[dic
             why = f"{MOST_TRIES} larger modules were tried already"
         if why is None:
             tries += 1
-            made = _make_called(path, module, seen.calls[path], make_one)
-            if not isinstance(made, str):
+            outcome = _make_called(path, module, seen.calls[path], make_one)
+            if not isinstance(outcome, str):
                 settled.append(path)
-                if set(made.plan.engines) - {"pytorch"}:  # type: ignore[attr-defined]
-                    parts[path] = made
+                if set(outcome.plan.engines) - {"pytorch"}:  # type: ignore[attr-defined]
+                    parts[path] = outcome
                     continue
-                made = "no engine takes any of it"
-            why = made
+                outcome = "no engine takes any of it"
+            why = outcome
         failures[path] = why
     # Of a module that fails because its parts do, the parts tell why.
     return parts, {p: w for p, w in failures.items() if not any(part.startswith(f"{p}.") for part in parts)}
@@ -187,11 +187,11 @@ def _make_called(path: str, module: nn.Module, calls: Sequence[Call], make_one: 
     reason = ""
     for shapes in dict.fromkeys((_differing_sizes(module, calls) is not None, False)):
         try:
-            made = make_one(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
+            outcome = make_one(path, module, calls[0], _differing_sizes(module, calls) if shapes else None)
         except IntarsiaError as error:
             reason = str(error).splitlines()[0]
             continue
-        return made
+        return outcome
     return reason
 
 
@@ -225,11 +225,11 @@ def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _fault(made: PartlyCompiled, call: Call, truth: Sequence[torch.Tensor]) -> str | None:
+def _fault(partly: PartlyCompiled, call: Call, truth: Sequence[torch.Tensor]) -> str | None:
     args, kwargs = copied_call(call)
     try:
-        with undisturbed(made), kept_random_state():
-            answer = _snapshot(made(*args, **kwargs))
+        with undisturbed(partly), kept_random_state():
+            answer = _snapshot(partly(*args, **kwargs))
     except Exception as error:
         return f"it fails: {type(error).__name__}: {error}"
     return disagreement(answer, truth)
@@ -258,13 +258,13 @@ def names_within(model: nn.Module, path: str, names: Iterable[ModuleName]) -> tu
     """The names of modules as they are called inside the part at `path`; \"\" means all of it."""
     around = [".".join(path.split(".")[:depth]) for depth in range(len(path.split(".")) + 1)]
     inside = [inner for inner, _ in model.get_submodule(path).named_modules() if inner]
-    found: list[ModuleName] = []
+    inner_names: list[ModuleName] = []
     for name in names:
         means = _meaning(name, model)
         if any(map(means, around)):
-            found.append("")
-        found += [inner for inner in inside if means(f"{path}.{inner}")]
-    return tuple(dict.fromkeys(found))
+            inner_names.append("")
+        inner_names += [inner for inner in inside if means(f"{path}.{inner}")]
+    return tuple(dict.fromkeys(inner_names))
 
 
 def _meaning(name: ModuleName, model: nn.Module) -> Callable[[str], bool]:

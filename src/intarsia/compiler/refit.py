@@ -70,20 +70,20 @@ class Refit:
         return compiled
 
 
-def new_state(old: Mapping[str, torch.Tensor], given: Mapping[str, Any] | nn.Module) -> State:
+def new_state(old: Mapping[str, torch.Tensor], weights: Mapping[str, Any] | nn.Module) -> State:
     """The weights given, checked to be those of the model in name, shape, dtype and device.
 
     A model's own are shared with it; those of a state dict are copied, since nobody watches over them.
     """
-    found = given.state_dict() if isinstance(given, nn.Module) else given
-    missing = [name for name in old if name not in found]
-    unknown = [name for name in found if name not in old]
+    state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    missing = [name for name in old if name not in state]
+    unknown = [name for name in state if name not in old]
     for names, what in ((missing, "lack"), (unknown, "have, unlike the model,")):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise RefitError(f"the new weights {what} {', '.join(map(str, names[:3]))}{more}")
     for name, tensor in old.items():
-        new = found[name]
+        new = state[name]
         if not isinstance(new, torch.Tensor):
             raise RefitError(f"{name} is a {type(new).__name__}, not a tensor")
         is_like = [
@@ -93,8 +93,8 @@ def new_state(old: Mapping[str, torch.Tensor], given: Mapping[str, Any] | nn.Mod
         ]
         for part, has, wanted in is_like:
             raise RefitError(f"{name} has the {part} {has}; the compiled one has {wanted}")
-    shared = isinstance(given, nn.Module)
-    return {name: found[name].detach() if shared else found[name].detach().clone() for name in old}
+    shared = isinstance(weights, nn.Module)
+    return {name: state[name].detach() if shared else state[name].detach().clone() for name in old}
 
 
 def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
@@ -103,7 +103,7 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
     Constants are folded, and what they prove is proven, from the new weights. Nothing is captured.
     """
     if old.program is None:
-        raise RefitError("the module has not kept the program it was made of; compile the model again")
+        raise RefitError("the module does not hold its captured program; compile the model again")
     program = capture(old.program)  # type: ignore[arg-type]  # a copy, whose weights are put in here
     for name, tensor in program.state_dict.items():
         if name in state:
@@ -118,16 +118,13 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
             if new is not None and (new.shape, new.dtype) == (constant.shape, constant.dtype):
                 table[name] = new
     with honest_sizes():
-        made = lower(program, has_converter=registry.__contains__)
-    difference = _difference(old.module, made.module) or _other_call(old, made)
+        lowered = lower(program, has_converter=registry.__contains__)
+    difference = _difference(old.module, lowered.module) or _other_call(old, lowered)
     if difference is not None:
-        raise RefitError(
-            f"with these weights the model has another graph ({difference}): what was proven of the old ones"
-            " does not hold; compile it again"
-        )
+        raise RefitError(f"with these weights the model has another graph ({difference}): compile it again")
     return replace(
-        made,
-        module=_named_like(old.module, made.module),
+        lowered,
+        module=_named_like(old.module, lowered.module),
         inputs=old.inputs,
         outputs=old.outputs,
         in_spec=old.in_spec,
@@ -135,7 +132,7 @@ def relowered(old: Lowered, state: State, model: nn.Module | None) -> Lowered:
         input_names=old.input_names,
         guards=old.guards,
         notes=(),
-        views=made.views if old.views else (),
+        views=lowered.views if old.views else (),
         layouts=old.layouts,
     )
 
@@ -168,8 +165,8 @@ def _named_like(old: fx.GraphModule, new: fx.GraphModule) -> fx.GraphModule:
 
 
 def _other_call(old: Lowered, new: Lowered) -> str | None:
-    taken, given = ([(i.index, i.buffer, i.is_constant) for i in x.inputs] for x in (old, new))
-    if taken != given:
+    taken, takes = ([(i.index, i.buffer, i.is_constant) for i in x.inputs] for x in (old, new))
+    if taken != takes:
         return "it takes other inputs"
     return None if old.outputs == new.outputs else "it gives other results"
 
@@ -188,10 +185,10 @@ def _difference(old: fx.GraphModule, new: fx.GraphModule) -> str | None:
             return f"{b.name} has other arguments"
     inner = {name: module for name, module in old.named_children() if isinstance(module, fx.GraphModule)}
     for name, body in inner.items():
-        found = getattr(new, name, None)
-        if not isinstance(found, fx.GraphModule):
+        other_body = getattr(new, name, None)
+        if not isinstance(other_body, fx.GraphModule):
             return f"no body {name}"
-        difference = _difference(body, found)
+        difference = _difference(body, other_body)
         if difference is not None:
             return difference
     return None
@@ -204,8 +201,10 @@ def _steps(module: fx.GraphModule) -> list[fx.Node]:
 def _arguments(node: fx.Node, numbers: dict[fx.Node, int]) -> str:
     """What a node is given, in text; nodes as numbers, in the order in which they are first met."""
     own = numbers.setdefault(node, len(numbers))
-    given = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}")
-    return f"%{own} {given}"
+    arguments = fx.map_arg(
+        (node.args, dict(node.kwargs)), lambda n: f"%{numbers.setdefault(n, len(numbers))}"
+    )
+    return f"%{own} {arguments}"
 
 
 def as_before(plans: Iterable[Plan], otherwise: Strategy) -> Strategy:

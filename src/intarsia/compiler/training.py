@@ -29,8 +29,8 @@ def training_difference(model: Any, call: Call) -> str | None:
     except Exception:  # the model fails on the example, which its compile has said
         return None
     try:
-        found = disagreement(_answer(model, call, training=True), evaluated)
-        difference = None if found is None else found.replace("PyTorch", "evaluation")
+        mismatch = disagreement(_answer(model, call, training=True), evaluated)
+        difference = None if mismatch is None else mismatch.replace("PyTorch", "evaluation")
     except Exception as error:
         difference = f"it fails: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if difference is None:

@@ -15,8 +15,9 @@ from torch import fx
 from intarsia.cache.machine import package_version
 from intarsia.errors import EngineError, GuardError
 
-if TYPE_CHECKING:  # a module that is only loaded and run does without networks
+if TYPE_CHECKING:
     from intarsia.network import Network
+
 
 # Tensors in, tensors out, in the order of the piece's inputs and outputs; safe to call from many threads.
 # Results lie in memory of their own, which no later call writes to.
@@ -266,3 +267,17 @@ class GraphEngine(Engine):
     def load_package(self, data: bytes, module: fx.GraphModule) -> Program:
         """The program of a package of that graph: its code is run. EngineError if it is refused."""
         raise EngineError(f"{self.name} makes no packages of machine code")
+
+
+# A graph as a program: its generated code, operator by operator.
+
+
+class GraphProgram:
+    """The generated code of a graph, called without gradients."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+
+    def __call__(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return tuple(self.module(*inputs))

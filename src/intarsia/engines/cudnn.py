@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from intarsia.engines.base import GraphEngine, Program
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import GraphEngine, GraphProgram, Program
 from intarsia.engines.graph_rewrites import REWRITES, apply_rewrites, own_copy, paying
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from intarsia.engines.base import Engine, GraphEngine, Program, Workload
-from intarsia.engines.graph_program import GraphProgram
+from intarsia.engines.base import Engine, GraphEngine, GraphProgram, Program, Workload
 from intarsia.engines.graph_rewrites import (
     REWRITES,
     apply_rewrites,

@@ -108,7 +108,7 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
     attention = getattr(config, "_attn_implementation", None)  # transformers has no public name for it
     if attention not in ("sdpa", "eager"):
         raise InputError(
-            f"{type(model).__name__} runs the attention {attention!r}; served are 'sdpa' and 'eager'"
+            f"{type(model).__name__} has the attention {attention!r}; supported are 'sdpa' and 'eager'"
             " (model.set_attn_implementation)"
         )
     source = source_of(own, max_length, max_source)
@@ -122,11 +122,11 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
     cache = new_cache(own)
     with torch.no_grad():
         ids = torch.zeros(1, 2, dtype=torch.long, device=own.device)
-        given: dict[str, Any] = {prefix + "input_ids": ids, "past_key_values": cache}
+        arguments: dict[str, Any] = {prefix + "input_ids": ids, "past_key_values": cache}
         if source is not None:
-            given["encoder_outputs"] = (ids.new_zeros(1, source.states, source.hidden, dtype=own.dtype),)
-        made = model(**given, use_cache=True, return_dict=True)
-    if made.past_key_values is not cache:
+            arguments["encoder_outputs"] = (ids.new_zeros(1, source.states, source.hidden, dtype=own.dtype),)
+        result = model(**arguments, use_cache=True, return_dict=True)
+    if result.past_key_values is not cache:
         raise InputError(f"{type(model).__name__} does not fill the cache it is given")
     layers = _layers(model, cache if source is None else cache.self_attention_cache)
     crossed = [] if source is None else _layers(model, cache.cross_attention_cache)
@@ -148,7 +148,7 @@ def anatomy_of(model: Any, max_length: int, max_source: int | None = None) -> An
         keeps="logits_to_keep" in takes and source is None,
         positioned=f"{prefix}position_ids" in takes,
         source=source,
-        result=type(made),
+        result=type(result),
     )
 
 
@@ -172,13 +172,13 @@ def _check_positions(model: Any, config: Any, source: Source | None, max_length:
     if model.device.type != "cpu" or limit is None or max_length <= limit:
         return  # a GPU does not live through an index out of range
     last = torch.full((1, 1), max_length - 1)
-    given: dict[str, Any] = {"input_ids": torch.zeros_like(last), "position_ids": last}
+    arguments: dict[str, Any] = {"input_ids": torch.zeros_like(last), "position_ids": last}
     if source is not None:
         states = torch.zeros(1, source.states, source.hidden, dtype=model.dtype)
-        given = {"decoder_input_ids": torch.zeros(1, max_length).long(), "encoder_outputs": (states,)}
+        arguments = {"decoder_input_ids": torch.zeros(1, max_length).long(), "encoder_outputs": (states,)}
     try:
         with torch.no_grad():
-            model(**given, use_cache=False)
+            model(**arguments, use_cache=False)
     except IndexError as error:
         raise InputError(f"max_length is {max_length}, and {type(model).__name__} ends at {limit}") from error
 
@@ -228,21 +228,21 @@ def source_of(model: Any, max_length: int, max_source: int | None) -> Source | N
         shape = (states,)
     else:
         raise InputError(
-            f"the encoder of {type(model).__name__} reads {argument}; served are tokens and sound"
+            f"the encoder of {type(model).__name__} reads {argument}; supported are tokens and sound"
         )
     fixed = argument == "input_features"
-    given = torch.zeros(1, *shape, dtype=model.dtype if fixed else torch.long, device=model.device)
+    value = torch.zeros(1, *shape, dtype=model.dtype if fixed else torch.long, device=model.device)
     try:
         with torch.no_grad():
-            made = model.get_encoder()(**{argument: given}, return_dict=True)
+            result = model.get_encoder()(**{argument: value}, return_dict=True)
     except (IndexError, ValueError) as error:
         raise InputError(
             f"the encoder of {type(model).__name__} reads no {states} tokens: {error}"
         ) from error
-    found = tuple(made.last_hidden_state.shape)
-    if found[:2] != (1, states):
-        raise InputError(f"the encoder of {type(model).__name__} makes {found[1]} states of {states} tokens")
-    return Source(argument, states, fixed, shape, int(found[2]), type(made))
+    sizes = tuple(result.last_hidden_state.shape)
+    if sizes[:2] != (1, states):
+        raise InputError(f"the encoder of {type(model).__name__} makes {sizes[1]} states of {states} tokens")
+    return Source(argument, states, fixed, shape, int(sizes[2]), type(result))
 
 
 _TOKENS = 4
@@ -261,20 +261,20 @@ def counts_tokens(model: nn.Module, own: Callable[..., Any], anatomy: Anatomy, *
     ids = (torch.arange(_TOKENS + 1, device=anatomy.device) % vocabulary)[None]
     seen = torch.ones_like(ids)
     seen[0, 0] = not masked
-    given: dict[str, Any] = {"use_cache": True, "return_dict": True}
+    arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
     if anatomy.source is not None:
         shape = (1, anatomy.source.states, anatomy.source.hidden)
-        given["encoder_outputs"] = (torch.zeros(shape, dtype=anatomy.dtype, device=anatomy.device),)
+        arguments["encoder_outputs"] = (torch.zeros(shape, dtype=anatomy.dtype, device=anatomy.device),)
     places = torch.arange(_TOKENS + 1, device=anatomy.device)[None]
     for start, end in ((0, _TOKENS), (_TOKENS, _TOKENS + 1)):
-        call = {**given, anatomy.named("input_ids"): ids[:, start:end]}
+        call = {**arguments, anatomy.named("input_ids"): ids[:, start:end]}
         if masked:
             call[anatomy.named("attention_mask")] = seen[:, :end]
-        told = {anatomy.named("position_ids"): places[:, start:end]}
+        positions = {anatomy.named("position_ids"): places[:, start:end]}
         with torch.no_grad():
             counted, free = (
                 own(**call, **more, past_key_values=cache).logits[:, -1]
-                for more, cache in zip((told, {}), caches, strict=True)
+                for more, cache in zip((positions, {}), caches, strict=True)
             )
         if not torch.equal(counted, free):
             return False

@@ -76,7 +76,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> Generation:
 def forward_to_json(forward: GeneratingForward, bundle: BundleWriter) -> dict[str, Json]:
     """What a file says of a forward, whose programs go into the bundle."""
     if not forward.by_rows:
-        raise ArchiveError(f"{forward.path} was restored, so there is nothing to save")
+        raise ArchiveError(f"{forward.path} was restored; there is nothing to save")
 
     def add(kind: str, program: Program | None) -> str | None:
         if program is None:

@@ -59,8 +59,8 @@ def token_attention(
         and attention_mask is not None
     ):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        given = (query, key.past, value.past, key.new, value.new, attention_mask)
-        return kernel(*given, scale).transpose(1, 2), None
+        tensors = (query, key.past, value.past, key.new, value.new, attention_mask)
+        return kernel(*tensors, scale).transpose(1, 2), None
     past_keys, past_values = (key.past, value.past) if isinstance(key, Joined) else (key, value)
     rows, heads, _, size = query.shape
     groups = past_keys.shape[1]
@@ -105,17 +105,17 @@ def prompt_attention(
         mask = (
             position_bias if mask is None else torch.where(mask, position_bias, hidden(position_bias.dtype))
         )
-    made = nn.functional.scaled_dot_product_attention(
+    attended = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return made.transpose(1, 2), None
+    return attended.transpose(1, 2), None
 
 
 def _check(dropout: float, others: dict[str, Any]) -> None:
     if dropout:
         raise NotImplementedError("attention with dropout")
-    if told := [name for name in _UNKNOWN if others.get(name) is not None]:
-        raise NotImplementedError(f"attention with {told[0]}")
+    if unknown := [name for name in _UNKNOWN if others.get(name) is not None]:
+        raise NotImplementedError(f"attention with {unknown[0]}")
 
 
 @contextmanager

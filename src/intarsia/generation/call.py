@@ -40,47 +40,47 @@ def arguments(
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise InputError(str(error)) from error  # the model's own forward raises it
-    given = dict(bound.arguments)
+    named = dict(bound.arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given.update(given.pop(name, {}))
-    given = {name: value for name, value in given.items() if value is not None}
+            named.update(named.pop(name, {}))
+    named = {name: value for name, value in named.items() if value is not None}
     for name in _IF_FALSE:
-        if given.pop(name, getattr(config, name, False)):
+        if named.pop(name, getattr(config, name, False)):
             raise InputError(f"{name} is asked for")
-    return given
+    return named
 
 
-def understood(model: Any, anatomy: Anatomy, given: dict[str, Any]) -> Call:
+def understood(model: Any, anatomy: Anatomy, arguments: dict[str, Any]) -> Call:
     """The call of a model's forward that these arguments make."""
     config = model.config
-    kept = given.pop("logits_to_keep", 0)
+    last = arguments.pop("logits_to_keep", 0)
     names = {name: anatomy.named(name) for name in _OF_DECODER}
     known = {*names.values(), *_TAKEN}
     if anatomy.source is not None:
         known |= {"encoder_outputs", "attention_mask"}
-    if strange := [name for name in given if name not in known]:
+    if strange := [name for name in arguments if name not in known]:
         raise InputError(f"it is given {strange[0]}")
-    ids, mask = given.get(names["input_ids"]), given.get(names["attention_mask"])
+    ids, mask = arguments.get(names["input_ids"]), arguments.get(names["attention_mask"])
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.dtype != torch.long or not ids.numel():
         raise InputError(f"it is given no {names['input_ids']} of two dimensions")
-    if not isinstance(kept, int):
+    if not isinstance(last, int):
         raise InputError("logits of places of its own are asked for")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         raise InputError(f"its {names['attention_mask']} has not two dimensions")
-    cache = given.get("past_key_values")
+    cache = arguments.get("past_key_values")
     if cache is None:
-        if not given.get("use_cache", getattr(config, "use_cache", False)):
+        if not arguments.get("use_cache", getattr(config, "use_cache", False)):
             raise InputError("it uses no cache")
         cache = new_cache(model)
-    elif not given.get("use_cache", True):
+    elif not arguments.get("use_cache", True):
         raise InputError("it is given a cache and use_cache=False")
-    returns_dict = bool(given.get("return_dict", getattr(config, "return_dict", True)))
-    call = (ids, mask, given.get(names["position_ids"]), cache, returns_dict, kept)
+    returns_dict = bool(arguments.get("return_dict", getattr(config, "return_dict", True)))
+    call = (ids, mask, arguments.get(names["position_ids"]), cache, returns_dict, last)
     if anatomy.source is None:
         return Call(*call)
-    encoded = _encoded(given.get("encoder_outputs"))
-    source_mask = None if anatomy.source.fixed else given.get("attention_mask")
+    encoded = _encoded(arguments.get("encoder_outputs"))
+    source_mask = None if anatomy.source.fixed else arguments.get("attention_mask")
     states = encoded[0]
     if states.ndim != 3 or states.shape[0] != ids.shape[0] or states.dtype != anatomy.dtype:
         raise InputError(f"its encoder's states are {states.dtype} {tuple(states.shape)}")

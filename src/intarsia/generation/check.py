@@ -28,9 +28,9 @@ class Checked:
     fault: str | None = None
 
 
-def worst(found: Iterable[Checked]) -> Checked:
+def worst(results: Iterable[Checked]) -> Checked:
     """One with a fault where there is any, else the one that is off the most."""
-    return max(found, key=lambda one: (one.fault is not None, one.error))
+    return max(results, key=lambda one: (one.fault is not None, one.error))
 
 
 def checked(
@@ -40,25 +40,25 @@ def checked(
     anatomy: Anatomy = forward.anatomy
     model: Any = forward.module
     vocabulary = int(model.get_input_embeddings().num_embeddings)
-    made = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (rows, LEAST), generator=made).to(anatomy.device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (rows, LEAST), generator=generator).to(anatomy.device)
     mask = torch.ones_like(ids)
     if forward.by_rows[rows].masked_prompt is not None:
         mask[0, :2] = 0
     # Programs were compared element by element when they were compiled; this is about masks and caches.
     allowed = max(torch.finfo(anatomy.dtype).eps ** 0.5, tolerance or 0.0)
-    told: dict[str, Any] = {"logits_to_keep": 1} if anatomy.keeps else {}
+    keywords: dict[str, Any] = {"logits_to_keep": 1} if anatomy.keeps else {}
     most = 0.0
     if forward.encoder is not None:
         with torch.no_grad():
-            given, states = _encoded(forward, rows, made)
+            of_encoder, states = _encoded(forward, rows, generator)
         compiled, own = states
         most = relative_error(compiled, own, rows=rows)
         if not most <= allowed:
             return Checked(most, f"is off by {most:.3g} of the largest state of the encoder")
-        told |= given | {"encoder_outputs": (states[1],)}
+        keywords |= of_encoder | {"encoder_outputs": (states[1],)}
     for one, seen in [(ids, mask), *((one, torch.ones_like(one)) for one in examples)]:
-        for end, error in _errors(forward, one, seen, told):
+        for end, error in _errors(forward, one, seen, keywords):
             most = max(most, error)
             if not error <= allowed:
                 return Checked(error, f"is off by {error:.3g} of the largest logit at token {end}")
@@ -66,7 +66,7 @@ def checked(
 
 
 def _errors(
-    forward: GeneratingForward, ids: torch.Tensor, mask: torch.Tensor, told: Mapping[str, Any]
+    forward: GeneratingForward, ids: torch.Tensor, mask: torch.Tensor, keywords: Mapping[str, Any]
 ) -> Iterator[tuple[int, float]]:
     """The error of logits after a prompt, and after each of three tokens behind it: where, and how much."""
     anatomy = forward.anatomy
@@ -78,16 +78,16 @@ def _errors(
     middle = start - 2 if forward.by_rows[len(ids)].continued is not None else start
     ends = [0, *sorted({middle, start}), *range(start + 1, length + 1)]
     for begin, end in itertools.pairwise(ends):
-        given = {
-            **told,
+        arguments = {
+            **keywords,
             anatomy.named("input_ids"): ids[:, begin:end],
             anatomy.named("attention_mask"): mask[:, :end],
         }
         if anatomy.positioned:
-            given[anatomy.named("position_ids")] = positions[:, begin:end]
+            arguments[anatomy.named("position_ids")] = positions[:, begin:end]
         with torch.no_grad():
             answers = [
-                call(**given, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
+                call(**arguments, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
                 for call, cache in zip(forwards, caches, strict=True)
             ]
         answer, truth = answers
@@ -103,13 +103,13 @@ def _encoded(
     source, anatomy = encoder.source, forward.anatomy
     length = min(source.states, LEAST)
     read = source.example(rows, length, anatomy.device)
-    given: dict[str, Any] = {}
+    masks: dict[str, Any] = {}
     if source.fixed:
         read = read.to(anatomy.dtype)
     elif encoder.masked is not None:
         mask = torch.ones_like(read)
         mask[0, length - 2 :] = 0
-        given = {"attention_mask": mask}
-    told = {source.argument: read, **given, "return_dict": True}
+        masks = {"attention_mask": mask}
+    arguments = {source.argument: read, **masks, "return_dict": True}
     calls: tuple[Any, Any] = (encoder, encoder.own)
-    return given, [call(**told).last_hidden_state for call in calls]
+    return masks, [call(**arguments).last_hidden_state for call in calls]

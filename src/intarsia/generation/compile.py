@@ -90,11 +90,11 @@ def compile_generation(
     with _as_it_is(model):
         anatomy = anatomy_of(model, max_length, max_source)
         making = Making(model, anatomy, rows, max_length, padding, tuple(examples), continued)
-        made = _compiled(making, compile_options)
-    if not made.forward.enabled:
-        warnings.warn(made.notes[-1], stacklevel=2)
-    place(made)
-    return made
+        generation = _compiled(making, compile_options)
+    if not generation.forward.enabled:
+        warnings.warn(generation.notes[-1], stacklevel=2)
+    place(generation)
+    return generation
 
 
 @contextmanager
@@ -117,30 +117,30 @@ def _compiled(making: Making, options: CompileOptions) -> Generation:
     continuations = making.continuations(options)
     forward = making.forward(encoder, prompts, tokens, continuations)
     tolerance, notes = options.accuracy.tolerance, []
-    found = making.check(forward, tolerance)
+    result = making.check(forward, tolerance)
     # Errors of keys and values add up in the cache: what fits in one call may not fit after several.
     read_first = [one for pair in prompts.values() for one in pair]
     read_first += [] if encoder is None else [encoder.plain, encoder.masked]
     read_first += continuations.values()
-    if found.fault is not None and any(map(is_short, read_first)):
-        notes.append(f"prompts are exact: otherwise the model, compiled, {found.fault}")
+    if result.fault is not None and any(map(is_short, read_first)):
+        notes.append(f"prompts are exact: otherwise the model, compiled, {result.fault}")
         encoder, prompts = making.encoder(exact(options)), making.prompts(exact(options))
         continuations = making.continuations(exact(options))
         forward = making.forward(encoder, prompts, tokens, continuations)
-        found = making.check(forward, tolerance)
-    if found.fault is not None and any(map(is_short, tokens.values())):
-        notes.append(f"tokens are exact: otherwise the model, compiled, {found.fault}")
+        result = making.check(forward, tolerance)
+    if result.fault is not None and any(map(is_short, tokens.values())):
+        notes.append(f"tokens are exact: otherwise the model, compiled, {result.fault}")
         tokens = making.tokens(exact(options))
         forward = making.forward(encoder, prompts, tokens, continuations)
-        found = making.check(forward, tolerance)
+        result = making.check(forward, tolerance)
     elif tolerance is not None and not any(map(is_short, tokens.values())):
         notes.append(why_exact(tokens[making.rows[0]], tolerance))
     forward.tolerance = tolerance
-    made = Generation(making.model, forward, found.error, tolerance, tuple(notes))
-    if found.fault is not None:
-        made.enable(False)
-        made.notes += (f"the model runs as it is, in PyTorch: compiled, it {found.fault}",)
-    return made
+    generation = Generation(making.model, forward, result.error, tolerance, tuple(notes))
+    if result.fault is not None:
+        generation.enable(False)
+        generation.notes += (f"the model runs as it is, in PyTorch: compiled, it {result.fault}",)
+    return generation
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -174,10 +174,8 @@ class Making:
                 )
             if not isinstance(one, torch.Tensor) or one.ndim != 2 or one.dtype != torch.long:
                 is_tensor = isinstance(one, torch.Tensor)
-                given = f"{one.dtype} {tuple(one.shape)}" if is_tensor else repr(one)
-                raise InputError(
-                    f"an example is {given}; it must be token ids, rows by tokens, of torch.long"
-                )
+                what = f"{one.dtype} {tuple(one.shape)}" if is_tensor else repr(one)
+                raise InputError(f"an example is {what}; it must be token ids, rows by tokens, of torch.long")
             if one.shape[0] not in self.rows or not LEAST <= one.shape[1] <= self.max_length:
                 rows = " or ".join(map(str, self.rows))
                 raise InputError(
@@ -240,8 +238,8 @@ def is_short(program: Program | None) -> bool:
 def why_exact(token: Program, tolerance: float) -> str:
     """Why the program of a token is not in shorter arithmetic, as the search for it has told."""
     findings = getattr(token.plan, "findings", None)
-    told = [*([] if findings is None else findings.left_out), *token.notes]
-    reasons = [reason for reason in told if reason.startswith(tuple(short_engines()))]
+    notes = [*([] if findings is None else findings.left_out), *token.notes]
+    reasons = [reason for reason in notes if reason.startswith(tuple(short_engines()))]
     if not reasons:
         return f"tokens are exact: within tolerance={tolerance:g} nothing shorter was measured to be faster"
     return f"tokens are exact: nothing shorter is faster within tolerance={tolerance:g}: {'; '.join(reasons)}"

@@ -43,18 +43,18 @@ class EncoderForward(PlacedForward):
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         config: Any = self.module.config
-        given = arguments(inspect.signature(self), config, args, kwargs)
-        told, mask = given.pop(self.source.argument, None), given.pop("attention_mask", None)
-        returns_dict = given.pop("return_dict", getattr(config, "return_dict", True))
-        if strange := [name for name in given if name != "use_cache"]:
+        named = arguments(inspect.signature(self), config, args, kwargs)
+        read, mask = named.pop(self.source.argument, None), named.pop("attention_mask", None)
+        returns_dict = named.pop("return_dict", getattr(config, "return_dict", True))
+        if strange := [name for name in named if name != "use_cache"]:
             raise InputError(f"it is given {strange[0]}")
-        if not isinstance(told, torch.Tensor) or told.device != self.anatomy.device:
+        if not isinstance(read, torch.Tensor) or read.device != self.anatomy.device:
             raise InputError(f"it is given no {self.source.argument} on {self.anatomy.device}")
         masks: list[torch.Tensor] = []
         if mask is not None and not self.source.fixed:
-            if tuple(mask.shape) != tuple(told.shape):
+            if tuple(mask.shape) != tuple(read.shape):
                 raise InputError(
-                    f"its attention_mask is {tuple(mask.shape)}, and what it reads {tuple(told.shape)}"
+                    f"its attention_mask is {tuple(mask.shape)}, and what it reads {tuple(read.shape)}"
                 )
             seen = mask != 0
             if not bool(seen.any(-1).all()):
@@ -64,17 +64,17 @@ class EncoderForward(PlacedForward):
         program = self.masked if masks else self.plain
         if program is None:
             raise InputError("it has padding, and compiled for is none (padding=True)")
-        made = self.source.result(last_hidden_state=_states(program, [told.contiguous(), *masks]))
+        result = self.source.result(last_hidden_state=_states(program, [read.contiguous(), *masks]))
         self.runs["encoder"] += 1
-        return made if returns_dict else made.to_tuple()
+        return result if returns_dict else result.to_tuple()
 
 
-def _states(program: Compiled | PartlyCompiled, given: list[torch.Tensor]) -> torch.Tensor:
+def _states(program: Compiled | PartlyCompiled, inputs: list[torch.Tensor]) -> torch.Tensor:
     """What a program gives; one row, where it treats that apart from several, is read twice."""
     try:
-        states: torch.Tensor = program(*given)
+        states: torch.Tensor = program(*inputs)
     except InputError:
-        if given[0].shape[0] != 1:
+        if inputs[0].shape[0] != 1:
             raise
-        states = program(*(torch.cat([tensor, tensor]) for tensor in given))[:1]
+        states = program(*(torch.cat([tensor, tensor]) for tensor in inputs))[:1]
     return states

@@ -81,13 +81,13 @@ class GeneratingForward(PlacedForward):
         self.tolerance: float | None = None  # that its programs were compiled with
         self.programs: list[Compiled | PartlyCompiled] = [
             program
-            for made in programs.values()
-            for program in (made.prompt, made.masked_prompt, made.token, made.continued)
+            for each in programs.values()
+            for program in (each.prompt, each.masked_prompt, each.token, each.continued)
             if program is not None
         ]
         self._counted_tokens: dict[bool, bool] = {}  # without and with a mask
         self.runs |= {"prompt": 0, "token": 0}
-        if any(made.continued is not None for made in programs.values()):
+        if any(each.continued is not None for each in programs.values()):
             self.runs["continued"] = 0
         self._like = {rows: (anatomy.empty(rows), anatomy.empty_crossed(rows)) for rows in programs}
 
@@ -112,8 +112,8 @@ class GeneratingForward(PlacedForward):
             self.encoder.take_out()
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = arguments(inspect.signature(self), self.module.config, args, kwargs)
-        call = understood(self.module, self.anatomy, given)
+        named = arguments(inspect.signature(self), self.module.config, args, kwargs)
+        call = understood(self.module, self.anatomy, named)
         rows, new = call.ids.shape
         programs = self.by_rows.get(rows)
         if programs is None:
@@ -207,17 +207,17 @@ class GeneratingForward(PlacedForward):
                 (call.cache.self_attention_cache, self.room, like),
                 (call.cache.cross_attention_cache, source.states, like_states),
             ]
-        found: list[list[StoredLayer]] = []
+        memories: list[list[StoredLayer]] = []
         for cache, room, alike in wanted:
             layers = stored(cache, room, alike)
             if any(layer.room != room for layer in layers):
                 raise InputError(
                     f"its cache was made for {layers[0].room} tokens, and compiled for are {room}"
                 )
-            found.append(layers)
+            memories.append(layers)
         if self.anatomy.alike:
-            stack_of(found[0])
-        return _Memory(found[0], found[1] if source is not None else [])
+            stack_of(memories[0])
+        return _Memory(memories[0], memories[1] if source is not None else [])
 
     def _masks(
         self, seen: torch.Tensor | None, rows: int, past: int, new: int, room: int | None
@@ -274,5 +274,5 @@ class GeneratingForward(PlacedForward):
         if call.encoded:
             names = ("encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions")
             of_encoder = dict(zip(names, call.encoded, strict=True))
-        made = self.anatomy.result(logits=logits, past_key_values=call.cache, **of_encoder)
-        return made if call.returns_dict else made.to_tuple()
+        result = self.anatomy.result(logits=logits, past_key_values=call.cache, **of_encoder)
+        return result if call.returns_dict else result.to_tuple()

@@ -46,14 +46,14 @@ class Generation:
         self.restore()
 
     def __str__(self) -> str:
-        made = self.forward
-        lines = [f"{made.path} generates compiled, up to {made.max_length} tokens"]
+        forward = self.forward
+        lines = [f"{forward.path} generates compiled, up to {forward.max_length} tokens"]
         named: list[tuple[str, Compiled | PartlyCompiled | None]] = []
         masked = "padded prompt"
-        if made.encoder is not None:
-            named = [("encoder", made.encoder.plain), ("encoder, padded", made.encoder.masked)]
+        if forward.encoder is not None:
+            named = [("encoder", forward.encoder.plain), ("encoder, padded", forward.encoder.masked)]
             masked = "prompt"
-        for rows, programs in made.by_rows.items():
+        for rows, programs in forward.by_rows.items():
             named += [
                 (f"batch {rows}, prompt", programs.prompt),
                 (f"batch {rows}, {masked}", programs.masked_prompt),
@@ -63,5 +63,7 @@ class Generation:
         lines += [f"  {name}: on {', '.join(it.plan.engines)}" for name, it in named if it is not None]
         if self.tolerance is not None:
             error = f"error of logits {self.error:.2g} of the largest; tolerance={self.tolerance:g}"
-            lines.append(f"  {error}; measured on the prompts of the compile: others may be off by more")
+            lines.append(
+                f"  {error}; measured on the prompts of the compile; the error of other prompts may be larger"
+            )
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])

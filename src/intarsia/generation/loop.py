@@ -318,11 +318,11 @@ def stopping_criteria_list(length: int) -> Any:
     return stopping_criteria.StoppingCriteriaList([one])
 
 
-def place(made: Generation) -> None:
+def place(generation: Generation) -> None:
     """Put the compiled forward into its model, and, where tokens can be graphs, a `generate` of its own."""
-    if can_loop(made.forward):
-        made.forward.loop = LoopedGenerate(made.forward)
-    made.forward.put()
+    if can_loop(generation.forward):
+        generation.forward.loop = LoopedGenerate(generation.forward)
+    generation.forward.put()
 
 
 def can_loop(forward: GeneratingForward) -> bool:
@@ -331,5 +331,5 @@ def can_loop(forward: GeneratingForward) -> bool:
     plain = anatomy.source is None and anatomy.alike and not anatomy.slides and anatomy.positioned
     if not plain or anatomy.mask_dtype != torch.bool:
         return False
-    programs = [made.token for made in forward.by_rows.values()]
+    programs = [each.token for each in forward.by_rows.values()]
     return all(isinstance(one, Compiled) and isinstance(one.run, CudaGraphs) for one in programs)

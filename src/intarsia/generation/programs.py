@@ -200,11 +200,11 @@ def _token_step(model: nn.Module, anatomy: Anatomy, feed: Sequence[torch.Tensor]
     other = TokenStep(model, anatomy, in_place=True)
     try:
         with torch.no_grad():
-            found, expected = other(*feed)[0], step(*feed)[0]
+            logits, expected = other(*feed)[0], step(*feed)[0]
     except Exception as error:  # a model may do anything with its keys: it then has them as it knows them
         LOG.info("attention does not read the cache in place: %s: %s", type(error).__name__, error)
         return step
-    return other if relative_error(found, expected) <= torch.finfo(anatomy.dtype).eps ** 0.5 else step
+    return other if relative_error(logits, expected) <= torch.finfo(anatomy.dtype).eps ** 0.5 else step
 
 
 def _noise(memory: Sequence[tuple[torch.Tensor, torch.Tensor]], length: int) -> list[torch.Tensor]:

@@ -29,10 +29,10 @@ class EncoderStep(nn.Module):
         self.argument: str = argument
 
     def forward(self, given: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
-        told = {"attention_mask": masks[0]} if masks else {}
+        masked = {"attention_mask": masks[0]} if masks else {}
         with _prompts(self.encoder, self.anatomy):
-            made = self.encoder(**{self.argument: given}, **told, return_dict=True)
-        states: torch.Tensor = made.last_hidden_state
+            result = self.encoder(**{self.argument: given}, **masked, return_dict=True)
+        states: torch.Tensor = result.last_hidden_state
         return states
 
 
@@ -57,8 +57,8 @@ class PromptStep(nn.Module):
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         with _prompts(self.model, self.anatomy):
             logits = _logits(self, input_ids, position_ids, rest[:count], cache, rest[count:])
-        kept, crossed = cache.self_attention_cache, cache.cross_attention_cache
-        return logits, *_pairs(kept.layers), *_pairs(crossed.layers)
+        own, crossed = cache.self_attention_cache, cache.cross_attention_cache
+        return logits, *_pairs(own.layers), *_pairs(crossed.layers)
 
 
 class TokenStep(nn.Module):
@@ -83,25 +83,25 @@ class TokenStep(nn.Module):
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *rest: torch.Tensor) -> Any:
         source, count = self.anatomy.source, len(self.anatomy.kinds)
         masks, others = rest[:count], rest[count:]
-        given: tuple[torch.Tensor, ...] = ()
+        encoded: tuple[torch.Tensor, ...] = ()
         if source is not None:
             # The model asks whether there are states, and reads their keys and values from the cache.
-            told: dict[str, Any] = {"dtype": self.anatomy.dtype, "device": self.anatomy.device}
-            given = (torch.zeros(input_ids.shape[0], source.states, 1, **told),)
+            kind: dict[str, Any] = {"dtype": self.anatomy.dtype, "device": self.anatomy.device}
+            encoded = (torch.zeros(input_ids.shape[0], source.states, 1, **kind),)
             if not source.fixed:
-                given, others = (*given, others[0]), others[1:]
+                encoded, others = (*encoded, others[0]), others[1:]
         if self.anatomy.stacked:
             others = (*others[0].unbind(), *others[1:])
         end = 2 * len(self.anatomy.heads)
-        kept = zip(others[:end:2], others[1:end:2], strict=True)
+        pairs = zip(others[:end:2], others[1:end:2], strict=True)
         start = None if self.anatomy.positioned else position_ids[0, 0]
-        layers = [_PastLayer(keys, values, start, self.in_place) for keys, values in kept]
+        layers = [_PastLayer(keys, values, start, self.in_place) for keys, values in pairs]
         cache = Cache(layers=layers)
         if source is not None:
             crossed = zip(others[end::2], others[end + 1 :: 2], strict=True)
             cache = EncoderDecoderCache(cache, Cache(layers=[_filled(*pair) for pair in crossed]))
         with attending(self.model, TOKEN) if self.in_place else nullcontext():
-            logits = _logits(self, input_ids, position_ids, masks, cache, given)
+            logits = _logits(self, input_ids, position_ids, masks, cache, encoded)
         slices = [tensor for layer in layers for tensor in (layer.new_keys, layer.new_values)]
         return (logits, torch.stack(slices)) if self.anatomy.alike else (logits, *slices)
 
@@ -190,20 +190,20 @@ def _logits(
     keeps: bool = True,
 ) -> torch.Tensor:
     anatomy = step.anatomy
-    told: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         anatomy.named("input_ids"): input_ids,
         anatomy.named("attention_mask"): _by_kind(anatomy.kinds, masks),
     }
     if anatomy.positioned:
-        told[anatomy.named("position_ids")] = position_ids
+        arguments[anatomy.named("position_ids")] = position_ids
     if anatomy.keeps and keeps:
-        told["logits_to_keep"] = 1
+        arguments["logits_to_keep"] = 1
     if source:
-        told["encoder_outputs"] = (source[0],)
+        arguments["encoder_outputs"] = (source[0],)
     if len(source) > 1:
-        told["attention_mask"] = source[1]
-    made = step.model(**told, past_key_values=cache, use_cache=True, return_dict=True)
-    logits: torch.Tensor = made.logits
+        arguments["attention_mask"] = source[1]
+    result = step.model(**arguments, past_key_values=cache, use_cache=True, return_dict=True)
+    logits: torch.Tensor = result.logits
     return logits
 
 

@@ -195,10 +195,10 @@ class StoredLayer(DynamicLayer):  # type: ignore[misc]  # transformers has no ty
 
     def __getstate__(self) -> dict[str, Any]:
         """Views are made again: pickled by themselves, they would be of no memory but their own."""
-        told = self.__dict__ | {"stack": (None, 0)}
+        state = self.__dict__ | {"stack": (None, 0)}
         if self.stack[0] is not None:  # of a part the whole would be written
-            told |= {"key_store": self.key_store.clone(), "value_store": self.value_store.clone()}
-        return told if self._replaced else told | {"_shown": None}
+            state |= {"key_store": self.key_store.clone(), "value_store": self.value_store.clone()}
+        return state if self._replaced else state | {"_shown": None}
 
     def _views(self) -> list[Any]:
         if self._shown is None:
@@ -224,7 +224,7 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
     # A cache is made with as many layers as the configuration names first, which may be the encoder's.
     if (layers and len(layers) < len(like)) or any(layer.is_initialized for layer in layers[len(like) :]):
         raise InputError(f"the cache has {len(layers)} layers, and the model {len(like)}")
-    made: list[StoredLayer] = []
+    settled: list[StoredLayer] = []
     for place, (keys, values) in enumerate(like):
         layer = layers[place] if layers else None
         if not isinstance(layer, StoredLayer):
@@ -238,12 +238,12 @@ def stored(cache: Cache, room: int, like: list[tuple[torch.Tensor, torch.Tensor]
             layer = StoredLayer(
                 _longer(keys[:, :, :0], room), _longer(values[:, :, :0], room), layer.is_sliding
             )
-        made.append(layer)
-    lengths = {layer.length for layer in made}
+        settled.append(layer)
+    lengths = {layer.length for layer in settled}
     if len(lengths) != 1:
         raise InputError(f"the layers of the cache hold different numbers of tokens, {sorted(lengths)}")
-    cache.layers = [*made, *layers[len(like) :]]
-    return made
+    cache.layers = [*settled, *layers[len(like) :]]
+    return settled
 
 
 def stack_of(layers: list[StoredLayer]) -> torch.Tensor:
@@ -280,13 +280,13 @@ def _stored_layer(layer: Any, keys: torch.Tensor, values: torch.Tensor, room: in
     if type(layer) not in kinds:
         raise InputError(f"the cache has a {type(layer).__name__}")
     slides = bool(getattr(layer, "is_sliding", False))
-    made = StoredLayer(_longer(keys[:, :, :0], room), _longer(values[:, :, :0], room), slides)
+    fresh = StoredLayer(_longer(keys[:, :, :0], room), _longer(values[:, :, :0], room), slides)
     if layer is not None and layer.get_seq_length() > 0:
         if layer.get_seq_length() != layer.keys.shape[-2]:
             raise InputError("the cache has dropped tokens that left a sliding window")
-        made.keys, made.values = layer.keys, layer.values
-        made.settle()
-    return made
+        fresh.keys, fresh.values = layer.keys, layer.values
+        fresh.settle()
+    return fresh
 
 
 def _longer(filled: torch.Tensor, room: int) -> torch.Tensor:

@@ -77,7 +77,7 @@ class _Walk:
                 for segment in self.needs.get(node, ()):
                     self.inputs[segment].append(node)
             elif is_compute(node):
-                self._compute(node)
+                self._hand_out(node, node)
             else:
                 self._free(node)
         self._add_late_sources()
@@ -122,8 +122,9 @@ class _Walk:
             if not direct:
                 self._need(value, self.epilogue)
 
-    def _compute(self, node: fx.Node) -> None:
-        home = self.home.get(node)
+    def _hand_out(self, node: fx.Node, maker: fx.Node) -> None:
+        """Bring a value to the segments that need it, unless they recompute what makes it."""
+        home = self.home.get(maker)
         if home is None:
             return  # verify() names it
         needs = self.needs.get(node, {})
@@ -131,21 +132,21 @@ class _Walk:
         for segment in needs:
             if segment == home:
                 continue
-            if segment < self.epilogue and node in self.recomputed[segment]:
+            if segment < self.epilogue and maker in self.recomputed[segment]:
                 self._keep(node, segment)
                 continue
             self.inputs[segment].append(node)
             crosses = True
         if crosses:
             self.outputs[home].append(node)
-        self._keep(node, home)
+        if node is maker or crosses or home in needs:
+            self._keep(node, home)
 
     def _free(self, node: fx.Node) -> None:
-        needs = list(self.needs.get(node, ()))
         if is_getitem(node) and is_compute(producer(node)):
-            self._getitem(node, needs)
+            self._hand_out(node, producer(node))
             return
-        for segment in needs:
+        for segment in self.needs.get(node, ()):
             if segment != self.epilogue and constant_value(node) is not None:
                 continue
             source = self._size_source(node, segment) if is_size(node) else None
@@ -155,24 +156,6 @@ class _Walk:
             self.sizes[segment][node] = source
             self.local[segment].append(node)
             self._need(source[0], segment)
-
-    def _getitem(self, node: fx.Node, needs: list[int]) -> None:
-        home = self.home.get(producer(node))
-        if home is None:
-            return
-        crosses = node in self.returned
-        for segment in needs:
-            if segment == home:
-                continue
-            if segment < self.epilogue and producer(node) in self.recomputed[segment]:
-                self._keep(node, segment)
-                continue
-            self.inputs[segment].append(node)
-            crosses = True
-        if crosses:
-            self.outputs[home].append(node)
-        if crosses or home in needs:
-            self._keep(node, home)
 
     def _keep(self, node: fx.Node, segment: int) -> None:
         self.local[segment].append(node)

@@ -1,18 +1,23 @@
-"""Pieces: each segment of a plan as a `GraphModule` that stands alone."""
+"""Pieces: each segment of a plan as a `GraphModule` that stands alone, and a line of nodes cut at places."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
+from intarsia.errors import PartitionError
 from intarsia.graph.border import Border, borders
+from intarsia.graph.line import Line
+from intarsia.graph.nodes import modules
 from intarsia.graph.plan import Plan
-from intarsia.graph.segment import PYTORCH, Segment
+from intarsia.graph.segment import PYTORCH, Segment, readers_of
 from intarsia.graph.sizes import constant_value
 
 
@@ -81,3 +86,104 @@ def _epilogue(gm: fx.GraphModule, border: Border) -> Piece | None:
         return None
     whole = Border(border.inputs, outputs, border.local, border.sizes)
     return _piece(gm, Segment(PYTORCH, ()), whole)
+
+
+# Cutting a line: places by name, plans from places, places from plans, and the pieces between them.
+
+
+def plan_at(line: Line, places: Sequence[int], strategy: str = "cuts", engine: str = PYTORCH) -> Plan:
+    """The plan whose segments are the stretches between `places`."""
+    line.check(places)
+    bounds = [0, *places, len(line.nodes)]
+    parts = [[n for n in line.nodes[a:b] if n not in line.recomputed] for a, b in pairwise(bounds)]
+    home = {node: number for number, part in enumerate(parts) for node in part}
+    readers = readers_of(line.graph, line.recomputed, home)
+    again: list[list[fx.Node]] = [[] for _ in parts]
+    for node in line.recomputed:
+        first, *others = sorted(readers[node]) or [len(parts) - 1]
+        parts[first].append(node)
+        for number in others:
+            again[number].append(node)
+    segments = [
+        Segment(engine, tuple(sorted(part, key=line.index.__getitem__)), False, {}, tuple(more))
+        for part, more in zip(parts, again, strict=True)
+    ]
+    return Plan(tuple(segments), strategy)
+
+
+def pieces_at(gm: fx.GraphModule, line: Line, places: Sequence[int]) -> list[Piece]:
+    """The stretches between `places` cut out; a size is read off what crosses at its place."""
+    return extract(gm, plan_at(line, places), [line.inputs, *map(line.crossing, places)])
+
+
+def place_of(line: Line, cut: int | str) -> int:
+    """The place a user means: its number, the node behind the cut, or the module whose nodes follow it."""
+    if isinstance(cut, int):
+        return cut
+    own = [i for i, node in enumerate(line.nodes) if node not in line.recomputed]
+    for i, node in enumerate(line.nodes):
+        if node.name == cut:
+            return min((place for place in own if place >= i), default=i)
+    inside = [i for i in own if any(path == cut for path, _ in modules(line.nodes[i]))]
+    if inside:
+        return inside[0]
+    known = {node.name for node in line.nodes} | {path for n in line.nodes for path, _ in modules(n)}
+    near = get_close_matches(cut, sorted(known), n=3)
+    hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+    raise PartitionError(f"cuts names {cut!r}, which is neither a node nor a module of the graph{hint}")
+
+
+def places_of(line: Line, plan: Plan) -> list[int]:
+    """The places at which a plan cuts; its graph may be another one of the same model.
+
+    Nodes are matched by the name that export gave them, or the node they were decomposed from. Of the places
+    between two segments the one where the fewest bytes cross is taken.
+    """
+    placed = [(node, i) for i, segment in enumerate(plan.segments) for node in segment.nodes]
+    number = {name: i for node, i in placed for name in _names_before(node)}
+    number |= {node.name: i for node, i in placed}
+    known = [
+        (i, number[n.name]) for i, n in enumerate(line.nodes) if n.name in number and n not in line.recomputed
+    ]
+    places: list[int] = []
+    for border in range(len(plan) - 1):
+        first = max((i for i, segment in known if segment <= border), default=-1) + 1
+        last = min((i for i, segment in known if segment > border), default=-1)
+        between = [i for i in line.allowed if first <= i <= last]
+        if not between:
+            what = f"segments {border} and {border + 1} of the plan ({plan.strategy or 'by hand'})"
+            raise PartitionError(f"between {what} lies no place where this graph may be cut")
+        places.append(min(reversed(between), key=line.crossing_bytes.__getitem__))
+    line.check(places)
+    return places
+
+
+def _names_before(node: fx.Node) -> Iterator[str]:
+    """What the nodes were called that this one was made from, as torch keeps it."""
+    sources = [*node.meta.get("from_node", ())]
+    while sources:
+        source = sources.pop()
+        yield source.name
+        sources += source.from_node
+
+
+def relayed(
+    pieces: Sequence[Piece],
+    inputs: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    held: Collection[fx.Node] = (),
+) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """What each piece takes and gives if values pass from one to the next only.
+
+    What any later piece needs passes through those before it; the first takes `inputs`, the last gives
+    `results`, and what a piece holds for itself is not passed.
+    """
+    place = {node: i for i, node in enumerate(inputs[0].graph.nodes)} if inputs else {}
+    wanted = list(results)
+    pairs: list[tuple[list[fx.Node], list[fx.Node]]] = []
+    for number in reversed(range(len(pieces))):
+        needed = {*pieces[number].inputs, *wanted} - {*pieces[number].outputs, *held}
+        takes = sorted(needed, key=place.__getitem__) if number else list(inputs)
+        pairs.append((takes, wanted))
+        wanted = takes
+    return pairs[::-1]

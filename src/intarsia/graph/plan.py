@@ -108,7 +108,7 @@ class Plan(Pictured):
                     raise PartitionError(f"segment {number} holds {node.name}, which is not in the graph")
                 if not is_compute(node):
                     raise PartitionError(
-                        f"segment {number} holds {node.name}, which does no work ({node.op})"
+                        f"segment {number} holds {node.name}, which computes nothing ({node.op})"
                     )
                 if node in homes:
                     raise PartitionError(f"{whereabouts(node)} is in segments {homes[node]} and {number}")
@@ -127,7 +127,7 @@ class Plan(Pictured):
             for value in border.inputs:
                 if value.op != "placeholder" and value not in ready:
                     raise PartitionError(
-                        f"segment {number} needs {whereabouts(value)}, which no earlier segment gives"
+                        f"segment {number} needs {whereabouts(value)}, which no earlier segment returns"
                     )
             ready.update(border.outputs)
 
@@ -136,7 +136,8 @@ class Plan(Pictured):
             for node in segment.nodes:
                 if is_control_flow(node) and (len(segment.nodes) > 1 or not segment.do_not_merge):
                     raise PartitionError(
-                        f"segment {number} merges {whereabouts(node)} with others; control flow stands alone"
+                        f"segment {number} merges {whereabouts(node)} with others; control flow needs a"
+                        f" segment of its own"
                     )
 
     def _verify_crossings(self, edges: list[Border]) -> None:

@@ -144,7 +144,7 @@ def unregister_decomposition(operator: Any) -> None:
     """Remove the registered decomposition of an operator."""
     known = [overload for overload in overloads_of(operator) if overload in _registered]
     if not known:
-        raise LoweringError(f"no decomposition of {operator} is registered, so none can be taken away")
+        raise LoweringError(f"no decomposition of {operator} is registered, so it cannot be removed")
     for overload in known:
         del _registered[overload]
 

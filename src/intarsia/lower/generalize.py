@@ -7,10 +7,17 @@ call that was given too.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
@@ -19,12 +26,14 @@ from torch.utils import _pytree as pytree
 from intarsia.capture.example import Call as Call
 from intarsia.capture.export import capture
 from intarsia.capture.input import honest_sizes
-from intarsia.capture.size_guards import holds, read_guards
+from intarsia.capture.output_objects import open_objects
+from intarsia.capture.protect import evaluating
+from intarsia.capture.size_guards import holds, input_path, read_guards
+from intarsia.compare import disagreement
 from intarsia.errors import CaptureError, IntarsiaError, LoweringError
-from intarsia.lower import Lowered, lower
+from intarsia.lower import Lowered, Role, lower
 from intarsia.lower.lowered import example_inputs
 from intarsia.lower.range_ends import at_sizes
-from intarsia.lower.redundant_guards import drop_redundant_guards, least_asked
 
 HasConverter = Callable[[Any], bool]
 Place = tuple[int, int]  # a tensor of the call, and one of its dimensions
@@ -158,3 +167,149 @@ def _pairs(values: Sequence[Any], asked: Any) -> Iterator[tuple[torch.Tensor, An
 
 def _varies(dim: Any) -> bool:
     return dim is not None and not isinstance(dim, int) and dim != torch.export.Dim.STATIC
+
+
+# Guards that do not matter: where the path not compiled gives the same answers as the one that was.
+#
+# Export notes `x.shape[0] != 1` wherever some code asked for a size of 1, most often to broadcast, and `> 1`
+# where it asked how memory is laid out; mostly in vain. The question depends on that one size alone, so
+# running the model once at the sizes shut out settles the matter.
+
+_SIZES = re.compile(r"(L\[[^()]+?\])\.size\(\)\[(\d+)\]")
+_UNEQUAL = re.compile(r".+ != \d+")
+_ONE_SIZE = re.compile(r"(L\[.+\])\.size\(\)\[(\d+)\] (!=|>|>=) (\d+)")
+
+
+def drop_redundant_guards(
+    lowered: Lowered, model: nn.Module, example: Sequence[Any], least: int = 0
+) -> Lowered:
+    """The same without the guards on one size, at the sizes at which model and graph answer alike.
+
+    A model that writes to its buffers or inputs is not run for this; its guards stay. Nor is one run at sizes
+    below `least`, which nobody asked for: kernels of PyTorch's divide by a size of 0, and the process ends.
+    """
+    if not lowered.guards or any(output.role is not Role.USER for output in lowered.outputs):
+        return lowered
+    kept: list[str] = []
+    ranges = dict(lowered.range_constraints)
+    for text in lowered.guards:
+        asked = _asked(text, lowered)
+        if asked is None:
+            if not _is_needless(text, lowered, model, example):
+                kept.append(text)
+            continue
+        symbol, sizes = asked[0], [size for size in asked[1] if size >= least]
+        if not sizes:
+            kept.append(text)
+            continue
+        # Down from the largest: an answer without elements says nothing of the sizes above it.
+        tried = ((size, _answers_alike(lowered, model, example, {symbol: size})) for size in sizes)
+        alike = [size for size, _ in takewhile(itemgetter(1), tried)]
+        if len(alike) < len(asked[1]):
+            kept.append(text if not alike else _weaker(text, alike[-1]))
+        if alike and symbol in ranges and ranges[symbol].lower == sizes[0] + 1:
+            # The bound comes of the guard: one that was asked for would have made it needless.
+            ranges[symbol] = type(ranges[symbol])(alike[-1], ranges[symbol].upper)
+    return replace(lowered, guards=tuple(kept), range_constraints=ranges)
+
+
+def least_asked(dynamic_shapes: Any) -> int:
+    """The least size that any dimension was asked to have; 0 where nothing is said.
+
+    >>> least_asked(({0: torch.export.Dim("n", min=1, max=8)},)), least_asked(None)
+    (1, 0)
+    """
+    dims = [dim for dim in pytree.tree_leaves(dynamic_shapes) if dim is not None and not isinstance(dim, int)]
+    return min((getattr(dim, "min", None) or 0 for dim in dims), default=0)
+
+
+def _answers_alike(
+    lowered: Lowered, model: nn.Module, example: Sequence[Any], sizes: Mapping[sympy.Symbol, int]
+) -> bool:
+    """Whether the graph answers as the model does where sizes that vary are these."""
+    try:
+        inputs = [_other_values(value) for value in at_sizes(lowered, example, dict(sizes))]
+        flat = {item.index: value for item, value in zip(lowered.inputs, inputs, strict=True)}
+        args, kwargs = pytree.tree_unflatten([flat[place] for place in range(len(flat))], lowered.in_spec)
+        with torch.no_grad(), evaluating(model), torch.random.fork_rng(devices=[]):
+            expected, shape = pytree.tree_flatten(open_objects(model(*args, **kwargs)))
+            answers = lowered.module(*inputs)
+    except Exception:  # the model or the graph has no answer at this size: the guard stands
+        return False
+    if shape != lowered.out_spec or len(answers) != len(expected):
+        return False
+    pairs = [(a, e) for a, e in zip(answers, expected, strict=True) if isinstance(e, torch.Tensor)]
+    if not all(isinstance(answer, torch.Tensor) for answer, _ in pairs):
+        return False
+    return disagreement([answer for answer, _ in pairs], [truth for _, truth in pairs]) is None
+
+
+def _is_needless(text: str, lowered: Lowered, model: nn.Module, example: Sequence[Any]) -> bool:
+    """Whether model and graph answer alike where a guard on several sizes, `... != 1`, does not hold.
+
+    It is asked at the least sizes of that kind: a product of sizes is 1 where each of them is.
+    """
+    if not _UNEQUAL.fullmatch(text):
+        return False
+    names = {item.name: slot for slot, item in enumerate(lowered.inputs)}
+    symbols: list[sympy.Symbol] = []
+    for path, axis in _SIZES.findall(text):
+        symbol = _symbol_of(path, int(axis), lowered)
+        if symbol is None:
+            return False
+        symbols.append(symbol)
+    symbols = list(dict.fromkeys(symbols))
+    if not 0 < len(symbols) <= 4:
+        return False
+    try:
+        (guard,) = read_guards([text], names)
+    except CaptureError:
+        return False
+    ranges = lowered.range_constraints
+    lows = [max(0, int(ranges[s].lower)) if s in ranges else 0 for s in symbols]
+    combinations = itertools.product(*(range(low, low + 3) for low in lows))
+    excluded = [dict(zip(symbols, sizes, strict=True)) for sizes in combinations]
+    excluded = [sizes for sizes in excluded if not guard.holds(at_sizes(lowered, example, sizes))]
+    full = [sizes for sizes in excluded if all(sizes.values())]
+    return 0 < len(full) == len(excluded) <= 4 and all(
+        _answers_alike(lowered, model, example, sizes) for sizes in full
+    )
+
+
+def _asked(text: str, lowered: Lowered) -> tuple[sympy.Symbol, list[int]] | None:
+    """The symbol that a guard on one size is about, and the sizes it shuts out, the largest first."""
+    found = _ONE_SIZE.fullmatch(text)
+    if found is None:
+        return None
+    number = int(found[4])
+    sizes = [number] if found[3] == "!=" else [*range(number - (found[3] == ">="), -1, -1)]
+    if not 0 < len(sizes) <= 2:
+        return None
+    symbol = _symbol_of(found[1], int(found[2]), lowered)
+    return None if symbol is None else (symbol, sizes)
+
+
+def _symbol_of(path: str, axis: int, lowered: Lowered) -> sympy.Symbol | None:
+    """The symbol of a size of an input, which the guards name by a path."""
+    name = input_path(ast.parse(path, mode="eval").body)
+    for node in lowered.module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.target == name and isinstance(value, torch.Tensor):
+            size: Any = value.shape[axis]
+            symbol = getattr(getattr(size, "node", None), "expr", None)
+            return symbol if isinstance(symbol, sympy.Symbol) else None
+    return None
+
+
+def _weaker(text: str, least: int) -> str:
+    """The guard on one size that shuts out what is below `least` alone."""
+    path = text[: text.rindex("]") + 1]
+    return f"{path} >= {least}"
+
+
+def _other_values(value: Any) -> Any:
+    """Floating-point inputs with arbitrary values: the user's example may be all ones."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(value.shape, generator=generator).to(value) + value

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx.traceback import NodeSource
 from torch.utils import _pytree as pytree
 
-from intarsia.lower.replaced import note_replaced
+from intarsia.lower.lowered import note_replaced
 
 aten = torch.ops.aten
 

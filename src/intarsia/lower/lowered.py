@@ -12,8 +12,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from intarsia.lower.output_layouts import IN_ROWS, Layouts
-from intarsia.lower.output_views import OutputView
+from intarsia.lower.output_views import IN_ROWS, Layouts, OutputView
 
 
 class Role(Enum):
@@ -73,3 +72,19 @@ def example_inputs(lowered: Lowered, args: Sequence[Any], kwargs: Mapping[str, A
     """What the graph is fed for an example call, in the order of its placeholders."""
     flat, _ = pytree.tree_flatten((tuple(args), dict(kwargs)))
     return [lowered.buffers[i.buffer] if i.buffer else flat[i.index or 0] for i in lowered.inputs]
+
+
+# Operators that lowering replaced, kept with what took their place: users name what they wrote.
+
+_KEY = "intarsia.replaces"
+
+
+def note_replaced(node: fx.Node, targets: list[Any]) -> None:
+    """Let a node answer to the names of the operators it stands for, besides its own."""
+    node.meta[_KEY] = tuple(dict.fromkeys([*node.meta.get(_KEY, ()), *map(str, targets)]))
+
+
+def replaced_by(node: fx.Node) -> tuple[str, ...]:
+    """The full names of the operators that a node stands for."""
+    names: tuple[str, ...] = node.meta.get(_KEY, ())
+    return names

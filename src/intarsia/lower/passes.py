@@ -1,4 +1,4 @@
-"""FX passes in the order they run: identities out, constants folded, equal work done once, dead code gone."""
+"""FX passes in the order they run: strides, identities, constants, masks, equal work, dead code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import fx
 
 from intarsia.errors import LoweringError
-from intarsia.lower.folding import fold_constants
+from intarsia.lower.lowered import note_replaced
 from intarsia.lower.masks import simplify_masks
 from intarsia.lower.packing import pack_weights
-from intarsia.lower.purity import is_pure, is_pure_operator
-from intarsia.lower.strides import pin_strides
+from intarsia.lower.purity import dequantizes, is_pure, is_pure_operator
 
 aten = torch.ops.aten
 Pass = Callable[[fx.GraphModule], None]
@@ -39,7 +38,71 @@ def run_passes(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-lowering_pass(pin_strides)
+# `as_strided` reads memory by strides, and engines keep their own: it is pinned to the traced layout.
+
+# These look at the memory of their first argument; a reshape may copy and so is not among them.
+_VIEWS = frozenset(
+    {
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.detach.default,
+        aten.alias.default,
+    }
+)
+
+
+@lowering_pass
+def pin_strides(module: fx.GraphModule) -> None:
+    """Let every `as_strided` read a flat vector that holds its base in the order it lay when traced.
+
+    as_strided(view of base, size, stride, offset) = as_strided(flat, size, stride, offset), where flat is the
+    base with its dimensions in order of memory, as one row. An input read this way must come with the
+    strides it was traced with: `module.meta["strides"]` names them, and a call checks them.
+    """
+    module.meta["strides"] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target is aten.as_strided.default:
+            _pin(module, node)
+
+
+def _pin(module: fx.GraphModule, node: fx.Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    traced = source.meta["val"]
+    given: Any = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    offset = traced.storage_offset() if given is None else given
+    base, views = source, []
+    while base.op == "call_function" and base.target in _VIEWS:
+        views.append(base.target)
+        base = base.args[0]  # type: ignore[assignment]
+    value = base.meta["val"]
+    order = sorted(range(value.dim()), key=lambda axis: -value.stride(axis))
+    packed = value.permute(order)
+    if not packed.is_contiguous() or value.storage_offset() != 0:
+        raise LoweringError(
+            f"as_strided over {base.name}, whose elements do not lie side by side (strides {value.stride()}),"
+            " cannot be compiled: what it reads between them is unknown"
+        )
+    if base.op == "placeholder":
+        module.meta["strides"][base.name] = tuple(value.stride())
+    with module.graph.inserting_before(node):
+        ordered = module.graph.call_function(aten.permute.default, (base, order))
+        ordered.meta = {**base.meta, "val": packed}
+        flat = module.graph.call_function(aten.reshape.default, (ordered, [-1]))
+        flat.meta = {**base.meta, "val": packed.reshape(-1)}
+        note_replaced(ordered, views)
+    node.args = (flat, node.args[1], node.args[2], offset)
+    node.kwargs = {}
+
+
+# Nodes that do nothing.
 
 _IDENTITY = frozenset(
     {
@@ -144,8 +207,92 @@ _CASTS = frozenset(
     }
 )
 
+
 lowering_pass(pack_weights)  # before constants are folded, which would make numbers of the integers
-lowering_pass(fold_constants)
+
+
+# Constant folding: what depends on weights alone is computed once, unless that would blow it up.
+
+# A folded value may not take more memory than what it was made from, beyond this allowance.
+ALLOWANCE = 1 << 20
+
+# These repeat one element many times: an engine broadcasts for nothing, a folded copy would be stored whole.
+_EXPANDING = frozenset(
+    {
+        aten.expand.default,
+        aten.expand_as.default,
+        aten.broadcast_to.default,
+        aten.repeat.default,
+        aten.tile.default,
+    }
+)
+_FILLING = frozenset(
+    {
+        aten.full.default,
+        aten.zeros.default,
+        aten.ones.default,
+        aten.full_like.default,
+        aten.empty.memory_format,
+    }
+)
+
+
+@lowering_pass
+def fold_constants(module: fx.GraphModule) -> None:
+    """Replace nodes whose inputs are all constant by their value; never an expanded or random one."""
+    known: dict[fx.Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            value = getattr(module, str(node.target), None)
+            if isinstance(value, torch.Tensor):
+                known[node] = value
+        elif node.op == "call_function" and _foldable(node, known):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            with torch.no_grad():
+                known[node] = node.target(*args, **kwargs)
+    for node, value in known.items():
+        if node.op == "get_attr" or not isinstance(value, torch.Tensor):
+            continue
+        if all(user in known for user in node.users):
+            continue  # an inner value of a folded chain; dead once its readers are folded
+        name = f"_folded_{node.name}"
+        module.__dict__[name] = value
+        with module.graph.inserting_before(node):
+            constant = module.graph.create_node("get_attr", name)
+        constant.meta = {key: item for key, item in node.meta.items() if key != "from_node"}
+        node.replace_all_uses_with(constant)
+
+
+def _foldable(node: fx.Node, known: dict[fx.Node, Any]) -> bool:
+    if not all(source in known for source in node.all_input_nodes):
+        return False
+    target = node.target
+    result = node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload):
+        # getitem of a folded tuple; arithmetic on sizes is not constant
+        return bool(node.all_input_nodes) and target.__name__ == "getitem" if callable(target) else False
+    if not is_pure_operator(target) or dequantizes(target):
+        return False
+    values = result if isinstance(result, list | tuple) else [result]
+    if not all(isinstance(value, torch.Tensor) and _is_static(value) for value in values):
+        return False
+    size = sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
+    sources = sum(_bytes(known[source]) for source in node.all_input_nodes)
+    if target in _EXPANDING or target in _FILLING:
+        return size <= max(sources, 64)
+    return size <= sources + ALLOWANCE
+
+
+def _is_static(value: torch.Tensor) -> bool:
+    return all(isinstance(dim, int) for dim in value.shape)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(_bytes(item) for item in value)
+    return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
+
+
 lowering_pass(simplify_masks)
 
 

@@ -8,6 +8,8 @@ which is most of the time for a small program (torch 2.13). Its parts are privat
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.export import ExportedProgram
 
 from intarsia.capture.output_objects import kept_open
 from intarsia.lower.decompositions import Decomposition, composite_names
+from intarsia.plain_tensors import is_traceable_subclass
 
 _composites_of: dict[frozenset[str], frozenset[Any]] = {}  # the last set, by what the dispatcher knew then
 
@@ -29,7 +32,7 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     private = _private()
     names = composite_names()
     if private is None or names is None:
-        with torch.no_grad(), kept_open():
+        with torch.no_grad(), kept_open(), _without_gradients(program):
             return program.run_decompositions(table)  # type: ignore[no-any-return]
     decompose, composites, whole = private
     if names not in _composites_of:
@@ -38,7 +41,7 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
     known = _composites_of[names]
     rules: dict[Any, Any] = dict.fromkeys(known - table.keys(), whole)
     rules |= {op: table[op] for op in known & table.keys() if not _is_own_kernel(op, table[op])}
-    with torch.no_grad(), kept_open():
+    with torch.no_grad(), kept_open(), _without_gradients(program):
         retraced: ExportedProgram = decompose(
             program,
             cia_to_decomp=rules,
@@ -47,6 +50,24 @@ def decomposed(program: ExportedProgram, table: dict[Any, Decomposition]) -> Exp
             decompose_custom_triton_ops=False,
         )
     return retraced
+
+
+@contextmanager
+def _without_gradients(program: ExportedProgram) -> Iterator[None]:
+    """Subclasses of tensors among the weights require no gradients meanwhile.
+
+    torch 2.13 takes them apart and lets each part require gradients as the whole does, integers too, which is
+    an error. Weights that torchao quantizes require none, but do after transformers has loaded them.
+    """
+    weights = program.state_dict.values()
+    required = [weight for weight in weights if is_traceable_subclass(weight) and weight.requires_grad]
+    for weight in required:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in required:
+            weight.requires_grad_()
 
 
 def _is_own_kernel(operator: Any, rule: Any) -> bool:

@@ -8,8 +8,8 @@ from intarsia.network.network import Network as Network
 from intarsia.network.network import Tensor as Tensor
 from intarsia.network.network import default_net as default_net
 from intarsia.network.network import net_guard as net_guard
-from intarsia.network.shapes import Dim as Dim
-from intarsia.network.shapes import Shape as Shape
 from intarsia.network.signature import FLayerInfo as FLayerInfo
 from intarsia.network.signature import FLayerInfoMemo as FLayerInfoMemo
 from intarsia.network.signature import record_signature as record_signature
+from intarsia.network.value import Dim as Dim
+from intarsia.network.value import Shape as Shape

@@ -16,9 +16,8 @@ from intarsia.network import dtypes
 from intarsia.network.attributes import from_attr
 from intarsia.network.edit.graph import EditableGraph
 from intarsia.network.edit.redirect import mark_output, remove_node, replace_input, replace_value
-from intarsia.network.shapes import OPSET, Dim, Shape, ir_version
 from intarsia.network.text import dot_text, graph_text, kind_of, layer_text
-from intarsia.network.value import TypedValue
+from intarsia.network.value import OPSET, Dim, Shape, TypedValue, ir_version
 from intarsia.network.verify import verify
 
 _NETWORK = "intarsia.network"  # where a graph keeps the network it belongs to

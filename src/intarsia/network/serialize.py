@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from intarsia.network.network import Network
-from intarsia.network.shapes import ir_version
+from intarsia.network.value import ir_version
 
 INLINE_BYTES = 1024  # engines read shapes and axes while they build: those must be inside
 

@@ -1,14 +1,15 @@
-"""What is known of a value of a graph: its name, dtype and shape, and its content where it is constant."""
+"""What is known of a value: name, dtype, shape, and content if constant; arithmetic on shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx import helper
 
 from intarsia.errors import NetworkError
-from intarsia.network.shapes import Shape, known_dims
 from intarsia.network.text import type_text
 
 
@@ -60,3 +61,79 @@ class TypedValue:
         """The content, where it is known when the network is made."""
         content = self.value.const_value
         return None if content is None else content.numpy()
+
+
+# Sizes and shapes of values, some of them symbols or unknown, and arithmetic on them.
+
+Dim = int | str | None  # a size, a symbol such as "s0" or "2*s0", or unknown
+Shape = tuple[Dim, ...]
+OPSET = 23
+MICROSOFT = "com.microsoft"
+
+# Equal shapes are one frozen object; its dimensions as plain values are found by identity.
+_shapes: dict[Shape, ir.Shape] = {}
+known_dims: dict[int, Shape] = {}
+
+
+def raw_shape(dims: Shape) -> ir.Shape:
+    """The shared, frozen `onnx_ir` shape of these sizes."""
+    shape = _shapes.get(dims)
+    if shape is None:
+        dims = tuple(dim if dim is None or isinstance(dim, str) else int(dim) for dim in dims)
+        shape = _shapes[dims] = ir.Shape(dims, frozen=True)
+        known_dims[id(shape)] = dims
+    return shape
+
+
+def ir_version(graph: ir.Graph) -> int:
+    """The least version of ONNX's file format that knows the opsets a graph uses."""
+    opsets = [helper.make_opsetid(domain, number) for domain, number in graph.opset_imports.items()]
+    return int(helper.find_min_ir_version_for(opsets, ignore_unknown=True))
+
+
+def broadcast(*shapes: Shape) -> Shape:
+    """The shape of an elementwise operation over these shapes.
+
+    >>> broadcast((2, 1, "n"), (3, 1))
+    (2, 3, 'n')
+    """
+    if shapes.count(shapes[0]) == len(shapes):
+        return shapes[0]
+    rank = max(len(shape) for shape in shapes)
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(_broadcast_dim(dims) for dims in zip(*padded, strict=True))
+
+
+def _broadcast_dim(dims: tuple[Dim, ...]) -> Dim:
+    result: Dim = 1
+    for dim in dims:
+        if dim == 1 or (dim == result and dim is not None):
+            continue
+        if result == 1:
+            result = dim
+        elif isinstance(dim, int) and isinstance(result, int):
+            raise NetworkError(f"sizes {result} and {dim} do not broadcast")
+        elif isinstance(dim, int):
+            result = dim  # the symbol can only be 1 or this size
+        elif not isinstance(result, int):
+            result = None
+    return result
+
+
+def product(dims: Sequence[Dim]) -> Dim:
+    """The product of sizes, where all are known, one is 0, or only one is not 1.
+
+    >>> product((2, 3)), product((1, "n")), product((2, "n"))
+    (6, 'n', None)
+    """
+    if 0 in dims:
+        return 0
+    rest = [dim for dim in dims if dim != 1]
+    if len(rest) == 1:
+        return rest[0]
+    total = 1
+    for dim in rest:
+        if not isinstance(dim, int):
+            return None
+        total *= dim
+    return total

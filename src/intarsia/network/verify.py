@@ -7,10 +7,8 @@ import onnx_ir as ir
 from intarsia.errors import NetworkError
 from intarsia.network.attributes import from_attr
 from intarsia.network.bodies import bodies_of
-from intarsia.network.infer import has_rule, infer
-from intarsia.network.schema import schema_of
-from intarsia.network.shapes import Dim, Shape
-from intarsia.network.value import TypedValue
+from intarsia.network.infer import has_rule, infer, schema_of
+from intarsia.network.value import Dim, Shape, TypedValue
 
 
 def verify(graph: ir.Graph) -> None:

@@ -160,7 +160,9 @@ def _joined(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> list[list[f
     for group in groups:
         for node in group:
             if not is_compute(node):
-                raise PartitionError(f"an atomic pattern holds {node.name}, which does no work ({node.op})")
+                raise PartitionError(
+                    f"an atomic pattern holds {node.name}, which computes nothing ({node.op})"
+                )
             leader.setdefault(node, node)
             leader[lead(node)] = lead(group[0])
     joined: dict[fx.Node, list[fx.Node]] = {}

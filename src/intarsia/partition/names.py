@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from intarsia.errors import PartitionError, UnknownNameError
 from intarsia.graph.nodes import compute_nodes, is_view_op, modules, op_name
 from intarsia.graph.sizes import size_hint
-from intarsia.lower.replaced import replaced_by
+from intarsia.lower.lowered import replaced_by
 from intarsia.partition.options import PartitionOptions
 
 _EXAMPLE = "write e.g. 'relu', 'aten::add', 'aten::add.Tensor' or torch.ops.aten.add"

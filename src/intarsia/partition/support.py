@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from intarsia.convert.dryrun import Signature, dry_convert, signature_of
-from intarsia.convert.interpreter import constant_of
+from intarsia.convert.interpreter import Signature, constant_of, dry_convert, signature_of
 from intarsia.convert.registry import registry
 from intarsia.engines import Engine, GraphEngine, NetworkEngine
 from intarsia.engines.time_limit import OutOfTime, within

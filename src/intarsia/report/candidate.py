@@ -45,16 +45,22 @@ class Candidate:
         context = getattr(self.call, "dynamo_ctx", None)
         return context if callable(context) and hasattr(self.call, "_orig_mod") else None
 
+    @property
+    def source(self) -> nn.Module | None:
+        """The module that the candidate calls: itself, or the one inside a module of torch.compile."""
+        source = getattr(self.call, "_orig_mod", self.call)  # private (torch 2.11 to 2.13)
+        return source if isinstance(source, nn.Module) else None
 
-def candidate_of(given: Any, model: nn.Module) -> Candidate:
+
+def candidate_of(candidate: Any, model: nn.Module) -> Candidate:
     """The candidate that a user gives: a callable, or the path of an engine's, a `.pt2` or a saved file."""
-    if isinstance(given, str | os.PathLike):
-        return _from_file(Path(given), model)
-    if not callable(given):
-        raise InputError(f"candidate is a {type(given).__name__}; give a callable or the path of a file")
-    if isinstance(given, Compiled):
-        return Candidate("the compiled model", given)
-    return Candidate(getattr(given, "__name__", type(given).__name__), given)
+    if isinstance(candidate, str | os.PathLike):
+        return _from_file(Path(candidate), model)
+    if not callable(candidate):
+        raise InputError(f"candidate is a {type(candidate).__name__}; give a callable or the path of a file")
+    if isinstance(candidate, Compiled):
+        return Candidate("the compiled model", candidate)
+    return Candidate(getattr(candidate, "__name__", type(candidate).__name__), candidate)
 
 
 def _from_file(path: Path, model: nn.Module) -> Candidate:
@@ -75,9 +81,9 @@ def _from_file(path: Path, model: nn.Module) -> Candidate:
 
 def _flat(path: Path, file: RuntimeFile, model: nn.Module) -> Candidate:
     def arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        given = _by_name(path.name, file.inputs, _named(model, args, kwargs))
+        named = _by_name(path.name, file.inputs, _named(model, args, kwargs))
         try:
-            return {name: value.detach().cpu().contiguous().numpy() for name, value in given.items()}
+            return {name: value.detach().cpu().contiguous().numpy() for name, value in named.items()}
         except TypeError as error:
             raise InputError(f"the inputs have a dtype that numpy lacks: {error}") from error
 
@@ -105,10 +111,10 @@ def _named(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     }
 
 
-def _by_name(file: str, names: Sequence[str], given: Values) -> Values:
+def _by_name(file: str, names: Sequence[str], values: Values) -> Values:
     """The inputs of a file: those of the same names, or as many in the same order."""
-    if set(names) <= set(given):
-        return {name: given[name] for name in names}
-    if len(names) == len(given):
-        return dict(zip(names, given.values(), strict=True))
-    raise InputError(f"{file} takes {', '.join(names)}; the model is called with {', '.join(given)}")
+    if set(names) <= set(values):
+        return {name: values[name] for name in names}
+    if len(names) == len(values):
+        return dict(zip(names, values.values(), strict=True))
+    raise InputError(f"{file} takes {', '.join(names)}; the model is called with {', '.join(values)}")

@@ -142,7 +142,7 @@ class _Check:
                 f"the model fails on its example inputs: {type(error).__name__}: {said}"
             ) from error
         if not self.judge.is_deterministic(self.call, truth):
-            raise InputError("two runs of the model differ, so nothing can be compared with it")
+            raise InputError("two runs of the model differ, so a candidate cannot be compared with it")
         notes: list[str] = []
         with working("exporting and lowering"):
             lowered, reason = self.lowered
@@ -161,11 +161,11 @@ class _Check:
         report = CheckReport(type(model).__name__, self.candidate.name, tuple(comparisons))
         if failed is not None:
             with working("finding the first node that differs"):
-                found = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
-            if isinstance(found, FirstDifference):
-                report = replace(report, difference=found)
+                difference = first_difference(self.judge, lowered, failed, self.candidate, reproduction)
+            if isinstance(difference, FirstDifference):
+                report = replace(report, difference=difference)
             else:
-                notes.append(f"the first node that differs is unknown: {found}")
+                notes.append(f"the first node that differs is unknown: {difference}")
         return replace(report, notes=tuple(notes))
 
     @cached_property

@@ -96,7 +96,7 @@ def _filled(call: Call, fill: Fill) -> Call:
 
 def _same(one: Call, other: Call) -> bool:
     def leaves(call: Call) -> list[Any]:
-        found = pytree.tree_leaves((tuple(call[0]), dict(call[1])))
-        return [value for value in found if isinstance(value, torch.Tensor)]
+        values = pytree.tree_leaves((tuple(call[0]), dict(call[1])))
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     return all(torch.equal(a, b) for a, b in zip(leaves(one), leaves(other), strict=True))

@@ -25,7 +25,7 @@ from intarsia.errors import CaptureError, LoweringError
 from intarsia.graph.border import borders
 from intarsia.graph.nodes import module_path, op_name, source_line
 from intarsia.graph.plan import Plan
-from intarsia.graph.shapes import SegmentShapes, segment_shapes
+from intarsia.graph.plan_text import SegmentShapes, segment_shapes
 from intarsia.logs import working
 from intarsia.lower.generalize import lower_model
 from intarsia.options import CompileKeywords, CompileOptions
@@ -71,7 +71,7 @@ def explain(
     usable, notes = resolve_engines(checked.engines, device)
     notes += initialized(model, (args, kwargs))
     if checked.placement.measured is not None:
-        notes.append("explain measures nothing: this plan takes the engines in their default order")
+        notes.append("explain measures nothing; this plan uses the engines in their default order")
     try:
         return _explain_module(model, (args, kwargs), dynamic_shapes, usable, checked, notes)
     except (CaptureError, LoweringError) as error:
@@ -97,8 +97,8 @@ def _explain_module(
         )
     limits, strategy = options.limits, options.placement.strategy
     check_names(lowered.module, limits, [engine.name for engine in engines])
-    told = (*notes, *lowered.notes, *unmatched_chains(lowered.module, limits))
-    return _explain(lowered.module, engines, strategy, limits, options.rewrite, told)
+    all_notes = (*notes, *lowered.notes, *unmatched_chains(lowered.module, limits))
+    return _explain(lowered.module, engines, strategy, limits, options.rewrite, all_notes)
 
 
 def _explain_parts(
@@ -114,8 +114,8 @@ def _explain_parts(
     parts, failures = dict[str, Explanation](), dict[str, str]()
     if options.fallback == "parts" and not isinstance(model, torch.jit.ScriptModule):
         parts, failures = explain_parts(model, call, explain_one)
-    told = (*notes, *(f"{path} runs as it is: {why}" for path, why in failures.items()))
-    return Explanation(Plan((), "parts"), (), (), (), told, parts)
+    all_notes = (*notes, *(f"{path} runs as it is: {why}" for path, why in failures.items()))
+    return Explanation(Plan((), "parts"), (), (), (), all_notes, parts)
 
 
 def _explain(
@@ -281,10 +281,12 @@ class Explanation(Pictured):
                 why = "; ".join(f"{engine}: {reason}" for engine, reason in node.reasons.items())
                 row = (node.name, node.op, node.module, node.source, node.engine, why)
                 refused.add_row(*map(Text, row))
-        told = [Text(f"advice: {advice}") for advice in self.advice]
-        told += [Text(f"note: {note}") for note in self.notes]
+        sentences = [Text(f"advice: {advice}") for advice in self.advice]
+        sentences += [Text(f"note: {note}") for note in self.notes]
         inner = [part for name, body in self.bodies.items() for part in (Text(f"body {name}"), body)]
-        return Group(self.plan.__rich__(), borders, *([refused] if refused.row_count else []), *told, *inner)
+        return Group(
+            self.plan.__rich__(), borders, *([refused] if refused.row_count else []), *sentences, *inner
+        )
 
 
 def _list(values: tuple[object, ...], most: int = 6) -> str:

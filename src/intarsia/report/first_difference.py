@@ -62,25 +62,30 @@ def first_difference(
     if compiled is not None and compiled.stands_for_model:
         lowered = compiled.lowered
     if lowered is None:
-        return _by_modules(judge, call, candidate) or "the model has no graph"
+        by_modules = _by_modules(judge, call, candidate)
+        return "the model has no graph" if by_modules is None else FirstDifference(*by_modules)
     try:
         inputs = example_inputs(lowered, *copied_call(call))
         values = values_of(lowered.module, inputs)
     except Exception as error:  # sizes that the graph does not take
         return f"its graph does not run on this call: {type(error).__name__}"
     if compiled is not None:
-        found = _in_segments(compiled, values)
+        difference = _in_segments(compiled, values)
     elif candidate.recompile is not None:
-        found = _in_graph(lowered.module, "torch.compile", values, _recompiled(candidate.recompile))
+        difference = _in_graph(lowered.module, "torch.compile", values, _recompiled(candidate.recompile))
     elif candidate.inside is not None:
         return _by_values(lowered.module, values, candidate.inside(*call[0], **call[1]), reproduction)
+    elif candidate.source is None:
+        return "a plain function shows its results alone"
     else:
-        by_modules = _by_modules(judge, call, candidate)
-        return by_modules or "a plain function shows its results alone"
-    if found is None:
-        return "no node differs by itself; small errors add up (`intarsia diff` shows how)"
-    node, fault, part = found
-    return _difference(node, fault, part, values, reproduction)
+        difference = None
+    if difference is not None:
+        node, fault, part = difference
+        return _difference(node, fault, part, values, reproduction)
+    by_modules = None if compiled is not None else _by_modules(judge, call, candidate)
+    if by_modules is not None:
+        return _in_module(lowered.module, by_modules, values, reproduction)
+    return "no node differs by itself; small errors add up (`intarsia diff` shows how)"
 
 
 def _difference(
@@ -119,11 +124,11 @@ def _in_segments(compiled: Compiled, values: dict[fx.Node, Any]) -> Found | None
             return tried.program
 
         inner = values_of(piece.module, case.inputs)
-        found = _in_graph(piece.module, engine.name, inner, build)
-        if found is None:
+        difference = _in_graph(piece.module, engine.name, inner, build)
+        if difference is None:
             continue
         own = {node.name: node for node in piece.segment.nodes}
-        node, fault, part = found
+        node, fault, part = difference
         values.update(inner)
         return own.get(node.name, node), fault, part
     return None
@@ -191,9 +196,9 @@ def _by_values(
             for name, other in shapes.get(tuple(value.shape), [])
             if disagreement([other.to(value.dtype)], [value]) is None
         )
-        found = next(same, None)
-        if found is not None:
-            last, twin = place, found
+        same_value = next(same, None)
+        if same_value is not None:
+            last, twin = place, same_value
     if last + 1 >= len(nodes):
         return "every value of the model's graph is found in the file"
     node = nodes[last + 1]
@@ -209,19 +214,38 @@ def _is_telling(value: Any) -> bool:
     return not bool((value == value.flatten()[0]).all())
 
 
-def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> FirstDifference | None:
+ByModules = tuple[str, str, str, str, str]  # the first fields of `FirstDifference`
+
+
+def _by_modules(judge: Judge, call: Call, candidate: Candidate) -> ByModules | None:
     """The first module that gives another value than the module of that name in the candidate."""
-    if not isinstance(candidate.call, nn.Module):
+    if candidate.source is None:
         return None
-    theirs = _module_values(judge, candidate.call, call)
+    theirs = _module_values(judge, candidate.source, call)
     for name, value in _module_values(judge, judge.model, call).items():
         if name not in theirs:
             continue
         fault = disagreement(pytree.tree_leaves(theirs[name]), pytree.tree_leaves(value))
         if name and fault is not None:
-            kind = type(judge.model.get_submodule(name)).__name__
-            return FirstDifference(name, kind, name, "", fault)
+            return name, type(judge.model.get_submodule(name)).__name__, name, "", fault
     return None
+
+
+def _in_module(
+    module: fx.GraphModule,
+    found: ByModules,
+    values: dict[fx.Node, Any],
+    reproduction: str | os.PathLike[str] | None,
+) -> FirstDifference:
+    """A module that differs, with the source line of its first node, and its nodes as the reproduction."""
+    name, kind, path, _, fault = found
+    nodes = [n for n in compute_nodes(module.graph) if f"{module_path(n)}.".startswith(f"{name}.")]
+    if not nodes:
+        return FirstDifference(*found)
+    part = part_of(module, PYTORCH, nodes)
+    inputs = [values[node] for node in part.inputs]
+    written = None if reproduction is None else _written(part, inputs, reproduction)
+    return FirstDifference(name, kind, path, source_line(nodes[0]), fault, reproduction=written)
 
 
 def _module_values(judge: Judge, model: nn.Module, call: Call) -> dict[str, Any]:

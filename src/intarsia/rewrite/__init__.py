@@ -1,9 +1,9 @@
 """Layers into better layers: patterns over a network, and who applies them."""
 
+from intarsia.rewrite.apply import Benefits as Benefits
 from intarsia.rewrite.apply import Patterns as Patterns
 from intarsia.rewrite.apply import apply as apply
 from intarsia.rewrite.apply import patterns_by_engine as patterns_by_engine
-from intarsia.rewrite.benefit import Benefits as Benefits
 from intarsia.rewrite.check import Checked as Checked
 from intarsia.rewrite.check import check_pattern as check_pattern
 from intarsia.rewrite.fusions import FUSIONS as FUSIONS
@@ -13,10 +13,10 @@ from intarsia.rewrite.manager import AnalysisPatternManager as AnalysisPatternMa
 from intarsia.rewrite.manager import Match as Match
 from intarsia.rewrite.manager import MatchReport as MatchReport
 from intarsia.rewrite.manager import RewritePatternManager as RewritePatternManager
-from intarsia.rewrite.modules import rewrite_modules as rewrite_modules
+from intarsia.rewrite.manager import rewrite_modules as rewrite_modules
 from intarsia.rewrite.pattern import PatternAnalyzer as PatternAnalyzer
 from intarsia.rewrite.pattern import PatternRewriter as PatternRewriter
 from intarsia.rewrite.pattern import Refusal as Refusal
+from intarsia.rewrite.pattern import Rule as Rule
 from intarsia.rewrite.pattern import refuse as refuse
-from intarsia.rewrite.rule import Rule as Rule
-from intarsia.rewrite.rule import rule as rule
+from intarsia.rewrite.pattern import rule as rule

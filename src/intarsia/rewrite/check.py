@@ -14,10 +14,9 @@ import torch
 from intarsia.errors import NetworkError, RewriteError
 from intarsia.network import Network, Tensor, dtypes, net_guard
 from intarsia.network import functional as F
-from intarsia.network.schema import schema_of
+from intarsia.network.infer import schema_of
 from intarsia.rewrite.manager import RewritePatternManager
-from intarsia.rewrite.pattern import PatternRewriter
-from intarsia.rewrite.rule import Rule
+from intarsia.rewrite.pattern import PatternRewriter, Rule
 from intarsia.rewrite.term import AnyValue, Either, Maybe, Number, OpTerm, Output, Root, Term, Var
 
 # Random networks made from a rule's own terms.
@@ -188,7 +187,7 @@ def check_pattern(
     """
     if sample is None and not isinstance(pattern, Rule):
         raise RewriteError(
-            f"pattern {pattern.name!r} is not a rule: say how to make networks for it, sample=..."
+            f"pattern {pattern.name!r} is not a rule: give sample=, a function that makes networks for it"
         )
     rng = np.random.default_rng(seed)
     run = build or reference
@@ -246,7 +245,7 @@ def _trial(
             if sample is not None:
                 raise
             failure = error
-    raise RewriteError(f"no network of pattern {pattern.name!r} could be made up: {failure}") from failure
+    raise RewriteError(f"no network of pattern {pattern.name!r} could be generated: {failure}") from failure
 
 
 def _reasons(manager: RewritePatternManager, net: Network, pattern: PatternRewriter) -> list[str]:

@@ -103,6 +103,6 @@ class RewriteLog:
 
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.fired]
-        lines += [f"taken back: {reason}" for reason in self.broken]
+        lines += [f"undone: {reason}" for reason in self.broken]
         lines += [f"not used: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(lines)

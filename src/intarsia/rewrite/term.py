@@ -14,8 +14,8 @@ import onnx_ir as ir
 
 from intarsia.errors import RewriteError
 from intarsia.network import Tensor
+from intarsia.network.infer import schema_of
 from intarsia.network.ops import COMMUTATIVE, MAY_BE_IDENTITY
-from intarsia.network.schema import schema_of
 
 # The terms a rule's pattern is written in: variables, operators, constants, alternatives.
 

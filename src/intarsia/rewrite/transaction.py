@@ -27,10 +27,9 @@ from intarsia.network.edit.journal import (
     OutputMarked,
     UsesReplaced,
 )
-from intarsia.network.edit.redirect import is_dead, remove_dead
-from intarsia.network.edit.undo import undo
+from intarsia.network.edit.redirect import is_dead, remove_dead, undo
 from intarsia.network.infer import Types, has_rule, infer
-from intarsia.network.shapes import Shape
+from intarsia.network.value import Shape
 from intarsia.network.verify import merged, shape_clash, verify_layer
 from intarsia.rewrite.pattern import PatternRewriter, Refusal
 
@@ -64,7 +63,7 @@ def attempt(
         return change
     except Exception as error:
         where = f"pattern {pattern.name!r} at layer {node.name} ({node.op_type})"
-        raise RewriteError(f"{where} was taken back: {last_line(error)}") from error
+        raise RewriteError(f"{where} was undone: {last_line(error)}") from error
     finally:
         net.journal, net.anchor = None, anchor
         if not done:
@@ -86,7 +85,7 @@ def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refus
     float64 digits is refused.
     """
     if not edits:
-        raise RewriteError("it said that it rewrote the layer and changed nothing")
+        raise RewriteError("it reports a rewrite, but it changed nothing")
     added = [edit.node for edit in edits if isinstance(edit, LayerAdded)]
     dead = [node for node in added if node.graph is not None and is_dead(node)]
     retyped: list[ir.Node] = []
@@ -121,7 +120,7 @@ def _finish(net: Network, edits: list[Edit], keep_types: bool) -> Change | Refus
     removed = [e.node for e in edits if isinstance(e, LayerRemoved) and e.node not in fresh]
     idle = all(isinstance(edit, LayerAdded | BodyTaken | LayerRemoved | ConstantAdded) for edit in edits)
     if idle and not (layers or removed):
-        raise RewriteError("it said that it rewrote the layer and changed nothing")
+        raise RewriteError("it reports a rewrite, but it changed nothing")
     return Change(edits, layers, removed)
 
 

@@ -45,7 +45,7 @@ NOT_TRANSFORMED = (
     "it runs on engines, which torch.func (vmap, grad, jvp, jacrev) cannot look into; transform the model it"
     " was made from, or compile a module that calls the transformation"
 )
-NOT_SHARED = "engines hold memory of their own: save it, and load the file in every process"
+NOT_SHARED = "engines have their own memory; save the module, and load the file in every process"
 NOT_TRACED = "it runs on engines, which torch cannot trace; export or trace the model it was made from"
 
 
@@ -231,8 +231,8 @@ class Compiled(nn.Module):
             make_refittable(self, self.captured())  # needs the compiler, which is imported only now
         if self._refit is None or not self._fit.stands:
             raise RefitError(
-                "this module has not kept the program it was made of, since it runs as it is; compile the"
-                " model with its new weights"
+                "this module runs as it is and has no captured"
+                " program; compile the model with its new weights"
             )
         refitted = self._refit(self, weights)
         self._fit = refitted._fit
@@ -350,8 +350,8 @@ class Compiled(nn.Module):
         """A compiled module computes what the model does in evaluation; `train()` is an error."""
         if mode:
             raise InputError(
-                "a compiled module gives no gradients and cannot be trained; train the model it was made"
-                " from, then compile that again"
+                "a compiled module has no gradients and cannot be"
+                " trained; train the model, and compile it again"
             )
         return self
 
@@ -370,7 +370,7 @@ class Compiled(nn.Module):
             if loaded is not None and not torch.equal(loaded.to(tensor), tensor):
                 error_messages.append(
                     f"{prefix}{name} belongs to a compiled module, whose weights are frozen; load it into the"
-                    " model and compile that again"
+                    " model and compile it again"
                 )
 
     def share_memory(self) -> Self:
@@ -385,7 +385,7 @@ def refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], weights: Itera
         if (converted.dtype, converted.device) != (dtype, device):
             raise InputError(
                 f"a compiled module stays as it was compiled, {dtype} on {device}; convert the model to"
-                f" {converted.dtype} on {converted.device} and compile that"
+                f" {converted.dtype} on {converted.device} and compile it"
             )
 
 

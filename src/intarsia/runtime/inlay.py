@@ -78,8 +78,12 @@ class Inlay(nn.Module):
         values: list[Any] = [*inputs, *self._rest]
         traced_call = is_traced()
         for label, step in zip(self._labels, self.steps):  # noqa: B905
-            given = [values[slot] for slot in step.reads]
-            results = traced(label, "", step.program, *given) if traced_call else step.program(*given)
+            inputs_of_step = [values[slot] for slot in step.reads]
+            results = (
+                traced(label, "", step.program, *inputs_of_step)
+                if traced_call
+                else step.program(*inputs_of_step)
+            )
             for slot, value in zip(step.writes, results, strict=True):
                 values[slot] = value
             for slot in step.frees:
@@ -90,14 +94,14 @@ class Inlay(nn.Module):
 def _steps(
     borders: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
     programs: Sequence[Program],
-    kept: set[int | None],
+    returned: set[int | None],
 ) -> tuple[Step, ...]:
     last: dict[int, int] = {}
     for number, (reads, writes) in enumerate(borders):
         last.update(dict.fromkeys((*reads, *writes), number))
     steps = []
     for number, ((reads, writes), program) in enumerate(zip(borders, programs, strict=True)):
-        frees = tuple(s for s in dict.fromkeys((*reads, *writes)) if last[s] == number and s not in kept)
+        frees = tuple(s for s in dict.fromkeys((*reads, *writes)) if last[s] == number and s not in returned)
         # The last step's values go with the call; clearing them one by one would only cost time.
         steps.append(Step(program, reads, writes, frees if number + 1 < len(borders) else ()))
     return tuple(steps)

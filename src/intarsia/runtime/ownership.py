@@ -87,8 +87,9 @@ def _check_apart(name: str, target: torch.Tensor, other: str, value: Any) -> Non
     (low, high), (start, end) = _extent(target), _extent(value)
     if low < end and start < high:
         raise InputError(
-            f"input {name} is written to by the model and shares memory with {other}: compiled, the one would"
-            " not see the other change; pass a copy"
+            f"input {name} is written to by the model and shares memory with {other}: the compiled module"
+            f" would not"
+            " see the change; pass a copy"
         )
 
 

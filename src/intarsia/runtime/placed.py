@@ -130,7 +130,7 @@ class PlacedForward(Replacement):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module, or what is read of a file, has its own forward: its weights are others."""
-        warnings.warn(f"a copy of {self.path} runs as it is, not compiled", stacklevel=3)
+        warnings.warn(f"a copy of {self.path} is not compiled", stacklevel=3)
         return own_forward, (self.module, self._before)
 
     def check_fresh(self) -> None:

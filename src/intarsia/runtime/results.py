@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from intarsia.engines import Program
 from intarsia.graph.piece import Piece
 from intarsia.lower import Lowered, Role
-from intarsia.lower.output_layouts import Order, is_rows, laid_out
+from intarsia.lower.output_views import Order, is_rows, laid_out
 from intarsia.runtime.fallback import WithFallback
 from intarsia.runtime.ownership import Ownership, constants_of
 
@@ -101,8 +101,8 @@ class ResultLayouts:
     def __init__(self, lowered: Lowered, views: Sequence[Any], from_engines: Sequence[bool]) -> None:
         self._follow = lowered.layouts.follow
 
-        def orders_of(told: Sequence[Order | None]) -> list[tuple[int, Order]]:
-            users = iter(told)
+        def orders_of(listed: Sequence[Order | None]) -> list[tuple[int, Order]]:
+            users = iter(listed)
             orders = [next(users, None) if o.role is Role.USER else None for o in lowered.outputs]
             return [
                 (place, order)

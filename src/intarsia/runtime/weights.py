@@ -56,9 +56,8 @@ class FrozenWeights:
         change = self._freshness.contents_change(thorough=thorough)
         if change is not None:
             raise StaleWeightsError(
-                f"{change.what} of the model changed after compiling; the compiled module holds the weights"
-                " it was compiled with, and some of its segments would now read others: call its"
-                " refit(model), or compile the model again"
+                f"{change.what} of the model changed after compiling; call refit(model) of the compiled"
+                " module, or compile the model again"
             )
         if self._is_replaced:
             return
@@ -85,7 +84,7 @@ def warn_of_change(change: Change, advice: str | None = None, *, stacklevel: int
     else:
         sentence = f"the model was changed after compiling: {change}"
     advice = advice or "the model as it was: compile the model again"
-    warnings.warn(f"{sentence}; the compiled module goes on with {advice}", stacklevel=stacklevel)
+    warnings.warn(f"{sentence}; the compiled module continues with {advice}", stacklevel=stacklevel)
 
 
 def _unregistered(

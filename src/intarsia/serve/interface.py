@@ -52,7 +52,7 @@ class Interface:
         order: list[str | ConstantCheck] = []
         for name, check in zip(names, compiled.checks, strict=True):
             if isinstance(check, IntegerCheck):
-                raise InputError(f"input {name} is a number that varies; only tensors are taken from outside")
+                raise InputError(f"input {name} is a number that varies; only tensors can be passed")
             if isinstance(check, ConstantCheck):
                 order.append(check)
                 continue

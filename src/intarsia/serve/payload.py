@@ -53,7 +53,7 @@ def _refuse(name: str) -> NoReturn:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name stands twice in an object")
+        raise ValueError("an object has a duplicate name")
     return table
 
 
@@ -65,7 +65,7 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
     if array.dtype.kind not in "bifu" or array.ndim > _MOST_DIMENSIONS:
         raise InputError(f"input {name} is not a nested list of numbers of equal lengths")
     if dtype.is_complex:
-        raise InputError(f"input {name} is complex, for which JSON has no numbers; send safetensors")
+        raise InputError(f"input {name} is complex, which JSON cannot express; send safetensors")
     wanted = "b" if dtype is torch.bool else "iu" if not dtype.is_floating_point else "ifu"
     if array.size and array.dtype.kind not in wanted:
         raise InputError(f"input {name} must be of {_said(dtype)}; it holds {array.dtype.name}")

@@ -54,18 +54,18 @@ def _warm(interface: Interface) -> None:
 def serve(path: str, options: Options, *, as_json: bool = False) -> None:
     """Serve a file until SIGTERM or SIGINT; requests that were taken are answered before it returns."""
     service = service_of(path, options)
-    with _door(options) as door:
-        address = f"http://{options.host}:{door.getsockname()[1]}"
+    with _door(options) as listener:
+        address = f"http://{options.host}:{listener.getsockname()[1]}"
         about = {"file": path, "address": address, **service.describe()}
         print(json.dumps(about) if as_json else f"{path} at {address}\n{_told(service)}", flush=True)
         if options.workers == 1:
-            run(service, door)
+            run(service, listener)
         else:
             del service
-            _run_workers(path, options, door)
+            _run_workers(path, options, listener)
 
 
-def run(service: Service, door: socket.socket) -> None:
+def run(service: Service, listener: socket.socket) -> None:
     """Answer on a socket until told to stop."""
     options = service.options
     config = uvicorn.Config(
@@ -78,7 +78,7 @@ def run(service: Service, door: socket.socket) -> None:
         timeout_graceful_shutdown=max(1, round(options.stop_s)),
         limit_concurrency=options.connections,
     )
-    Draining(config, service).run([door])
+    Draining(config, service).run([listener])
     if service.queue.running_since is not None:
         print("a call of the module has not ended and is abandoned", file=sys.stderr, flush=True)
         os._exit(1)  # its thread would keep the process from ending
@@ -144,7 +144,7 @@ def _told(service: Service) -> str:
     return "\n".join([*inputs, outputs, f"  batching {service.queue.batching}"])
 
 
-def _run_workers(path: str, options: Options, door: socket.socket) -> None:
+def _run_workers(path: str, options: Options, listener: socket.socket) -> None:
     """Processes that share one socket; told to stop, all are told, and one that dies ends them all."""
     spawn = multiprocessing.get_context("spawn")
     stopping = False
@@ -157,12 +157,14 @@ def _run_workers(path: str, options: Options, door: socket.socket) -> None:
                 os.kill(worker.pid, signal.SIGTERM)
 
     with _shared_figures():
-        workers = [spawn.Process(target=_work, args=(path, options, door)) for _ in range(options.workers)]
+        workers = [
+            spawn.Process(target=_work, args=(path, options, listener)) for _ in range(options.workers)
+        ]
         handlers = {sig: signal.signal(sig, stop) for sig in (signal.SIGTERM, signal.SIGINT)}
         try:
             for worker in workers:
                 worker.start()
-            door.close()
+            listener.close()
             wait([worker.sentinel for worker in workers])
             died = not stopping
             stop(signal.SIGTERM, None)
@@ -176,9 +178,9 @@ def _run_workers(path: str, options: Options, door: socket.socket) -> None:
         raise IntarsiaError(f"a worker ended by itself, so the others were stopped (exit codes {codes})")
 
 
-def _work(path: str, options: Options, door: socket.socket) -> None:
+def _work(path: str, options: Options, listener: socket.socket) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // options.workers))
-    run(service_of(path, options), door)
+    run(service_of(path, options), listener)
 
 
 @contextlib.contextmanager

@@ -73,8 +73,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _slots(kind: type) -> tuple[str, ...]:
     """The attributes that a class keeps outside of `__dict__`, under the names that `getattr` knows."""
     named = kind.__dict__.get("__slots__", ())
-    found = (named,) if isinstance(named, str) else tuple(named)
-    return tuple(name for name in found if not name.startswith("__"))
+    slots = (named,) if isinstance(named, str) else tuple(named)
+    return tuple(name for name in slots if not name.startswith("__"))
 
 
 @dataclass
@@ -91,8 +91,8 @@ class CallTree:
 
     def called_by(self, caller: nn.Module | None) -> list[nn.Module]:
         """The modules that `caller` called, the most costly first; None: that nobody of these called."""
-        found = [module for module, callers in self.callers.items() if caller in callers]
-        return sorted(found, key=lambda module: -self.seconds.get(module, 0.0))
+        modules = [module for module, callers in self.callers.items() if caller in callers]
+        return sorted(modules, key=lambda module: -self.seconds.get(module, 0.0))
 
 
 _LEAST_S, _MOST_RUNS = 0.2, 5  # a short call is run again, lest noise decide

@@ -283,8 +283,8 @@ def watch(module: nn.Module, calls: Recorded) -> list[RemovableHandle]:
         kwargs = rest[0]
         kind = calls.begin(args, kwargs)
         stack: list[_Running] = running.__dict__.setdefault("stack", [])
-        given = sizes_of(args, kwargs), nesting(args, kwargs)
-        stack.append(_Running(kind, *given, sys.exc_info()[1], time.perf_counter()))
+        before_call = sizes_of(args, kwargs), nesting(args, kwargs)
+        stack.append(_Running(kind, *before_call, sys.exc_info()[1], time.perf_counter()))
 
     def after(_: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         kwargs = rest[0] if len(rest) > 1 else {}  # they are left out where the hook was removed meanwhile

@@ -126,16 +126,16 @@ class ScriptTuner:
             handle.remove()
         item.handles, self._busy = [], True
         try:
-            made = compiled_for(
+            outcome = compiled_for(
                 item.name, item.module, item.calls, self._options, only_if_faster=self._only_if_faster
             )
         finally:
             self._busy = False
-        if isinstance(made, PlacedForward):
-            item.placed = made
-            made.put()
+        if isinstance(outcome, PlacedForward):
+            item.placed = outcome
+            outcome.put()
         else:
-            item.reason = made
+            item.reason = outcome
 
 
 def run_script(script: str, args: Sequence[str], tuner: ScriptTuner) -> int:

@@ -112,7 +112,7 @@ def tune(
     if not isinstance(least_share, int | float) or not least_share >= 0:
         raise InputError(f"least_share={least_share!r}; give a share of the time, such as 0.05")
     if not isinstance(rounds, int) or rounds < 1:
-        raise InputError(f"rounds={rounds!r}; give how many turns to time, 1 or more")
+        raise InputError(f"rounds={rounds!r}; give the number of rounds to time, 1 or more")
     compile_options = CompileOptions.checked(options, "tune", found=["fallback"])
     modules = held_modules(target)
     if not modules:
@@ -121,12 +121,12 @@ def tune(
     call()  # what happens but once, at the first call, is nobody's time
     tree = call_tree(modules.values(), call)
     if not tree.callers:
-        raise InputError(f"the call ran none of the {len(modules)} modules in this {type(target).__name__}")
+        raise InputError(f"the call used none of the {len(modules)} modules in this {type(target).__name__}")
     placed, left = _search(paths, tree, call, least_share, compile_options, only_if_faster)
-    shares = {path: tree.share(made.module) for path, made in placed.items()}
+    shares = {path: tree.share(one.module) for path, one in placed.items()}
     tuned = Tuned(placed, left, shares)
-    for made in placed.values():
-        made.put()
+    for one in placed.values():
+        one.put()
     try:
         if placed:
             _measure(tuned, call, rounds, only_if_faster)
@@ -158,12 +158,14 @@ def _search(
         calls = _recorded(worth, call)
         frontier = []
         for module in worth:
-            made = compiled_for(paths[module], module, calls[module], options, only_if_faster=only_if_faster)
-            if isinstance(made, PlacedForward):
-                placed[paths[module]] = made
+            outcome = compiled_for(
+                paths[module], module, calls[module], options, only_if_faster=only_if_faster
+            )
+            if isinstance(outcome, PlacedForward):
+                placed[paths[module]] = outcome
                 seen.update(module.modules())
             else:
-                left[paths[module]] = made
+                left[paths[module]] = outcome
                 frontier += tree.called_by(module)
     return placed, _told_once(left)
 

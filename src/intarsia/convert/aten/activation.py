@@ -13,8 +13,7 @@ from intarsia.convert.aten import kernels
 from intarsia.convert.aten.kernels import axes_of, filled, is_empty, wide
 from intarsia.convert.aten.reduce import holds_everywhere, holds_somewhere
 from intarsia.convert.aten.unary import expm1, softplus
-from intarsia.convert.context import Context
-from intarsia.convert.promotion import narrowed, number, promoted, promoted_wide
+from intarsia.convert.context import Context, narrowed, number, promoted, promoted_wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -123,14 +122,6 @@ def scaled_softplus(ctx: Context, self: Tensor, beta: Any = 1, threshold: Any = 
     if threshold >= 20 and x.dtype == ir.DataType.FLOAT:  # beyond 20 the curve is the line, in float32
         return narrowed(ctx, curve)
     return narrowed(ctx, F.where(F.greater(scaled, float(threshold)), x, curve))
-
-
-@converter(aten.softshrink.default)
-def softshrink(ctx: Context, self: Tensor, lambd: Any = 0.5) -> Tensor:
-    (x,) = promoted_wide(ctx, self)
-    bound = float(lambd)
-    outside = F.where(F.greater(x, bound), F.sub(x, bound), F.mul(x, 0.0))
-    return narrowed(ctx, F.where(F.less(x, -bound), F.add(x, bound), outside))
 
 
 @converter(aten.glu.default)

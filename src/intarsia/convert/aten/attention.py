@@ -13,8 +13,9 @@ from intarsia.convert.aten.reduce import holds_everywhere
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
-from intarsia.network import Dim, Tensor, dtypes, shapes
+from intarsia.network import Dim, Tensor, dtypes
 from intarsia.network import functional as F
+from intarsia.network.value import broadcast, product
 
 aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ def _four(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ..
         if mask is not None and mask.ndim == 3:
             mask = F.unsqueeze(mask, [1])
         return *(F.unsqueeze(tensor, front) for tensor in (q, k, v)), mask
-    batch = shapes.broadcast(*leading)
+    batch = broadcast(*leading)
     if not all(isinstance(size, int) for size in batch):
         raise ConversionError(f"attention over broadcast dimensions {batch} is not handled")
     flat = [_flatten(tensor, batch) for tensor in (q, k, v)]
@@ -79,7 +80,7 @@ def _flatten(x: Tensor, batch: tuple[Dim, ...]) -> Tensor:
     """`x` broadcast to these leading sizes, which become one, with a single head each."""
     tail = [F.size(x, axis) if not isinstance(x.shape[axis], int) else x.shape[axis] for axis in (-2, -1)]
     whole = F.expand(x, [*batch, *tail]) if x.shape[:-2] != batch else x  # type: ignore[list-item]
-    return F.reshape(whole, [shapes.product(batch), 1, *tail])  # type: ignore[list-item]
+    return F.reshape(whole, [product(batch), 1, *tail])  # type: ignore[list-item]
 
 
 def _restore(ctx: Context, output: Tensor, rank: int) -> Tensor:
@@ -163,7 +164,7 @@ def _alone(ctx: Context, output: Tensor) -> tuple[Tensor | None, ...]:
     return (output, *[None] * (len(ctx.value) - 1))
 
 
-@converter(aten.scaled_dot_product_attention.default)
+@converter(aten.scaled_dot_product_attention.default, aten._scaled_dot_product_attention_math.default)
 def scaled_dot_product_attention(
     ctx: Context,
     query: Tensor,
@@ -174,8 +175,23 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    return attend(ctx, query, key, value, attn_mask, is_causal, scale)
+) -> Any:
+    """The result; and, of the second operator, the weights."""
+    has_weights = isinstance(ctx.value, tuple | list)
+    if not has_weights or not used(ctx.node, 1):
+        result = attend(ctx, query, key, value, attn_mask, is_causal, scale)
+        return (result, None) if has_weights else result
+    if query.ndim != 4 or is_empty(query, key, value):
+        raise ConversionError(f"attention weights over {query.ndim} dimensions are not handled")
+    half = query.dtype in HALVES
+    q, k, v = (wide(x, halves=half) for x in (query, key, value))
+    mask = (
+        attn_mask
+        if attn_mask is None or attn_mask.dtype == ir.DataType.BOOL
+        else wide(attn_mask, halves=half)
+    )
+    result, weights = fragments(q, k, v, mask, is_causal, scale)
+    return F.cast(result, query.dtype), F.cast(weights, query.dtype)
 
 
 @converter(
@@ -199,30 +215,3 @@ def fused_attention(
 ) -> Any:
     mask = attn_bias if attn_mask is None else attn_mask
     return _alone(ctx, attend(ctx, query, key, value, mask, is_causal, scale))
-
-
-@converter(aten._scaled_dot_product_attention_math.default)
-def math(
-    ctx: Context,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    if not used(ctx.node, 1):
-        return attend(ctx, query, key, value, attn_mask, is_causal, scale), None
-    if query.ndim != 4 or is_empty(query, key, value):
-        raise ConversionError(f"attention weights over {query.ndim} dimensions are not handled")
-    half = query.dtype in HALVES
-    q, k, v = (wide(x, halves=half) for x in (query, key, value))
-    mask = (
-        attn_mask
-        if attn_mask is None or attn_mask.dtype == ir.DataType.BOOL
-        else wide(attn_mask, halves=half)
-    )
-    result, weights = fragments(q, k, v, mask, is_causal, scale)
-    return F.cast(result, query.dtype), F.cast(weights, query.dtype)

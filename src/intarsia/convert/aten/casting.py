@@ -10,8 +10,7 @@ import torch
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.comparison import truth
 from intarsia.convert.aten.creation import filled_like
-from intarsia.convert.context import Context
-from intarsia.convert.promotion import narrowed, promoted
+from intarsia.convert.context import Context, narrowed, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes

@@ -12,8 +12,7 @@ import torch
 
 from intarsia.convert.aten import kernels
 from intarsia.convert.aten.arithmetic import floor_of_ints, larger, smaller
-from intarsia.convert.context import Context
-from intarsia.convert.promotion import narrowed, native, number, promoted
+from intarsia.convert.context import Context, narrowed, native, number, promoted
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes

@@ -17,7 +17,7 @@ from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
-from intarsia.network.shapes import broadcast as broadcast_shape
+from intarsia.network.value import broadcast as broadcast_shape
 
 aten = torch.ops.aten
 

@@ -25,9 +25,10 @@ from intarsia.convert.aten.reduce import largest
 from intarsia.convert.aten.sizes import arange, size
 from intarsia.convert.context import Context
 from intarsia.convert.registry import converter
-from intarsia.network import Tensor, shapes
+from intarsia.network import Tensor
 from intarsia.network import functional as F
 from intarsia.network.attributes import is_rounded
+from intarsia.network.value import broadcast
 
 aten = torch.ops.aten
 
@@ -40,7 +41,7 @@ def product(a: Tensor, b: Tensor, *, halves: bool = False) -> Tensor:
     if not is_empty(left, right):
         return F.matmul(left, right)
     # A product over nothing is zero; kernels disagree about it.
-    batch = shapes.broadcast(left.shape[:-2], right.shape[:-2])
+    batch = broadcast(left.shape[:-2], right.shape[:-2])
     sizes = (*batch, *left.shape[-2:-1], *(right.shape[-1:] if right.ndim > 1 else ()))
     return F.full(whole(list(sizes), "a size"), 0, left.dtype)
 

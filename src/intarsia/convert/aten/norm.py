@@ -29,11 +29,7 @@ def ones(sizes: Sequence[Any], dtype: ir.DataType, value: float = 1.0) -> Tensor
     return F.constant(np.full(tuple(sizes), value, dtypes.to_numpy(dtype)))
 
 
-def _layer_norm(
-    ctx: Context, input: Tensor, sizes: Sequence[int], weight: Any, bias: Any, eps: float
-) -> Tensor:
-    if is_empty(input):
-        return filled(ctx, output=0 if isinstance(ctx.value, tuple | list) else None)
+def _layer_norm(input: Tensor, sizes: Sequence[int], weight: Any, bias: Any, eps: float) -> Tensor:
     x = wide(input)
     scale = ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
     shift = None if bias is None else F.cast(bias, x.dtype)
@@ -42,7 +38,7 @@ def _layer_norm(
     return F.cast(F.layer_norm(x, scale, shift, axis=-len(sizes), epsilon=eps), input.dtype)
 
 
-@converter(aten.layer_norm.default)
+@converter(aten.layer_norm.default, aten.native_layer_norm.default)
 def layer_norm(
     ctx: Context,
     input: Tensor,
@@ -51,24 +47,16 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Tensor:
-    return _layer_norm(ctx, input, normalized_shape, weight, bias, eps)
-
-
-@converter(aten.native_layer_norm.default)
-def native_layer_norm(
-    ctx: Context,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor | None, ...]:
-    result = _layer_norm(ctx, input, normalized_shape, weight, bias, eps)
+) -> Any:
+    """The result; and, of the second operator, mean and reciprocal deviation."""
+    has_statistics = isinstance(ctx.value, tuple | list)
+    if is_empty(input):
+        return tuple(filled(ctx, output=i) for i in range(3)) if has_statistics else filled(ctx)
+    result = _layer_norm(input, normalized_shape, weight, bias, eps)
+    if not has_statistics:
+        return result
     if not used(ctx.node, 1) and not used(ctx.node, 2):
         return result, None, None
-    if is_empty(input):
-        return result, filled(ctx, output=1), filled(ctx, output=2)
     axes = list(range(input.ndim - len(normalized_shape), input.ndim))
     mean, rstd = _statistics(wide(input, halves=True), axes, eps)
     mean = left_where(mean, F.isinf(mean))  # eager's is infinite or NaN by the order it adds in
@@ -338,35 +326,27 @@ def _reciprocal(x: Tensor, sizes: Sequence[int], eps: float) -> Tensor:
     return F.reciprocal(F.sqrt(F.add(F.reduce_mean(F.mul(x, x), axes), eps)))
 
 
-def _rms_norm(input: Tensor, sizes: Sequence[int], weight: Any, eps: float | None) -> Tensor:
-    x = wide(input, halves=True)
-    eps = _least(x) if eps is None else eps
-    scale = ones(sizes, x.dtype) if weight is None else F.cast(weight, x.dtype)
-    if is_rounded(eps, x.dtype):
-        return F.mul(F.mul(x, _reciprocal(x, sizes, eps)), scale)
-    return F.cast(F.rms_norm(x, scale, axis=-len(sizes), epsilon=eps), input.dtype)
-
-
-@converter(aten.rms_norm.default)
+@converter(aten.rms_norm.default, aten._fused_rms_norm.default)
 def rms_norm(
     ctx: Context,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-) -> Tensor:
-    return filled(ctx) if is_empty(input) else _rms_norm(input, normalized_shape, weight, eps)
-
-
-@converter(aten._fused_rms_norm.default)
-def fused_rms_norm(
-    ctx: Context, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
-) -> tuple[Tensor, Tensor | None]:
+) -> Any:
+    """The result; and, of the second operator, the reciprocal root."""
+    has_root = isinstance(ctx.value, tuple | list)
     if is_empty(input):
-        return filled(ctx, output=0), filled(ctx, output=1)
-    result = _rms_norm(input, normalized_shape, weight, eps)
+        return (filled(ctx, output=0), filled(ctx, output=1)) if has_root else filled(ctx)
+    x = wide(input, halves=True)
+    eps = _least(x) if eps is None else eps
+    scale = ones(normalized_shape, x.dtype) if weight is None else F.cast(weight, x.dtype)
+    if is_rounded(eps, x.dtype):
+        result = F.mul(F.mul(x, _reciprocal(x, normalized_shape, eps)), scale)
+    else:
+        result = F.cast(F.rms_norm(x, scale, axis=-len(normalized_shape), epsilon=eps), input.dtype)
+    if not has_root:
+        return result
     if not used(ctx.node, 1):
         return result, None
-    x = wide(input, halves=True)
-    rstd = _reciprocal(x, normalized_shape, _least(x) if eps is None else eps)
-    return result, F.cast(rstd, ctx.value[1].dtype)
+    return result, F.cast(_reciprocal(x, normalized_shape, eps), ctx.value[1].dtype)

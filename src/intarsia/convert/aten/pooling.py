@@ -136,10 +136,35 @@ def _unbatched(output: Tensor, x: Tensor, rank: int) -> Tensor:
     return F.squeeze(output, [0]) if x.ndim == rank + 1 else output
 
 
+def _rank(ctx: Context) -> int:
+    """How many dimensions the operator pools over, by its name."""
+    return int(next(letter for letter in ctx.operator if letter.isdigit()))
+
+
+def _of_all_ranks(name: str) -> list[Any]:
+    return [getattr(aten, name.format(rank)).default for rank in (1, 2, 3)]
+
+
+@converter(*_of_all_ranks("max_pool{}d"), *_of_all_ranks("max_pool{}d_with_indices"))
+def max_pool(
+    ctx: Context,
+    self: Tensor,
+    kernel_size: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:
+    if not isinstance(ctx.value, tuple | list):
+        return _max_pool(ctx, self, kernel_size, stride, padding, dilation, ceil_mode, False)[0]
+    read = used(ctx.node, 1)
+    values, indices = _max_pool(ctx, self, kernel_size, stride, padding, dilation, ceil_mode, read)
+    return values, indices if read else None
+
+
 def _max_pool(
     ctx: Context,
     self: Tensor,
-    rank: int,
     kernel_size: Any,
     stride: Any,
     padding: Any,
@@ -147,9 +172,10 @@ def _max_pool(
     ceil_mode: bool,
     indices: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    output = 0 if isinstance(ctx.value, tuple | list) else None
     if is_empty(self):
+        output = 0 if isinstance(ctx.value, tuple | list) else None
         return filled(ctx, output=output), filled(ctx, output=1) if indices else None
+    rank = _rank(ctx)
     kernel = per_axis(kernel_size, rank, "kernel_size")
     strides = per_axis(stride, rank, "stride") if stride else kernel
     padded, dilations = per_axis(padding, rank, "padding"), per_axis(dilation, rank, "dilation")
@@ -208,45 +234,6 @@ def _largest_of(unfolded: Tensor, flat: Places) -> tuple[Tensor, Tensor]:
     ]
     table = F.expand(F.constant(flat), [*sizes, flat.shape[-1]])
     return values, F.squeeze(F.gather_elements(table, chosen, -1), [-1])
-
-
-def _rank(ctx: Context) -> int:
-    """How many dimensions the operator pools over, by its name."""
-    return int(next(letter for letter in ctx.operator if letter.isdigit()))
-
-
-def _of_all_ranks(name: str) -> list[Any]:
-    return [getattr(aten, name.format(rank)).default for rank in (1, 2, 3)]
-
-
-@converter(*_of_all_ranks("max_pool{}d"))
-def max_pool(
-    ctx: Context,
-    self: Tensor,
-    kernel_size: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> Tensor:
-    return _max_pool(ctx, self, _rank(ctx), kernel_size, stride, padding, dilation, ceil_mode, False)[0]
-
-
-@converter(*_of_all_ranks("max_pool{}d_with_indices"))
-def max_pool_with_indices(
-    ctx: Context,
-    self: Tensor,
-    kernel_size: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    read = used(ctx.node, 1)
-    values, indices = _max_pool(
-        ctx, self, _rank(ctx), kernel_size, stride, padding, dilation, ceil_mode, read
-    )
-    return values, indices if read else None
 
 
 @converter(*_of_all_ranks("avg_pool{}d"))

@@ -305,30 +305,10 @@ def _overloads(*names: str) -> list[Any]:
     return [overload for name in names for overload in (getattr(aten, name).vec, getattr(aten, name).default)]
 
 
-@converter(
-    *_overloads(*(f"upsample_nearest{rank}d" for rank in (1, 2, 3))),
-    *_overloads(*(f"_upsample_nearest_exact{rank}d" for rank in (1, 2, 3))),
-)
-def upsample_nearest(
-    ctx: Context,
-    output_size: Any,
-    self: Tensor | None = None,
-    input: Tensor | None = None,
-    scale_factors: Any = None,
-    scales: float | None = None,
-    scales_d: float | None = None,
-    scales_h: float | None = None,
-    scales_w: float | None = None,
-) -> Tensor:
-    x = input if self is None else self
-    assert x is not None
-    rank = x.ndim - 2
-    each = [scales] if rank == 1 else [scales_d, scales_h, scales_w]
-    exact = ctx.operator.startswith("_upsample_nearest_exact")
-    return nearest(ctx, x, exact, output_size, _listed(rank, scale_factors, each))
-
-
-_SMOOTH = {
+# How torch's operators of every number of dimensions interpolate.
+_MODES = {
+    **{f"upsample_nearest{rank}d": "nearest" for rank in (1, 2, 3)},
+    **{f"_upsample_nearest_exact{rank}d": "nearest_exact" for rank in (1, 2, 3)},
     "upsample_linear1d": "linear",
     "upsample_bilinear2d": "linear",
     "upsample_trilinear3d": "linear",
@@ -338,11 +318,11 @@ _SMOOTH = {
 }
 
 
-@converter(*_overloads(*_SMOOTH))
-def upsample_smooth(
+@converter(*_overloads(*_MODES))
+def upsample(
     ctx: Context,
     output_size: Any,
-    align_corners: bool,
+    align_corners: bool = False,
     self: Tensor | None = None,
     input: Tensor | None = None,
     scale_factors: Any = None,
@@ -353,10 +333,12 @@ def upsample_smooth(
 ) -> Tensor:
     x = input if self is None else self
     assert x is not None
-    rank = x.ndim - 2
+    rank, mode = x.ndim - 2, _MODES[ctx.operator]
     each = [scales] if rank == 1 else [scales_d, scales_h, scales_w]
-    mode = _SMOOTH[ctx.operator]
-    return smooth(ctx, x, mode, output_size, align_corners, _listed(rank, scale_factors, each))
+    factors = _listed(rank, scale_factors, each)
+    if mode.startswith("nearest"):
+        return nearest(ctx, x, mode == "nearest_exact", output_size, factors)
+    return smooth(ctx, x, mode, output_size, align_corners, factors)
 
 
 _GRID_MODES = ("linear", "nearest", "cubic")

@@ -10,8 +10,7 @@ import onnx_ir as ir
 import torch
 
 from intarsia.convert.aten import kernels
-from intarsia.convert.context import Context
-from intarsia.convert.promotion import narrowed, promoted, promoted_wide, wide
+from intarsia.convert.context import Context, narrowed, promoted, promoted_wide, wide
 from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Tensor, dtypes
@@ -248,13 +247,6 @@ def _erfc(x: Tensor) -> Tensor:
 @converter(aten.erfc.default, aten.special_erfc.default)
 def erfc(ctx: Context, self: Tensor) -> Tensor:
     return narrowed(ctx, _erfc(_single(ctx, self)))
-
-
-@converter(aten.special_ndtr.default)
-def ndtr(ctx: Context, self: Tensor) -> Tensor:
-    """The share of a normal distribution below `self`."""
-    x = F.mul(_single(ctx, self), -math.sqrt(0.5))
-    return narrowed(ctx, F.mul(_erfc(x), 0.5))
 
 
 def _turn(x: Tensor) -> Tensor:

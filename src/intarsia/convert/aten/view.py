@@ -28,7 +28,7 @@ from intarsia.convert.registry import converter
 from intarsia.errors import ConversionError
 from intarsia.network import Shape, Tensor
 from intarsia.network import functional as F
-from intarsia.network.shapes import product
+from intarsia.network.value import product
 
 aten = torch.ops.aten
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 import onnx_ir as ir
 import torch
 
-from intarsia.engines.guards.intervals import INF, Interval, layer_ranges, range_of, torch_constant, whole
+from intarsia.engines.guards.interval_rules import layer_ranges
+from intarsia.engines.guards.intervals import ANYTHING, INF, Interval, range_of, torch_constant, whole
 from intarsia.engines.guards.kinds import Guards, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
@@ -27,7 +28,6 @@ _SMALL = 1 << 15  # elements
 _CALM = 2.0**36  # the sum of a million numbers, each the largest
 _LOGARITHM = 100.0  # far beyond that of any number
 _COMPARISONS = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
-_ANYTHING = Interval(-INF, INF, True)
 
 
 def in_float16(net: Network, guards: Guards) -> Guards:
@@ -123,7 +123,7 @@ class _Watch:
             reach = 1.01 * (x.reach * sums[0] + sums[1])
             return [Interval(-reach, reach, x.nan)]
         if _divides_by_zero(layer):
-            return [_ANYTHING] * len(layer.get_outputs())
+            return [ANYTHING] * len(layer.get_outputs())
         ranges = layer_ranges(layer, operands)
         if layer.kind == "Attention":
             sizes = [x.shape[-1] for x in layer.get_inputs(0, 1) if x is not None]

@@ -1,20 +1,12 @@
-"""The least and the largest value that tensors may hold, as far as guards have to know it.
-
-Weights, norms and functions with bounds limit a tensor; movement keeps a bound, sums and products widen it.
-That leaves a handful of guards in a network of a hundred layers. What has no rule may make anything,
-which costs a guard more, or leaves a layer to PyTorch. Every rule here serves a model of `bench/specimens.py`
-(without the rule of sums BERT has 27 guards instead of 2, without `_deviation` Llama has 67 instead of 1), or
-the integers that OpenVINO computes in float32.
-"""
+"""Intervals: the least and the largest value that tensors may hold, and what constants hold."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +14,7 @@ import torch
 
 from intarsia.network import dtypes
 from intarsia.network.network import Layer, Tensor
-from intarsia.network.ops import MOVES_DATA, MULTIPLIES_WEIGHTS, NORMALIZES, OPS
+from intarsia.network.ops import KEEPS_VALUES, MULTIPLIES_WEIGHTS
 
 INF = math.inf
 # The largest finite number of a float type; smaller ones than _TINY may be flushed to zero.
@@ -34,10 +26,6 @@ _LARGEST = {
 }
 _ROUNDING = {ir.DataType.FLOAT16: 2**-10, ir.DataType.BFLOAT16: 2**-7}
 _TINY = 1e-37
-_SQUARES_FIT = 1e18  # the square of a larger number may be infinite
-# More elements than any tensor that fits a machine's memory, and the largest size along one dimension.
-_MOST_ELEMENTS = 2**40
-_LONGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +99,10 @@ def _end(function: Callable[[float], float], bound: float) -> float:
         return INF if bound > 0 else -INF
 
 
-_ANYTHING, _ZERO = Interval(-INF, INF, True), Interval(0, 0)
+ANYTHING, ZERO = Interval(-INF, INF, True), Interval(0, 0)
 
 
-def _around(reach: float, nan: bool = False) -> Interval:
+def around(reach: float, nan: bool = False) -> Interval:
     """Everything up to a magnitude; beyond what floats hold, partial sums of both signs may have met."""
     return Interval(-reach, reach, nan or reach > 3e38)
 
@@ -125,17 +113,17 @@ def whole(dtype: ir.DataType) -> Interval:
         return Interval(0, 2**dtype.bitwidth - 1)
     if dtype in dtypes.SIGNED:
         return Interval(-(2 ** (dtype.bitwidth - 1)), 2 ** (dtype.bitwidth - 1) - 1)
-    return Interval(0, 1) if dtype == ir.DataType.BOOL else _ANYTHING
+    return Interval(0, 1) if dtype == ir.DataType.BOOL else ANYTHING
 
 
-def _fit(dtype: ir.DataType, interval: Interval) -> Interval:
+def fit(dtype: ir.DataType, interval: Interval) -> Interval:
     """An interval as a type holds it: integers wrap, floats round and become infinite."""
     if dtype in dtypes.INTEGERS:
         return interval if interval.within(whole(dtype)) else whole(dtype)
     if dtype not in dtypes.FLOATS:
         return whole(dtype)
     if math.isnan(interval.low) or math.isnan(interval.high):
-        return _ANYTHING
+        return ANYTHING
     largest, step = _LARGEST[dtype], _ROUNDING.get(dtype, 2**-22)
 
     def rounded(bound: float) -> float:  # what rounds down to the largest number is not infinite
@@ -161,36 +149,15 @@ def torch_constant(tensor: Tensor) -> torch.Tensor | None:
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
-def _constant_range(tensor: Tensor) -> Interval:
+def constant_range(tensor: Tensor) -> Interval:
     """From the least to the largest element of a constant; anything, for what is no constant."""
     values = torch_constant(tensor)
     if values is None:
         return whole(tensor.dtype)
     if values.numel() == 0:
-        return _ZERO
+        return ZERO
     low, high = (end.item() for end in torch.aminmax(values.int() if values.dtype == torch.bool else values))
-    return _ANYTHING if low != low else Interval(low, high)
-
-
-# From the intervals of inputs to those of outputs. An input is None where the layer has none, and
-# for a weight, which the rule looks at itself.
-
-Operands = Sequence[Interval | None]
-Rule = Callable[[Layer, Operands], Interval | Sequence[Interval]]
-_Rule = TypeVar("_Rule", bound=Rule)
-_RULES: dict[str, Rule] = {}
-
-
-def layer_ranges(layer: Layer, operands: Operands) -> list[Interval]:
-    """The interval of every output; an operator without a rule may make anything."""
-    kinds = [tensor.dtype for tensor in layer.get_outputs()]
-    rule = _RULES.get(layer.kind)
-    if rule is None:
-        return [whole(dtype) for dtype in kinds]
-    results = rule(layer, operands)
-    ranges = [results] if isinstance(results, Interval) else list(results)
-    ranges += [whole(dtype) for dtype in kinds[len(ranges) :]]
-    return [_fit(dtype, interval) for dtype, interval in zip(kinds, ranges)]  # noqa: B905  (outputs may be left out)
+    return ANYTHING if low != low else Interval(low, high)
 
 
 def is_weight(layer: Layer, tensor: Tensor) -> bool:
@@ -203,311 +170,11 @@ def range_of(tensor: Tensor, known: dict[ir.Value, Interval]) -> Interval:
     """What is known of a tensor; a constant is looked at once."""
     interval = known.get(tensor.value)
     if interval is None:
-        interval = known[tensor.value] = _constant_range(tensor)
+        interval = known[tensor.value] = constant_range(tensor)
     return interval
 
 
-def _ranges_of(*kinds: str) -> Callable[[_Rule], _Rule]:
-    """Register the rule of operators."""
-
-    def register(rule: _Rule) -> _Rule:
-        _RULES.update(dict.fromkeys(kinds, rule))
-        return rule
-
-    return register
-
-
-def _from_operands(kind: str, function: Callable[..., Interval]) -> None:
-    """Register a rule that knows all from the intervals of the inputs that the layer has."""
-    _RULES[kind] = lambda layer, operands: function(*(i for i in operands if i is not None))
-
-
-def _bits(*operands: Interval) -> Interval:
-    bits = max(max(int(i.high), -int(i.low) - 1).bit_length() for i in operands)
-    return Interval(0 if all(i.low >= 0 for i in operands) else -(2**bits), 2**bits - 1)
-
-
-def _greatest(*operands: Interval) -> Interval:
-    return Interval(max(i.low for i in operands), max(i.high for i in operands), any(i.nan for i in operands))
-
-
-def _activated(x: Interval, slope: float = 1.1) -> Interval:
-    """No further from zero than the operand, but for a slope and a summand; products inside may overflow."""
-    return _around(slope * x.reach + 2 * slope, x.nan) if x.reach < 1e37 else _ANYTHING
-
-
-_BY_OPERANDS: dict[str, Callable[..., Interval]] = {
-    "Abs": abs,
-    "Add": lambda *operands: functools.reduce(Interval.__add__, operands),
-    "BitwiseAnd": _bits,
-    "BitwiseNot": lambda x: _bits(x, Interval(-1, 0)),
-    "BitwiseOr": _bits,
-    "BitwiseXor": _bits,
-    "Ceil": lambda x: x.map(math.ceil),
-    "Concat": lambda *operands: functools.reduce(Interval.__or__, operands),
-    "DequantizeLinear": lambda x, scale, zero=_ZERO: (x - zero) * scale,
-    "Exp": lambda x: x.map(math.exp),
-    "Floor": lambda x: x.map(math.floor),
-    "Gelu": _activated,
-    "HardSwish": _activated,
-    "Max": _greatest,
-    "Min": lambda *operands: -_greatest(*(-x for x in operands)),
-    "Mish": _activated,
-    "Neg": lambda x: -x,
-    "OneHot": lambda indices, depth, values: values,
-    "Relu": lambda x: x.map(lambda bound: max(bound, 0.0)),
-    "Resize": lambda x, *_: _activated(x, 3),  # of cubic resizing; no other overshoots
-    "RotaryEmbedding": lambda x, cosine, sine, *_: (x | -x) * cosine + (x | -x) * sine,
-    "Round": lambda x: x.map(round),
-    "Selu": lambda x: _activated(x, 1.8),
-    "Softplus": _activated,
-    "Sqrt": lambda x: replace(x.map(lambda bound: math.sqrt(max(bound, 0.0))), nan=x.nan or x.low < 0),
-    "Sub": Interval.__sub__,
-    "Sum": lambda *operands: functools.reduce(Interval.__add__, operands),
-}
-for _kind, _function in _BY_OPERANDS.items():
-    _from_operands(_kind, _function)
-
-
-@_ranges_of("Celu", "Elu", "LeakyRelu", "PRelu")
-def _sloped(layer: Layer, operands: Operands) -> Interval:
-    x, *slopes = (i for i in operands if i is not None)
-    return _activated(x, max([abs(layer.attribute("alpha", 1.0)), 1.1, *(slope.reach for slope in slopes)]))
-
-
-@_ranges_of(*(kind for kind, op in OPS.items() if op.range is not None))
-def _bounded(layer: Layer, operands: Operands) -> Interval:
-    """A function that has bounds. Of an infinity, and outside its domain, it may make NaN."""
-    low, high = OPS[layer.kind].range or (-INF, INF)
-    is_partial = layer.kind in ("Acos", "Asin")
-    return Interval(low, high, is_partial or any(i is not None and not i.is_finite for i in operands))
-
-
-@_ranges_of("Mul")
-def _mul(layer: Layer, operands: Operands) -> Interval:
-    (a, b), (x, y) = _pair(operands), layer.get_inputs()
-    result = a * b
-    if x == y:
-        return Interval(0, result.high, a.nan)  # a square
-    for one, other, reach in ((x, y, a.reach), (y, x, b.reach)):
-        inverse = None if other is None else other.get_parent()
-        if inverse is not None and inverse.kind == "Reciprocal" and reach < _SQUARES_FIT:
-            deviation = _deviation(one, inverse.get_inputs(0)[0])
-            result = result if deviation is None else result.cut(_around(deviation, result.nan))
-    return result
-
-
-@_ranges_of("Div")
-def _div(layer: Layer, operands: Operands) -> Interval:
-    (a, b), (x, y) = _pair(operands), layer.get_inputs()
-    if layer.get_outputs(0)[0].dtype in dtypes.INTEGERS:
-        if b.low <= 0:
-            return Interval(-a.reach, a.reach)
-        quotients = [
-            abs(int(n)) // int(d) * (1 if n > 0 else -1) for n in (a.low, a.high) for d in (b.low, b.high)
-        ]
-        return Interval(min(quotients), max(quotients))
-    if b.has_zero or not b.is_finite:
-        return _ANYTHING
-    result = a * Interval(1 / b.high, 1 / b.low)
-    deviation = _deviation(x, y) if a.reach < _SQUARES_FIT else None
-    return result if deviation is None else result.cut(_around(deviation, result.nan))
-
-
-def _pair(operands: Operands) -> tuple[Interval, Interval]:
-    a, b = operands
-    assert a is not None and b is not None
-    return a, b
-
-
-def _deviation(x: Tensor | None, root: Tensor | None) -> float | None:
-    """How large x can be over sqrt(mean(x * x) + epsilon): the root of the number of elements."""
-    layers: list[Layer] = []
-    for kind in ("Sqrt", "Add", "ReduceMean", "MulPow"):
-        layer = None if root is None else root.get_parent()
-        if layer is None or layer.kind not in kind:
-            return None
-        layers.append(layer)
-        root = layer.get_inputs(0)[0]
-    _, offset, mean, square = layers
-    epsilon, other = offset.get_inputs(1)[0], square.get_inputs(1)[0]
-    if root != x or epsilon is None or epsilon.constant is None or (epsilon.constant < 0).any():
-        return None
-    power = None if other is None or square.kind == "Mul" else other.constant
-    is_square = other == x if square.kind == "Mul" else power is not None and bool((power == 2).all())
-    return 1.01 * math.sqrt(_reduced_count(mean)) if is_square else None
-
-
-@_ranges_of("Reciprocal")
-def _reciprocal(layer: Layer, operands: Operands) -> Interval:
-    x = _first(operands)
-    return _ANYTHING if x.has_zero or not x.is_finite else Interval(1 / x.high, 1 / x.low)
-
-
-@_ranges_of("Mod")
-def _mod(layer: Layer, operands: Operands) -> Interval:
-    a, b = _pair(operands)
-    if layer.get_outputs(0)[0].dtype not in dtypes.INTEGERS:
-        return _ANYTHING
-    most, is_fmod = max(b.reach - 1, 0), layer.attribute("fmod", 0)
-    negative, positive = (a.low < 0, a.high > 0) if is_fmod else (b.low < 0, b.high > 0)
-    return Interval(-most if negative else 0, most if positive else 0)
-
-
-@_ranges_of("Pow")
-def _pow(layer: Layer, operands: Operands) -> Interval:
-    a, b = _pair(operands)
-    if b.low != b.high or not 0 <= b.low <= 64 or b.low != int(b.low):
-        return whole(layer.get_outputs(0)[0].dtype)
-    power = functools.reduce(Interval.__mul__, [a] * int(b.low), Interval(1, 1))
-    return power if b.low % 2 else Interval(max(power.low, 0), power.high, power.nan)
-
-
-@_ranges_of("BitShift")
-def _shift(layer: Layer, operands: Operands) -> Interval:
-    a, b = _pair(operands)
-    if layer.attribute("direction") == "RIGHT":
-        return a | _ZERO
-    return whole(layer.get_outputs(0)[0].dtype) if b.high > 64 else a * Interval(1, 2 ** int(b.high))
-
-
-@_ranges_of("Clip")
-def _clip(layer: Layer, operands: Operands) -> Interval:
-    x, low, high = [*operands, None, None][:3]
-    assert x is not None
-    x = x if low is None else _greatest(x, low)
-    return x if high is None else -_greatest(-x, -high)
-
-
-@_ranges_of("Where")
-def _where(layer: Layer, operands: Operands) -> Interval:
-    condition, then, other = layer.get_inputs()
-    a, b = _pair(operands[1:])
-    choice = None if condition is None else condition.get_parent()
-    if choice is None or choice.get_inputs(0)[0] != other or choice.kind not in ("IsNaN", "Less"):
-        return a | b
-    if choice.kind == "IsNaN":
-        return replace(a | b, nan=a.nan)  # nan_to_num: models clean their inputs with it
-    # `where(x < 0, x + n, x)`, as converters write indices: each side sees half of x alone.
-    zero, addition = choice.get_inputs(1)[0], None if then is None else then.get_parent()
-    addends = [] if addition is None or addition.kind != "Add" else addition.get_inputs()
-    offsets = [t for t in addends if t is not None and t.constant is not None and t.dtype in dtypes.INTEGERS]
-    if zero is None or zero.constant is None or zero.constant.any() or other not in addends or not offsets:
-        return a | b
-    below = Interval(min(b.low, -1), min(b.high, -1)) + _constant_range(offsets[0])
-    return below | Interval(max(b.low, 0), max(b.high, 0))
-
-
-@_ranges_of("Cast", "CastLike")
-def _cast(layer: Layer, operands: Operands) -> Interval:
-    x, dtype = _first(operands), layer.get_outputs(0)[0].dtype
-    if dtype not in dtypes.INTEGERS:
-        return x
-    return x.map(math.trunc) if x.is_finite else whole(dtype)
-
-
-def _first(operands: Operands) -> Interval:
-    assert operands[0] is not None
-    return operands[0]
-
-
-# Movement, places and sizes. Sizes may vary.
-
-
-def _data(layer: Layer) -> Tensor:
-    x = layer.get_inputs(0)[0]
-    assert x is not None
-    return x
-
-
-def _count(tensor: Tensor, axes: Sequence[int] | None = None) -> int:
-    """How many elements there are along some axes, or a number beyond any that fits a machine."""
-    sizes = tensor.shape if axes is None else [tensor.shape[axis] for axis in axes]
-    return math.prod(size if isinstance(size, int) else _MOST_ELEMENTS for size in sizes)
-
-
-_SOURCES = {"Pad": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2)}  # of elements; of others the first
-
-
-@_ranges_of(*(MOVES_DATA - {"Concat", "Where"}), "Dropout", "GlobalMaxPool", "ReduceMax", "ReduceMin")
-def _moved(layer: Layer, operands: Operands) -> Sequence[Interval]:
-    if layer.attribute("reduction", "none") not in ("none", "max", "min"):
-        return [whole(layer.get_outputs(0)[0].dtype)]
-    sources = [operands[place] for place in _SOURCES.get(layer.kind, (0,)) if place < len(operands)]
-    interval = functools.reduce(Interval.__or__, [source for source in sources if source is not None])
-    return [interval | _ZERO if layer.kind in ("Pad", "Trilu") else interval] * len(layer.get_outputs())
-
-
-@_ranges_of("ArgMax", "ArgMin", "MaxPool", "NonZero", "Shape", "Size", "TopK", "Unique")
-def _places(layer: Layer, operands: Operands) -> Sequence[Interval]:
-    """Places and sizes: along an axis, along any, or of all elements."""
-    x, kind = _data(layer), layer.kind
-    sizes = [size if isinstance(size, int) else _LONGEST for size in x.shape] or [1]
-    if kind in ("ArgMax", "ArgMin", "TopK"):
-        most = sizes[layer.attribute("axis", -1 if kind == "TopK" else 0)] - 1
-    elif kind in ("NonZero", "Shape"):
-        most = max(sizes) - (kind == "NonZero")
-    else:
-        most = min(_count(x), _LONGEST)
-    places = Interval(0, max(most, 0))
-    has_values = kind in ("MaxPool", "TopK", "Unique")
-    return [_first(operands) if has_values else places, *[places] * (len(layer.get_outputs()) - 1)]
-
-
-@_ranges_of("Range")
-def _range(layer: Layer, operands: Operands) -> Interval:
-    start, limit, step = (i for i in operands if i is not None)
-    return Interval(start.low, max(start.low, limit.high)) if step.low > 0 else start | limit
-
-
-@_ranges_of("ConstantOfShape")
-def _filled(layer: Layer, operands: Operands) -> Interval:
-    value: Any = layer.attribute("value")
-    item = 0 if value is None else np.ravel(value.numpy() if hasattr(value, "numpy") else value)[0].item()
-    return Interval(item, item) if item == item else _ANYTHING
-
-
-# Sums, products with weights, norms and attention.
-
-
-def _reduced_count(layer: Layer) -> int:
-    """How many elements a reduction makes one of."""
-    x, named = _data(layer), [*layer.get_inputs(), None][1]
-    if named is None or named.constant is None or not named.constant.size:
-        return 1 if named is None and layer.attribute("noop_with_empty_axes", 0) else _count(x)
-    return _count(x, [int(axis) for axis in named.constant.reshape(-1)])
-
-
-def _sum(count: int, x: Interval) -> Interval:
-    """A sum of up to `count` elements, added in any order; one of floats with all its roundings."""
-    ends = Interval(count, count) * (x | _ZERO)
-    low, high = (end if isinstance(end, int) else end * 1.01 for end in (ends.low, ends.high))
-    return Interval(low, high, x.nan or (low < -3e38 and high > 3e38))
-
-
-@_ranges_of("ReduceSum", "CumSum")
-def _reduced_sum(layer: Layer, operands: Operands) -> Interval:
-    return _sum(_reduced_count(layer), _first(operands))
-
-
-@_ranges_of("ReduceL2")
-def _length(layer: Layer, operands: Operands) -> Interval:
-    x = _first(operands)
-    return _sum(_reduced_count(layer), abs(x)) if x.reach < _SQUARES_FIT else Interval(0, INF, x.nan)
-
-
-@_ranges_of("ReduceMean", "AveragePool", "GlobalAveragePool")
-def _mean(layer: Layer, operands: Operands) -> Interval:
-    """No mean is beyond the elements, unless their sum is infinite."""
-    is_pool, x = layer.kind != "ReduceMean", _first(operands)
-    count = _count(_data(layer), range(2, _data(layer).ndim)) if is_pool else _reduced_count(layer)
-    mean, total = x | _ZERO if is_pool else x, _sum(count, x)
-    return Interval(
-        mean.low if total.low > -3e38 else -INF, mean.high if total.high < 3e38 else INF, total.nan
-    )
-
-
-def _weight_sum(weight: Tensor, over: Sequence[int]) -> float | None:
+def weight_sum(weight: Tensor, over: Sequence[int]) -> float | None:
     """No less than the largest sum of magnitudes along these axes of a constant of floats."""
     values = torch_constant(weight)
     if values is None or not values.dtype.is_floating_point:
@@ -518,77 +185,72 @@ def _weight_sum(weight: Tensor, over: Sequence[int]) -> float | None:
         return float(torch.linalg.vector_norm(values, 1, dim=list(over)).max())
     # Sums take ten times as long, and norms follow most matrices; no sum exceeds this.
     flat = values.reshape(-1)
-    return 1.01 * math.sqrt(_count(weight, over) * float(torch.dot(flat, flat)))
+    return 1.01 * math.sqrt(math.prod(values.shape[axis] for axis in over) * float(torch.dot(flat, flat)))
 
 
-@_ranges_of(*MULTIPLIES_WEIGHTS)
-def _product(layer: Layer, operands: Operands) -> Interval:
-    """Sums of products along some axes of a weight, or of a second operand."""
-    a, b, bias = [*layer.get_inputs(), None][:3]
-    assert a is not None and b is not None
-    x, other, added = [*operands, None][:3]
-    if layer.kind == "Conv":
-        over = list(range(1, b.ndim))
-    elif layer.kind == "ConvTranspose":
-        over = [0, *range(2, b.ndim)]
+# Constants that engines multiply ahead of time, or divide by through a reciprocal that overflows.
+
+_SMALLEST_NORMAL = 2.0**-126
+_HAS_DENORMALS = frozenset({ir.DataType.FLOAT, ir.DataType.BFLOAT16})  # as float32, float16's are normal
+_LIMITS = torch.finfo(torch.float32)
+
+
+def divides_by_floats(layer: Layer) -> bool:
+    """Whether a layer divides by numbers that may be denormal in float32.
+
+    OpenVINO multiplies by the reciprocal, which overflows below 2**-128: 0 by such a number was NaN.
+    """
+    return layer.kind == "Div" and layer.get_outputs(0)[0].dtype in _HAS_DENORMALS
+
+
+def may_be_denormal(divisor: Tensor, interval: Interval) -> bool:
+    """Whether elements may be denormal, as far as a constant or the interval can tell."""
+    if divisor.constant is not None:
+        sizes = abs(divisor.constant)
+        return bool(((sizes > 0) & (sizes < _SMALLEST_NORMAL)).any())
+    return interval.has_zero
+
+
+def merged_out_of_range(layers: Iterable[Layer]) -> str | None:
+    """The first layer whose constant factor, merged with those before it, leaves float32, in words.
+
+    Engines multiply constant factors with each other and into weights, and no option forbids that alone:
+    `x * 1e20 * 1e20` is one product by infinity then, which makes NaN of 0 where PyTorch makes 0. A network
+    where the merged constant would overflow or vanish is cut between the two.
+    """
+    chains: dict[ir.Value, tuple[float, float]] = {}  # the weight that made a tensor, and factors behind it
+    for layer in layers:
+        inputs = layer.get_inputs()
+        live = [tensor for tensor in inputs if tensor is not None and tensor.constant is None]
+        if len(live) != 1 or live[0].dtype not in dtypes.FLOATS:
+            continue
+        weight, after = chains.get(live[0].value, (1.0, 1.0))
+        factor = _factor(layer, inputs, live[0])
+        if factor is None:
+            if layer.kind in KEEPS_VALUES | {"Add", "Sub"}:
+                chains[layer.get_outputs(0)[0].value] = weight, after
+            continue
+        # Zeros and infinities stay what they are in whichever order.
+        factor = factor if 0.0 < factor < math.inf else 1.0
+        is_product = layer.kind in MULTIPLIES_WEIGHTS  # weights are not multiplied with each other
+        merged = after * factor * (1.0 if is_product else weight)
+        if merged != factor and not _LIMITS.tiny <= merged <= _LIMITS.max:
+            reason = f"makes a factor of up to {merged:g}, which float32 does not hold"
+            return f"{layer.kind} {layer.name} by a constant, merged with those before it, {reason}"
+        chains[layer.get_outputs(0)[0].value] = (factor, 1.0) if is_product else (weight, after * factor)
+    return None
+
+
+def _factor(layer: Layer, inputs: Sequence[Tensor | None], live: Tensor) -> float | None:
+    """The largest magnitude that a layer multiplies its input by; None where it does something else."""
+    constants = [torch_constant(tensor) for tensor in inputs if tensor is not None and tensor is not live]
+    if layer.kind == "BatchNormalization" and inputs[0] is live:
+        scale, _, _, variance = (value.double() for value in constants if value is not None)
+        factors = scale / (variance + float(layer.attribute("epsilon", 1e-5))).sqrt()
+    elif layer.kind == "Div" and inputs[0] is live and constants[0] is not None:
+        factors = 1 / constants[0].double()
+    elif layer.kind in MULTIPLIES_WEIGHTS | {"Mul"} and constants and constants[0] is not None:
+        factors = constants[0]
     else:
-        over = [-1 if b.ndim == 1 or layer.attribute("transB", 0) else -2]
-        if x is None:
-            (a, b), (x, other), over = (
-                (b, a),
-                (other, x),
-                [-2 if layer.attribute("transA", 0) and a.ndim > 1 else -1],
-            )
-    total = _weight_sum(b, over) if other is None else other.reach * _count(b, over)
-    if x is None or total is None or not total < INF or not x.reach < INF:
-        return _ANYTHING
-    reach = x.reach * total * abs(layer.attribute("alpha", 1.0))
-    sums = _around(
-        reach if isinstance(reach, int) else reach * 1.01, x.nan or (other is not None and other.nan)
-    )
-    if bias is None:
-        return sums
-    beta = layer.attribute("beta", 1.0)
-    return sums + (_constant_range(bias) if added is None else added) * Interval(beta, beta)
-
-
-@_ranges_of(*NORMALIZES)
-def _normalized(layer: Layer, operands: Operands) -> Interval:
-    """Elements of deviation one: none is larger than the root of their number."""
-    x, interval = _data(layer), _first(operands)
-    is_last = layer.kind not in ("GroupNormalization", "InstanceNormalization")
-    width = _count(x, range(layer.attribute("axis", -1) % max(x.ndim, 1) if is_last else 1, x.ndim))
-    scale, bias = [*operands[1:], None, None][:2]
-    unit = _around(math.sqrt(width) + 1, interval.nan or interval.reach > _SQUARES_FIT)
-    return unit * (scale or Interval(1, 1)) + (bias or _ZERO)
-
-
-@_ranges_of("com.microsoft::SkipLayerNormalization")
-def _skip_layer_norm(layer: Layer, operands: Operands) -> Sequence[Interval]:
-    total = functools.reduce(Interval.__add__, _pair(operands[:2]))
-    return [_normalized(layer, [total, *operands[2:]]), _ANYTHING, _ANYTHING, total]
-
-
-@_ranges_of("BatchNormalization")
-def _batch_norm(layer: Layer, operands: Operands) -> Interval:
-    x, statistics = _first(operands), list(map(torch_constant, layer.get_inputs(1, 2, 3, 4)))  # type: ignore[arg-type]
-    if any(values is None for values in statistics):
-        return _ANYTHING
-    scale, bias, mean, variance = (values.double() for values in statistics if values is not None)
-    slope = (scale / (variance + layer.attribute("epsilon", 1e-5)).sqrt()).abs()
-    reach = slope * x.reach + slope * mean.abs() + bias.abs()
-    return _around(float(reach.max()) if reach.numel() else 0.0, x.nan)
-
-
-@_ranges_of("Attention", "com.microsoft::MultiHeadAttention")
-def _attention(layer: Layer, operands: Operands) -> Interval:
-    padded: list[Interval | None] = [*operands, *[None] * 6]
-    query, key, value, mask, *others = padded
-    if layer.kind != "Attention":
-        bias, mask = mask or _ZERO, others[1]
-        query, key, value = [None if x is None else x + bias for x in (query, key, value)]
-    if query is None or key is None or value is None:  # packed in one
-        return _ANYTHING
-    broken = any(not x.is_finite or x.reach > _SQUARES_FIT for x in (query, key, value))
-    broken = broken or (mask is not None and (mask.nan or mask.high == INF))
-    return _ANYTHING if broken else value | _ZERO
+        return None
+    return float(factors.abs().amax()) if factors.numel() else None

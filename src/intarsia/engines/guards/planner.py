@@ -14,15 +14,20 @@ from typing import Protocol
 
 import onnx_ir as ir
 
-from intarsia.engines.guards.constants import divides_by_floats, may_be_denormal, merged_out_of_range
-from intarsia.engines.guards.intervals import Interval, is_weight, layer_ranges, range_of, whole
+from intarsia.engines.guards.interval_rules import layer_ranges
+from intarsia.engines.guards.intervals import (
+    Interval,
+    divides_by_floats,
+    is_weight,
+    may_be_denormal,
+    merged_out_of_range,
+    range_of,
+    whole,
+)
 from intarsia.engines.guards.kinds import LONGEST_INPUT, AnyGuard, Guards, Index, NonZero, Product, ValueGuard
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network.ops import KEEPS_VALUES
-
-# What an engine says of its kernels: the values they treat as PyTorch does.
-
 
 FINITE = Interval(-(2.0**100), 2.0**100)
 
@@ -70,8 +75,6 @@ HIGHISH = 2.0**80
 _HANDED_ON = KEEPS_VALUES | {"Cast"}
 # Kernels that read or write wherever an index points.
 _UNSAFE = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
-# What they make are places, which no kernel computes with.
-_PLACES = frozenset({"ArgMax", "ArgMin"})
 
 
 def plan_guards(net: Network, limits: Limits, *, floats: bool = True) -> Guards:
@@ -108,12 +111,12 @@ class _Planner:
         for layer in self.layers:
             if not self.floats and not _has_long(layer):
                 continue
-            self.stand_floats(layer)
-            self.stand_divisors(layer)
-            self.stand_indices(layer)
-            self.stand_integers(layer)
+            self.guard_floats(layer)
+            self.guard_divisors(layer)
+            self.guard_indices(layer)
+            self.guard_integers(layer)
             ranges = self.bound(layer, self.results(layer))
-            ranges = self.hold_integers(layer, ranges)
+            ranges = self.guard_results(layer, ranges)
             self.known.update(zip((t.value for t in layer.get_outputs()), ranges, strict=True))
             if layer.kind in ("Shape", "Size") or self.is_of_sizes(layer):
                 self.guards.sizes.update(t.name for t in layer.get_outputs())
@@ -146,7 +149,7 @@ class _Planner:
         assert x is not None
         return all(isinstance(size, int) or size in self.symbols for size in x.shape)
 
-    def stand_floats(self, layer: Layer) -> None:
+    def guard_floats(self, layer: Layer) -> None:
         """See that no NaN meets a kernel that would lose it."""
         if not self.floats:
             return
@@ -158,7 +161,7 @@ class _Planner:
             if allowed is not None:
                 self.require(layer, tensor, allowed)
 
-    def stand_divisors(self, layer: Layer) -> None:
+    def guard_divisors(self, layer: Layer) -> None:
         """Find divisions whose divisor has no reciprocal, where the engine multiplies by it."""
         if not self.floats or not self.limits.by_reciprocals or not divides_by_floats(layer):
             return
@@ -170,19 +173,19 @@ class _Planner:
             raise EngineError(f"a constant divisor is denormal; {self.limits.engine} has no reciprocal of it")
         self.guards.divided.append(layer.get_outputs(0)[0].name)
 
-    def bound(self, layer: Layer, made: list[Interval]) -> list[Interval]:
+    def bound(self, layer: Layer, ranges: list[Interval]) -> list[Interval]:
         """Watch a layer's operands if it would make NaN of them, or overflow, before a kernel that minds."""
         outputs = layer.get_outputs()
-        if layer.kind in _HANDED_ON or not self.exceeds(outputs, made, self.is_high(layer)):
-            return made
+        if layer.kind in _HANDED_ON or not self.exceeds(outputs, ranges, self.is_high(layer)):
+            return ranges
         instead = {
             tensor: self.range(tensor).cut(Interval(-CALM, CALM))
             for tensor in layer.get_inputs()
             if tensor is not None and self.can_be_bounded(tensor)
         }
-        bounded = self.results(layer, instead) if instead else made
+        bounded = self.results(layer, instead) if instead else ranges
         if self.exceeds(outputs, bounded, False):
-            return made
+            return ranges
         # What later layers read besides, as residuals, would soon be too high as well.
         later = [Tensor.of(value) for value in self.read_later(layer)]
         for tensor in dict.fromkeys(
@@ -202,9 +205,9 @@ class _Planner:
         floats = [t for t in layer.get_inputs() if t is not None and t.dtype in dtypes.FLOATS]
         return any(t.constant is None and self.range(t).reach > HIGH for t in floats)
 
-    def exceeds(self, outputs: Sequence[Tensor], made: Sequence[Interval], may_be_high: bool) -> bool:
+    def exceeds(self, outputs: Sequence[Tensor], ranges: Sequence[Interval], may_be_high: bool) -> bool:
         """Whether results may be NaN, or so high that they soon may."""
-        for tensor, interval in zip(outputs, made, strict=True):
+        for tensor, interval in zip(outputs, ranges, strict=True):
             if tensor.value not in self.wanted:
                 continue
             rises = interval.reach > HIGH and tensor.dtype != ir.DataType.FLOAT16
@@ -221,7 +224,7 @@ class _Planner:
             return False
         return interval.nan or interval.reach > CALM
 
-    def stand_indices(self, layer: Layer) -> None:
+    def guard_indices(self, layer: Layer) -> None:
         axes = self.limits.index_axes(layer)
         if axes is None:
             return
@@ -253,7 +256,7 @@ class _Planner:
         if known and len(known) == len(sizes):
             self.known[indices.value] = self.range(indices).cut(_indices(max(known)))
 
-    def stand_integers(self, layer: Layer) -> None:
+    def guard_integers(self, layer: Layer) -> None:
         """See that integers are as small as the layer's kernel computes them rightly."""
         limit = self.limits.integers(layer)
         if limit is None:
@@ -267,21 +270,21 @@ class _Planner:
             if divisor.dtype in dtypes.INTEGERS and divisor.constant is None and self.range(divisor).has_zero:
                 self.guards.others.append(NonZero(divisor.name))
 
-    def hold_integers(self, layer: Layer, made: list[Interval]) -> list[Interval]:
+    def guard_results(self, layer: Layer, ranges: list[Interval]) -> list[Interval]:
         """See that the layer's integer results stay as small as it computes them rightly."""
         limit = self.limits.integers(layer)
         outputs = layer.get_outputs()
-        if limit is None or layer.kind in _PLACES or (layer.kind == "Cast" and not self.floats):
-            return made  # what floats are cast is watched with the floats
-        if _fits(outputs, made, limit):
-            return made
+        if limit is None or layer.kind in ("ArgMax", "ArgMin") or (layer.kind == "Cast" and not self.floats):
+            return ranges  # what floats are cast is watched with the floats
+        if _fits(outputs, ranges, limit):
+            return ranges
         operands = [t for t in layer.get_inputs() if t is not None and t.dtype in LONG and t.constant is None]
         if layer.kind == "Mul" and len(operands) == 2:
             self.guards.others.append(Product(operands[0].name, operands[1].name, limit.high / 2))
-            return [made[0].cut(Interval(-limit.high, limit.high))]
+            return [ranges[0].cut(Interval(-limit.high, limit.high))]
         if layer.kind in ("CumSum", "ReduceSum") and operands:
             self.guards.others.append(ValueGuard(operands[0].name, 0, limit.high / 2, total=True))
-            return [made[0].cut(Interval(-limit.high, limit.high))]
+            return [ranges[0].cut(Interval(-limit.high, limit.high))]
         for bits in (30, 28, 26, 24, 23, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 1, 0):
             small = Interval(-(2**bits), 2**bits)
             less = self.results(layer, {t: self.range(t).cut(small) for t in operands})
@@ -290,7 +293,7 @@ class _Planner:
                     self.require(layer, tensor, small)
                 return less
         raise EngineError(
-            f"{layer.kind} may make integers from {made[0].low} to {made[0].high};"
+            f"{layer.kind} may make integers from {ranges[0].low} to {ranges[0].high};"
             f" {self.limits.engine} computes it rightly up to {limit.high}"
         )
 

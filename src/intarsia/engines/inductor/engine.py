@@ -35,6 +35,7 @@ from intarsia.engines.inductor.compiler import (
 from intarsia.engines.inductor.described import empty_like, has_fixed_sizes, unfit_size
 from intarsia.errors import EngineError
 from intarsia.graph.nodes import is_control_flow, is_ordered
+from intarsia.quantized import bits_of
 
 # Inductor folds batch norms itself, and knows no fused convolutions.
 GPU_REWRITES = (
@@ -186,6 +187,8 @@ class Inductor(GraphEngine):
             # Freezing would keep the weights widened to float32, and read twice the memory; and what makes
             # the vector would be computed again for every row of the weight if it were not stored.
             config |= {"freezing": bool(self.freezing), "realize_reads_threshold": 0}
+        if any(bits_of(node) for node in graph.graph.nodes):
+            config["freezing"] = bool(self.freezing)  # it would keep weights in few bits as floats
         return graph, config | dict(self.options)
 
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
 from intarsia.engines.guards.kinds import Checks
-from intarsia.engines.mnn.layers import spreads_both
+from intarsia.engines.mnn.layers import spread_choices, spreads_both
 from intarsia.engines.mnn.limits import add_checks, planned
 from intarsia.errors import EngineError
 from intarsia.network import Layer, Network
@@ -43,6 +43,8 @@ def written_out(net: Network, proto: Any) -> None:
             _truth(writer, layers[node.output[0]])
         elif node.op_type in _COMPARISONS:
             _compare(writer, node, layers[node.output[0]])
+        elif node.op_type == "Where":
+            _choose(writer, node, layers[node.output[0]])
         elif node.op_type == "Gather":
             _gather(writer, node, layers[node.output[0]])
         else:
@@ -105,12 +107,22 @@ def _compare(writer: _Writer, node: Any, layer: Layer) -> None:
     """By vectors MNN's Less compares the bits of floats: of two negative ones wrongly."""
     one, other = node.input
     if spreads_both(layer):
-        sizes = [int(size or 0) for size in layer.get_outputs(0)[0].shape]
-        one = writer.add("Expand", one, np.array(sizes))
+        one = writer.add("Expand", one, _sizes(layer))
     if node.op_type == "Less":
         writer.add("Greater", other, one, last=True)
     else:
         writer.add(node.op_type, one, other, last=True)
+
+
+def _choose(writer: _Writer, node: Any, layer: Layer) -> None:
+    operands = list(node.input)
+    for place in spread_choices(layer):
+        operands[place] = writer.add("Expand", operands[place], _sizes(layer))
+    writer.add("Where", *operands, last=True)
+
+
+def _sizes(layer: Layer) -> np.ndarray[Any, Any]:
+    return np.array([int(size or 0) for size in layer.get_outputs(0)[0].shape])
 
 
 def _gather(writer: _Writer, node: Any, layer: Layer) -> None:

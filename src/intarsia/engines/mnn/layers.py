@@ -158,6 +158,22 @@ def spreads_both(layer: Layer) -> bool:
     return floats and all(tuple(tensor.shape) != tuple(result.shape) for tensor in operands)
 
 
+def _where(layer: Layer) -> str | None:
+    if not spread_choices(layer) or all(isinstance(n, int) for n in layer.get_outputs(0)[0].shape):
+        return None
+    return "operands that are spread over varying sizes are not handled"
+
+
+def spread_choices(layer: Layer) -> list[int]:
+    """The places of what Where chooses from and must be spread over its result: MNN reads it wrongly."""
+    result, choices = layer.get_outputs(0)[0], layer.get_inputs()
+    return [
+        place
+        for place, tensor in enumerate(choices)
+        if place and tensor is not None and tensor.shape != result.shape and any(n != 1 for n in tensor.shape)
+    ]
+
+
 def _gather(layer: Layer) -> str | None:
     data, indices = layer.get_inputs(0, 1)
     assert data is not None and indices is not None
@@ -227,7 +243,7 @@ CONDITIONS: dict[str, Condition] = {
     **_kinds(_always, "Sinh Cosh Asinh Acosh Atanh Reciprocal Softsign HardSigmoid HardSwish LeakyRelu"),
     **_kinds(_always, "Add Sub Mul Max Min Sum Softmax LogSoftmax Gemm Gelu Identity Flatten Sign"),
     **_kinds(_always, "Transpose Concat GlobalAveragePool GlobalMaxPool DepthToSpace SpaceToDepth Expand"),
-    **_kinds(_always, "Equal And Or Xor Not Where Shape Range ConstantOfShape"),
+    **_kinds(_always, "Equal And Or Xor Not Shape Range ConstantOfShape"),
     **_kinds(_compared, "Less Greater LessOrEqual GreaterOrEqual"),
     **_kinds(_constant(1), "Unsqueeze Squeeze Tile Pow PRelu Split"),
     **_kinds(_constant(1), "ReduceMean ReduceSum ReduceMax ReduceMin Trilu"),
@@ -246,6 +262,7 @@ CONDITIONS: dict[str, Condition] = {
     "Reshape": _shaped,
     "Resize": _resize,
     "Slice": _slice,
+    "Where": _where,
 }
 _MOVES = (
     "Identity Transpose Concat Reshape Unsqueeze Squeeze Expand Tile Gather Slice Split Flatten Where Cast"

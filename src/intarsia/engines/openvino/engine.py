@@ -91,7 +91,7 @@ class OpenVINO(NetworkEngine):
         return refusals(nets, self.precision, self.guards)
 
     def build(self, net: Network) -> Program:
-        from intarsia.engines.openvino.gated import compiled
+        from intarsia.engines.openvino.halves import compiled
 
         try:
             model, weights, checks = self._guarded(net)
@@ -116,7 +116,7 @@ class OpenVINO(NetworkEngine):
         return OpenvinoFile(path)
 
     def pack(self, net: Network, file: GrowingFile) -> Packed | None:
-        from intarsia.engines.openvino.gated import is_gated
+        from intarsia.engines.openvino.halves import is_gated
 
         try:
             model, _weights, checks = self._guarded(net)

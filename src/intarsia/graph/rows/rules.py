@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from intarsia.graph.rows import picks, products, views
+from intarsia.graph.rows import products, views
 from intarsia.graph.rows.call import Call, Mixes, Numbers, Placement, Reduced, Rows, Size, Unknown
 
 Rule = Callable[[Call], Any]
@@ -242,10 +242,10 @@ _RULES: dict[str, Rule] = _table(
         "slice narrow split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk": views.cut,
         "select unbind": views.select,
         "cat concat stack": views.cat,
-        "embedding": picks.embedding,
-        "gather": picks.gather,
-        "index_select": picks.index_select,
-        "index _unsafe_index": picks.index,
+        "embedding": views.embedding,
+        "gather": views.gather,
+        "index_select": views.index_select,
+        "index _unsafe_index": views.index,
         "linear": products.linear,
         "matmul mm bmm mv addmm baddbmm": products.matmul,
         "conv1d conv2d conv3d convolution": products.convolution,

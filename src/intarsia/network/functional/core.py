@@ -14,7 +14,7 @@ from intarsia.errors import NetworkError
 from intarsia.network import dtypes
 from intarsia.network.infer import infer
 from intarsia.network.network import Network, Tensor, default_net
-from intarsia.network.shapes import Shape
+from intarsia.network.value import Shape
 
 Scalar = bool | int | float
 Operand = Tensor | Scalar | np.ndarray[Any, Any] | torch.Tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from intarsia.network.functional.core import op
 from intarsia.network.network import Tensor
-from intarsia.network.shapes import MICROSOFT
 from intarsia.network.signature import record_signature
+from intarsia.network.value import MICROSOFT
 
 __all__ = ["dequantize_linear", "matmul_nbits", "quantize_linear"]
 

@@ -45,14 +45,14 @@ def check_plan(stages: StageSequence, mesh: DeviceMesh | None, plan: Plan | None
         )
     if stages.tied:
         raise PartitionError(
-            f"{stages.tied[0]}; a plan would divide it in each by itself: cut elsewhere with cuts=..."
+            f"{stages.tied[0]}; a plan would divide it in each by itself: choose other cuts with cuts=..."
         )
     known = {name for stage in stages for name, _ in stage.named_modules() if name}
     for pattern in plan:
         if not any(_matches(name, pattern) for name in known):
             near = get_close_matches(pattern, sorted(known), n=3)
-            told = f"; near are {', '.join(map(repr, near))}" if near else ""
-            raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{told}")
+            hint = f"; near are {', '.join(map(repr, near))}" if near else ""
+            raise PartitionError(f"tensor_plan names {pattern!r}, which no stage calls{hint}")
 
 
 def parallelize_stages(parts: Mapping[int, nn.Module], mesh: DeviceMesh, plan: Plan) -> None:

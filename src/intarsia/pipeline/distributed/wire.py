@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from intarsia.errors import PartitionError, PipelineError
-from intarsia.pipeline.stages.recompute import recompute_contexts
+from intarsia.pipeline.stages.program import recompute_contexts
 from intarsia.pipeline.stages.signature import TensorSpec
 
 # Whole numbers, by the float of the same width that carries their bits.
@@ -35,7 +35,7 @@ def wire_spec(spec: TensorSpec | str, lengths: Mapping[str, int], device: str = 
     if isinstance(spec, str):
         raise PartitionError(
             f"{spec}, a number read from data, crosses a border; it cannot travel between processes:"
-            " cut elsewhere with cuts=..."
+            " choose other cuts with cuts=..."
         )
     shape, dtype = spec.sizes(lengths), spec.dtype
     if dtype in _COMPLEX:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, cast
@@ -14,11 +15,41 @@ from intarsia.pipeline.gpipe.batchnorm import DeferredBatchNorm
 from intarsia.pipeline.gpipe.effects import StageEffects
 from intarsia.pipeline.gpipe.keyed_random import call_layer
 from intarsia.pipeline.gpipe.pipeline import Pipeline
-from intarsia.pipeline.gpipe.skip.layout import inspect_skip_layout
-from intarsia.pipeline.gpipe.skip.skippable import verify_skippables
-from intarsia.pipeline.gpipe.statedict import fit_state_dict, plain_state_dict
+from intarsia.pipeline.gpipe.skip.skippable import inspect_skip_layout, verify_skippables
 from intarsia.pipeline.gpipe.stream import AbstractStream, new_stream
 from intarsia.pipeline.gpipe.worker import StageThreads
+
+_STAGED = re.compile(r"partitions\.\d+\.(.+)")
+
+
+def plain_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of the plain module, from that of a pipeline.
+
+    >>> plain_state_dict({"partitions.1.2.weight": 0})
+    {'2.weight': 0}
+    """
+    return {_plain(key): value for key, value in state_dict.items()}
+
+
+def fit_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename, before it is loaded, a state dict of the plain module or of another balance."""
+    partitions = module.get_submodule("partitions")
+    stages = {
+        layer: j for j, stage in enumerate(partitions.children()) for layer, _ in stage.named_children()
+    }
+    renamed: dict[str, Any] = {}
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        plain = _plain(key.removeprefix(prefix))
+        layer = plain.split(".", 1)[0]
+        name = f"partitions.{stages[layer]}.{plain}" if layer in stages else key.removeprefix(prefix)
+        renamed[prefix + name] = state_dict.pop(key)
+    state_dict.update(renamed)
+
+
+def _plain(key: str) -> str:
+    staged = _STAGED.fullmatch(key)
+    return staged[1] if staged else key
+
 
 Device = torch.device | int | str
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -260,11 +291,11 @@ class GPipe(nn.Module):
 
 
 def _device(device: Device) -> torch.device:
-    found = torch.device(device)
+    chosen = torch.device(device)
     # "cuda" and "cuda:0" are one device and must compare equal.
-    if found.type == "cuda" and found.index is None:
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if found.type == "cpu" else found
+    return torch.device("cpu") if chosen.type == "cpu" else chosen
 
 
 def _moving_denied() -> TypeError:

@@ -9,10 +9,9 @@ import numpy as np
 
 from intarsia.network import Network, Tensor
 from intarsia.network import functional as F
-from intarsia.network.shapes import MICROSOFT
+from intarsia.network.value import MICROSOFT
 from intarsia.rewrite.fusions.fusion import Fusion, given, weight
-from intarsia.rewrite.pattern import refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import refuse, rule
 
 _ROOT_TWO = math.sqrt(2)
 _TANH_SCALE = math.sqrt(2 / math.pi)

@@ -9,10 +9,9 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.network.shapes import MICROSOFT
+from intarsia.network.value import MICROSOFT
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, order_of, scalar, weight
-from intarsia.rewrite.pattern import Refusal, refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import Refusal, refuse, rule
 
 _HIDDEN = -1e4  # scores at or below this get no weight: exp underflows
 _SCALES = ("qm", "qd", "km", "kd", "sm", "sd")

@@ -14,10 +14,9 @@ from intarsia.network import Layer, Network, Tensor, dtypes
 from intarsia.network import functional as F
 from intarsia.network.attributes import from_attr
 from intarsia.network.ops import MAY_BE_IDENTITY
-from intarsia.network.shapes import OPSET, ir_version
+from intarsia.network.value import OPSET, ir_version
 from intarsia.rewrite.fusions.fusion import Fusion, given
-from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse, rule
 from intarsia.rewrite.term import is_transparent
 
 _LARGEST = 1 << 16  # elements a folded constant may have; engines fold the large ones themselves

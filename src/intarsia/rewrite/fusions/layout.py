@@ -8,8 +8,7 @@ from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
 from intarsia.network.ops import BINARY, UNARY
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, order_of
-from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import PatternRewriter, Refusal, refuse, rule
 
 
 @rule(

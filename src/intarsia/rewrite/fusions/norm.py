@@ -8,10 +8,9 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.network.shapes import MICROSOFT
+from intarsia.network.value import MICROSOFT
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers, scalar, weight
-from intarsia.rewrite.pattern import Refusal, refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import Refusal, refuse, rule
 
 
 def _square(op: Any, x: Any) -> Any:

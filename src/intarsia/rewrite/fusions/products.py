@@ -8,10 +8,9 @@ import numpy as np
 
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
-from intarsia.network.shapes import MICROSOFT
+from intarsia.network.value import MICROSOFT
 from intarsia.rewrite.fusions.fusion import Fusion, given, is_float, scalar, scaled_to, weight
-from intarsia.rewrite.pattern import refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import refuse, rule
 
 # Convolution with the batch norm and the activation after it.
 

@@ -9,8 +9,7 @@ import numpy as np
 from intarsia.network import Layer, Network, Tensor
 from intarsia.network import functional as F
 from intarsia.rewrite.fusions.fusion import Fusion, given, integers
-from intarsia.rewrite.pattern import refuse
-from intarsia.rewrite.rule import rule
+from intarsia.rewrite.pattern import refuse, rule
 from intarsia.rewrite.term import see_through
 
 _END = 1 << 31  # a slice's end beyond any size
@@ -74,7 +73,7 @@ def rotary_embedding(
         if tensor.shape[0] != x.shape[0] and not isinstance(x.shape[0], int):
             return refuse(f"{tensor.name} is one for a batch of {x.shape[0]}")
         if not _repeats(tensor):
-            return refuse(f"{tensor.name} is not seen to repeat its first half")
+            return refuse(f"{tensor.name} may not repeat its first half")
         caches.append(tensor)
     flat = [F.slice(F.squeeze(t, [1]), 0, half, axis=2) for t in caches]
     if cos.shape[0] != x.shape[0] or sin.shape[0] != x.shape[0]:  # each of the batch has its own
