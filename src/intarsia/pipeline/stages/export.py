@@ -19,9 +19,8 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils import _pytree as pytree
 
+from intarsia.capture.export_context import kept_messages, short_stack_traces
 from intarsia.capture.output_objects import opening
-from intarsia.capture.quiet import kept_messages
-from intarsia.capture.stack_traces import short_stack_traces
 from intarsia.errors import CaptureError
 from intarsia.graph.alias import memory_of
 from intarsia.pipeline.stages.behaviour import export_without_chance, trace_without_counters

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from intarsia.capture.quiet import kept_messages
+from intarsia.capture.export_context import kept_messages
 from intarsia.compare import disagreement
 from intarsia.errors import DifferenceWarning
 from intarsia.graph.nodes import whereabouts
