@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.partition.graphs import Lgamma, equal, lower, refuse, run_pieces
 from torch import nn
 
+from intarsia.build.details import advise
 from intarsia.build.repair import MOST_BUILT, bisect_failure, repair
 from intarsia.graph.nodes import compute_nodes
 from intarsia.partition import PartitionOptions, SupportTable, dependency, extract
-from intarsia.partition.advice import advise
 
 ONE = PartitionOptions(min_block_size=1)
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from intarsia.errors import CaptureError, InputError, PartitionError
-from intarsia.pipeline.distributed.loss import mean_inside
 from intarsia.pipeline.split import split
+from intarsia.pipeline.stages.behaviour import mean_inside
 
 
 class Moody(nn.Module):

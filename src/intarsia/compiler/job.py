@@ -50,8 +50,8 @@ from intarsia.capture.protect import initialized, undisturbed
 from intarsia.capture.run_effects import Effect, settled, watched
 from intarsia.choose.candidate import Workshop, sample_of
 from intarsia.choose.choose import choose
+from intarsia.choose.findings import EAGER
 from intarsia.choose.measured import Measured, is_measuring, refuse_short_engines, too_small_to_measure
-from intarsia.choose.plan import EAGER
 from intarsia.compiler.assembler import Assembler
 from intarsia.compiler.build_cache import CacheEntry, cache_entry
 from intarsia.compiler.refit import Refit, as_before
