@@ -120,7 +120,7 @@ def _candidate(name: str, specimen: Specimen, against: str | None, options: dict
     place, colon, function = against.rpartition(":")
     if not colon:
         return against
-    made = call_factory(place, function, specimen.module)
-    if not callable(made):
-        raise InputError(f"{against} must return a callable, not a {type(made).__name__}")
-    return made
+    outcome = call_factory(place, function, specimen.module)
+    if not callable(outcome):
+        raise InputError(f"{against} must return a callable, not a {type(outcome).__name__}")
+    return outcome

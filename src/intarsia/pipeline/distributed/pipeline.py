@@ -81,41 +81,39 @@ class StepResult:
 class DistributedPipeline(RankStages):
     """One rank's part of a pipeline: its stages, and `step`.
 
-    Made by `Stages.distributed` on every rank, inside an initialised process group. The gradients after
-    `step` are the plain model's: of the mean loss over the batch (`reduction="mean"`) or of the sum.
-    Parameters held by several ranks begin equal and get the sum of their gradients. A batch of another
-    length, or another autocast, makes new buffers. An exception in one stage is raised on every rank at the
-    end of the step, whose gradients then mean nothing: call `zero_grad` before the next.
+    `Stages.distributed` creates it on every rank, inside an initialized process group. After `step`, the
+    gradients are those of the plain model for the mean loss over the batch (`reduction="mean"`), or for the
+    sum. Parameters that are on several ranks begin equal, and get the sum of their gradients. If a stage
+    raises an exception, every rank raises it at the end of the step. The gradients are then invalid: call
+    `zero_grad` before the next step.
 
     Args:
-        stages: what `split` gave, on every rank the same cuts.
-        schedule: a name of torch's schedules: GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...
-        n_microbatches: how many parts a batch is cut into; the last may be shorter.
+        stages: the result of `split`, with the same cuts on every rank.
+        schedule: a schedule of torch (GPipe, 1F1B, Interleaved1F1B, ZeroBubble, ...) or of `define_schedule`.
+        n_microbatches: the number of parts of a batch. The last part may be shorter.
         loss_fn: called with the model's answer and the target of a micro-batch.
-        loss_weight: from the target of a micro-batch, how much its loss averages over (tokens, say), or
-            "equal"; see `MicrobatchLoss` for what is recognised without it.
+        loss_weight: a function from the target of a micro-batch to the number of elements (such as tokens)
+            that its loss averages over, or "equal". See `MicrobatchLoss` for losses that do not need it.
         reduction: whether the loss of a batch is the mean or the sum over its micro-batches.
         check_loss: whether the loss of the micro-batches is compared with that of the whole batch.
-        deferred_batch_norm: whether batch norms' running statistics are those of the whole batch; else every
-            micro-batch changes them. It is normalised by its own statistics either way.
-        checkpoint: stages to compute again in the backward pass instead of keeping their activations: all
-            (True), none, or some by number; or modules, by name or pattern (`"h.*.mlp"`).
-        scaler: a `torch.amp.GradScaler`, one on each rank that learns, None on one whose stages are frozen:
-            the backward pass begins with the scaled loss, and where any rank's gradients overflow, all
-            scalers skip the step.
-        target_axis: the target's dimension that holds the batch.
-        device: where this rank's stages live.
+        deferred_batch_norm: whether the running statistics of batch norms are those of the whole batch. By
+            default, every micro-batch changes them. Each micro-batch is normalized by its own statistics.
+        checkpoint: what is computed again in the backward pass: True for all stages, numbers of stages, or
+            names or patterns of modules (`"h.*.mlp"`).
+        scaler: a `torch.amp.GradScaler` on each rank; None on a rank whose stages are all frozen. If the
+            gradients of a rank overflow, all scalers skip the step.
+        target_axis: the batch dimension of the target.
+        device: the device of this rank's stages.
         group: the process group of the pipeline's ranks.
-        mesh: a `DeviceMesh` of ("data", "pipeline") instead of a group: each row is a pipeline, and all of
-            them train one model. Every replica steps over a batch of its own (`shard`), and the gradients and
-            the loss are those of all batches together. A dimension "shard" shards stages by `fully_shard`;
-            along a dimension "tensor" all step over the same batch.
-        tensor_plan: with such a dimension, a plan of `torch.distributed.tensor.parallel.parallelize_module`,
-            by the model's names of modules; stages must be cut along modules (`split(..., way="modules")`).
-        seed: of all random numbers, with the numbers of step and micro-batch; by default the first rank's
-            `torch.initial_seed()`. `seed` and `steps` (how many there were) are saved in checkpoints.
-        weights: a safetensors file, a folder of shards, or a checkpoint of `save`, from which this rank reads
-            its own stages and no others; `Weights(path, ...)` for more. Stages on the meta device need it.
+        mesh: a `DeviceMesh` of ("data", "pipeline"), instead of a group. Each row is a replica with its own
+            batch (`shard`). Gradients and loss are those of all batches together. A dimension "shard" shards
+            stages by `fully_shard`. Ranks along a dimension "tensor" step over the same batch.
+        tensor_plan: for a dimension "tensor", a plan of `torch.distributed.tensor.parallel`, by names of
+            modules of the model. The stages must be cut along modules (`split(..., way="modules")`).
+        seed: the seed of all random numbers, together with the numbers of step and micro-batch. By default,
+            `torch.initial_seed()` of the first rank. Checkpoints contain `seed` and `steps`.
+        weights: a safetensors file, a folder of shards, or a checkpoint of `save`. This rank reads only its
+            own stages. `Weights(path, ...)` has options. Stages on the meta device need it.
     """
 
     def __init__(

@@ -129,26 +129,26 @@ class GPipe(nn.Module):
     torch.Size([8, 2])
 
     Args:
-        module: the sequential module; its layers are moved, not copied.
-        balance: how many layers each stage takes (`balance_by_time` finds a good one).
-        devices: where the stages live; by default all CUDA devices, or the CPU where there are none.
-        chunks: how many micro-batches a mini-batch is cut into.
-        checkpoint: which micro-batches are computed again for the gradient instead of kept:
+        module: the sequential module. Its layers are moved, not copied.
+        balance: the number of layers of each stage (`balance_by_time` finds a good balance).
+        devices: the devices of the stages. By default, all CUDA devices, or the CPU if there are none.
+        chunks: the number of micro-batches in a mini-batch.
+        checkpoint: the micro-batches whose activations are computed again in the backward pass:
             "always", "except_last" or "never".
         deferred_batch_norm: whether running statistics are those of mini-batches.
-        concurrent_backward: whether stages on the CPU also go backward at the same time; by default they
-            do where micro-batches are checkpointed. (Stages on distinct GPUs always do.)
+        concurrent_backward: whether backward passes of stages on the CPU run at the same time. By default,
+            they do if micro-batches are checkpointed. Stages on different GPUs always do.
 
-    Checkpointing and concurrent backward passes give parameters their gradients in a plain `backward()`; with
-    either, `torch.autograd.grad` and `backward(inputs=...)` of parameters, gradients of gradients and hooks
-    on parameters are refused. With neither (checkpoint="never") all of it works as for any module.
+    With checkpointing or concurrent backward passes, parameters get their gradients from a plain
+    `backward()`. These are refused then: `torch.autograd.grad` and `backward(inputs=...)` of parameters,
+    gradients of gradients, and hooks on parameters. With neither (checkpoint="never"), all of this works.
     """
 
-    #: How many layers each stage has.
+    #: The number of layers of each stage.
     balance: list[int]
-    #: Where each stage lives; the input belongs on the first, the output comes on the last.
+    #: The device of each stage. The input must be on the first, and the output is on the last.
     devices: list[torch.device]
-    #: How many micro-batches there are to be.
+    #: The number of micro-batches.
     chunks: int
     #: Which micro-batches are checkpointed.
     checkpoint: str
