@@ -102,7 +102,8 @@ def tune(
     ...         with torch.no_grad():
     ...             return self.model(x).argmax(-1)
     >>> service = Service()
-    >>> tuned = tune(service, lambda: service.answer(torch.ones(2, 64)), only_if_faster=False)
+    >>> call = lambda: service.answer(torch.ones(2, 64))
+    >>> tuned = tune(service, call, only_if_faster=False, least_share=0)
     >>> list(tuned.placed)
     ['model']
     >>> tuned.restore()
