@@ -15,6 +15,8 @@ They consist of operators of torch, so that compilers see through them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.nn import functional
@@ -76,5 +78,7 @@ EMBEDDING = torch.ops.intarsia.quantized_embedding.default
 
 def bits_of(node: fx.Node) -> int | None:
     """The bits of the weight that a node reads; None for one that reads no weight in few bits."""
-    place = {LINEAR: 5, EMBEDDING: 4}.get(node.target)
-    return None if place is None else node.args[place]  # type: ignore[return-value]
+    if node.target not in (LINEAR, EMBEDDING):
+        return None
+    bits: Any = node.args[5 if node.target is LINEAR else 4]
+    return int(bits)

@@ -137,7 +137,8 @@ def _reads_activation(node: fx.Node, constants: dict[fx.Node, int]) -> bool:
     value = operand.meta.get("val")
     if node.target is aten.matmul.default and isinstance(value, torch.Tensor) and value.ndim < 2:
         return False
-    return isinstance(value, torch.Tensor) and value.device.type == weight.device.type
+    # On a GPU, compilers have products of their own for what libraries write there; this is not tried there.
+    return isinstance(value, torch.Tensor) and {value.device.type, weight.device.type} == {"cpu"}
 
 
 def _packed(module: fx.GraphModule, weight: fx.Node, turned: bool) -> _Packed:
@@ -195,7 +196,8 @@ class _Values:
                 continue
             args, kwargs = fx.map_arg((one.args, one.kwargs), values.__getitem__)
             with torch.no_grad():
-                values[one] = one.target(*args, **kwargs)
+                function: Any = one.target
+                values[one] = function(*args, **kwargs)
             for source in one.all_input_nodes:
                 if last[source] is one and source is not node:
                     del values[source]
@@ -210,7 +212,7 @@ class _Values:
         for leaf in sorted(_behind(node)):
             if leaf.op != "get_attr":
                 continue
-            own = getattr(self._module, str(leaf.target)).detach()
+            own: torch.Tensor = getattr(self._module, str(leaf.target)).detach()
             if own.dtype in _SHORT and own.nbytes == content.nbytes and own.is_contiguous():
                 alike = own.view(torch.uint8).view(content.shape)
                 if torch.equal(alike, content):
@@ -219,7 +221,7 @@ class _Values:
 
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a node is given besides its first argument."""
-        return fx.map_arg((node.args[1:], node.kwargs), self.of)  # type: ignore[return-value]
+        return fx.map_arg((node.args[1:], node.kwargs), self.of)
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:
@@ -283,8 +285,9 @@ def _numel(arg: Any) -> int:
 def _whole(tensor: torch.Tensor) -> torch.Tensor | None:
     """Numbers as short integers, if they are whole."""
     result = tensor.to(torch.int16)
-    parts = zip(tensor.flatten().split(_AT_A_TIME), result.flatten().split(_AT_A_TIME), strict=True)
-    return result if all(bool((part == short).all()) for part, short in parts) else None
+    flat, short = tensor.flatten(), result.flatten()
+    parts = (slice(at, at + _AT_A_TIME) for at in range(0, len(flat), _AT_A_TIME))
+    return result if all(bool((flat[part] == short[part]).all()) for part in parts) else None
 
 
 def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
@@ -306,9 +309,9 @@ def _laid_out(integers: torch.Tensor, scale: torch.Tensor) -> _Packed:
                 continue
             numbers = (integers.reshape(*zero.shape, block) + zero.unsqueeze(2)).to(torch.uint8)
             weight = numbers[..., ::2] | numbers[..., 1::2] << 4 if bits == 4 else numbers
-            is_middle = bool((zero == 2 ** (bits - 1)).all())
-            scales = scale[:, ::block].contiguous()
-            return _Packed(weight, scales, None if is_middle else zero.to(torch.uint8), bits, order)
+            zeros = None if bool((zero == 2 ** (bits - 1)).all()) else zero.to(torch.uint8).contiguous()
+            # In rows: what is computed of a transposed matrix is laid out as that is, and would be copied.
+            return _Packed(weight.contiguous(), scale[:, ::block].contiguous(), zeros, bits, order)
     raise _Unpackable("the integers of a group need more than 8 bits")
 
 

@@ -184,5 +184,6 @@ def _numbers(tensor: Tensor | None) -> np.ndarray[Any, Any]:
 
 
 def _in_bytes(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    even: np.ndarray[Any, Any] = np.pad(numbers, ((0, 0), (0, numbers.shape[1] % 2)))
-    return even[:, ::2] | even[:, 1::2] << 4
+    even = np.pad(numbers, ((0, 0), (0, numbers.shape[1] % 2)))
+    result: np.ndarray[Any, Any] = even[:, ::2] | even[:, 1::2] << 4
+    return result
